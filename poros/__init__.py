@@ -1,0 +1,63 @@
+"""Poros: exact fine-tuning of adapters on models that do not fit on the GPU.
+
+The frozen base lives in host memory and passes through a few preallocated device slots, block by
+block, in forward and again, in reverse, in backward. Adapters and optimizer state stay on the
+device. The trained adapter is bit for bit the one that a fully resident run gives.
+
+Importing this package touches no device, no environment variable and no other library: the names
+below load on first use.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# In a checkout, loaders/ and gates/ sit beside poros/; the wheel holds them inside it.
+_checkout = Path(__file__).resolve().parents[1]
+if (_checkout / "pyproject.toml").is_file() and not (Path(__file__).parent / "loaders").exists():
+    __path__.append(str(_checkout))
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "StreamingPolicy": "poros.config",
+    "prepare": "poros.api",
+    "restore": "poros.api",
+    "runtime": "poros.api",
+    "patch_hf_model": "poros.api",
+    "Runtime": "poros.api",
+    "PorosError": "poros.errors",
+    "UnsupportedModelError": "poros.errors",
+    "UnvalidatedArchitectureError": "poros.errors",
+    "ParityError": "poros.errors",
+    "RematerializationError": "poros.errors",
+    "HostMemoryError": "poros.errors",
+    "SlotStateError": "poros.errors",
+    "PreparedModelError": "poros.errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from poros.api import Runtime, patch_hf_model, prepare, restore, runtime
+    from poros.config import StreamingPolicy
+    from poros.errors import (
+        HostMemoryError,
+        ParityError,
+        PorosError,
+        PreparedModelError,
+        RematerializationError,
+        SlotStateError,
+        UnsupportedModelError,
+        UnvalidatedArchitectureError,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'poros' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,125 @@
+"""Everything besides its arguments that decides what a layer computes.
+
+Note: Rematerialization equality
+    The recomputed forward must see the same bits as the forward did. Besides arguments and adapters
+    (guarded by version counters in ``poros.remat``) that is: random states, autocast, the training
+    flags of the layer's modules, and which attention backends are allowed. Each is captured at the
+    layer's forward and *replayed* at its recomputation, then put back.
+
+    The set of active adapters, their scalings and whether they are disabled or merged is captured
+    too, but a change of it between forward and backward *raises*: PEFT keeps it in many places, and
+    training on after such a change is hardly ever meant.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from poros.rng import RngStash
+
+_Flag = tuple[Callable[[], bool], Callable[[bool], None]]
+
+
+def _attention_flags() -> tuple[_Flag, ...]:
+    """Getter and setter of each switch of scaled_dot_product_attention; they are process-wide."""
+    sdp = torch.backends.cuda
+    return (
+        (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
+        (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
+        (sdp.math_sdp_enabled, sdp.enable_math_sdp),
+        (sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Autocast of one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def capture(cls, device_type: str) -> "AutocastState":
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+        )
+
+    def enter(self) -> torch.autocast:
+        """The same autocast, without its cache of cast weights.
+
+        The cache is keyed by tensor: a cast made while the graph is dropped would be reused by the
+        recomputation, which then would not reach the adapter.
+        """
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AmbientState:
+    """The state around one forward of one layer. See "Rematerialization equality"."""
+
+    rng: RngStash
+    autocast: tuple[AutocastState, ...]
+    attention: tuple[bool, ...]
+    training: tuple[bool, ...]
+
+    @classmethod
+    def capture(cls, device: torch.device, modules: Sequence[nn.Module]) -> "AmbientState":
+        device_types = {device.type, "cpu"}
+        return cls(
+            rng=RngStash.capture(device),
+            autocast=tuple(AutocastState.capture(each) for each in sorted(device_types)),
+            attention=tuple(get() for get, _ in _attention_flags()),
+            training=tuple(module.training for module in modules),
+        )
+
+    @property
+    def is_autocast(self) -> bool:
+        return any(each.enabled for each in self.autocast)
+
+    @contextmanager
+    def without_autocast_cache(self) -> Iterator[None]:
+        """For the forward itself: autocast as it is, minus the cache."""
+        with ExitStack() as stack:
+            for each in self.autocast:
+                if each.enabled:
+                    stack.enter_context(each.enter())
+            yield
+
+    @contextmanager
+    def replay(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Run the body in this state; afterwards everything is as it was before it."""
+        with ExitStack() as stack:
+            stack.enter_context(self.rng.replay())
+            for each in self.autocast:
+                if each.enabled or torch.is_autocast_enabled(each.device_type):
+                    stack.enter_context(each.enter())
+            for (get, put), wanted in zip(_attention_flags(), self.attention, strict=True):
+                if (found := get()) != wanted:
+                    put(wanted)
+                    stack.callback(put, found)
+            for module, wanted in zip(modules, self.training, strict=True):
+                if module.training != wanted:
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = wanted
+            yield
+
+
+def adapter_state(modules: Sequence[nn.Module]) -> tuple[object, ...]:
+    """Which adapters act in these modules and how: equal values mean the same adapter arithmetic."""
+    return tuple(
+        (
+            tuple(module.active_adapters),
+            module.disable_adapters,
+            tuple(module.merged_adapters),
+            tuple(module.scaling.items()) if hasattr(module, "scaling") else (),
+        )
+        for module in modules
+    )

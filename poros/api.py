@@ -1,0 +1,212 @@
+"""``prepare``, ``restore`` and ``runtime``: the public verbs."""
+
+import logging
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from poros.block import is_streamed, runtime_of
+from poros.config import StreamingPolicy
+from poros.discover import is_adapter_module, take_inventory
+from poros.errors import PolicyError, PreparedModelError
+from poros.streams import StreamContext, streams_for
+from poros.takeover import Takeover
+from poros.walk import Action
+
+logger = logging.getLogger(__name__)
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class Runtime:
+    """What streams a prepared model. Get it with ``poros.runtime(model)``.
+
+    Attributes:
+        policy: The policy the model was prepared with.
+        device: Where it trains.
+    """
+
+    def __init__(self, policy: StreamingPolicy, takeover: Takeover) -> None:
+        self.policy = policy
+        self.device = takeover.device
+        self._takeover = takeover
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks the layers are grouped into."""
+        return self._takeover.manager.num_blocks
+
+    @property
+    def num_slots(self) -> int:
+        """Device slots in use: the policy's, or the number of blocks if that is less."""
+        return len(self._takeover.ring.slots)
+
+    def stats(self) -> dict[str, Any]:
+        """What has happened since ``prepare``, as plain numbers.
+
+        Returns:
+            ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in its
+            slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots and
+            quantization constants), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in host
+            memory, and the page-locked part of them), ``fallbacks`` (one line each).
+
+        Streams:
+            Reads counters on the host; waits for nothing.
+        """
+        takeover = self._takeover
+        return {
+            "num_loads": takeover.manager.num_loads,
+            "num_hits": takeover.manager.num_hits,
+            "h2d_num_bytes": takeover.manager.h2d_num_bytes,
+            "device_num_bytes": takeover.ring.num_bytes + takeover.constants.num_bytes,
+            "host_num_bytes": takeover.host.num_bytes,
+            "pinned_num_bytes": takeover.host.pinned_num_bytes,
+            "fallbacks": list(takeover.host.fallbacks),
+        }
+
+    def host_slab(self, block: int) -> torch.Tensor:
+        """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
+        return self._takeover.host.slabs[block].bytes
+
+
+def prepare(
+    model: ModelT, policy: StreamingPolicy | None = None, **overrides: Any
+) -> ModelT:
+    """Stream the frozen base of ``model`` through a few device slots, from now on.
+
+    Call it after ``prepare_model_for_kbit_training`` (if used) and ``get_peft_model``, and before
+    making the optimizer or the Trainer. The frozen tensors of the decoder layers move to host memory,
+    block by block; adapters, embedding, norms outside the layers and head move to the device. Module
+    tree, parameter names and parameter objects stay. Calling it again with the same policy does
+    nothing.
+
+    Args:
+        model: A transformers causal language model with PEFT adapters, on the CPU or one GPU. Changed
+            in place.
+        policy: How to stream; the default policy if None.
+        **overrides: Fields of ``StreamingPolicy`` that replace those of ``policy``.
+
+    Returns:
+        ``model``, the same object.
+
+    Exactness:
+        Loss, gradients, adapter weights, optimizer state and random states of a training run are
+        bitwise equal to those of the same model without ``prepare``, on the same machine and software.
+
+    Raises:
+        PolicyError: If a policy field is unknown or cannot work.
+        UnsupportedModelError: If the model cannot be streamed exactly.
+        UnvalidatedArchitectureError: If no gate has covered the architecture and
+            ``allow_unvalidated`` is False.
+        PreparedModelError: If the model is prepared already, with another policy.
+        HostMemoryError: If host memory for the base cannot be had.
+
+        In each case the model is as it was before the call.
+
+    Source:
+        Poros technical report, section 3.
+    """
+    return prepare_with(model, (policy or StreamingPolicy()).override(**overrides))
+
+
+def prepare_with(
+    model: ModelT,
+    policy: StreamingPolicy,
+    *,
+    streams: StreamContext | None = None,
+    journal: list[Action] | None = None,
+) -> ModelT:
+    """``prepare`` with the stream context given, and a journal of every action if wanted."""
+    existing = _find(model)
+    if existing is not None:
+        if existing.policy == policy:
+            return model
+        raise PreparedModelError(
+            f"expected a model that is not prepared, found one prepared with {existing.policy}; call "
+            "poros.restore(model) before preparing it with another policy"
+        )
+    inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
+    device = streams.device if streams is not None else _choose_device(model, policy)
+    takeover = Takeover(model, inventory, policy, streams or streams_for(device), journal)
+    runtime = Runtime(policy, takeover)
+    for layer in inventory.layers:
+        runtime_of(layer).owner = runtime
+    stats = runtime.stats()
+    if runtime.num_slots < policy.slots:
+        logger.warning(
+            "poros: slots=%d is more than the %d blocks; using %d",
+            policy.slots,
+            runtime.num_blocks,
+            runtime.num_slots,
+        )
+    logger.info(
+        "poros: %d blocks (%.3f GB on the host) stream through %d slots (%.3f GB on %s)",
+        runtime.num_blocks,
+        stats["host_num_bytes"] / 1e9,
+        runtime.num_slots,
+        stats["device_num_bytes"] / 1e9,
+        runtime.device,
+    )
+    return model
+
+
+def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:
+    """``prepare`` with an explicit block size and the default for everything else."""
+    return prepare(model, block_size=block_size)
+
+
+def restore(model: ModelT) -> ModelT:
+    """Undo ``prepare``: the same model object, with its bytes, devices and behaviour from before it.
+
+    Adapters keep what they have learnt. If the base does not fit where it was, the error of the failed
+    allocation is raised and the model stays prepared.
+
+    Raises:
+        PreparedModelError: If the model is not prepared.
+    """
+    existing = runtime(model)
+    existing._takeover.revert()
+    return model
+
+
+def runtime(model: nn.Module) -> Runtime:
+    """The runtime of a prepared model.
+
+    Raises:
+        PreparedModelError: If the model is not prepared.
+    """
+    existing = _find(model)
+    if existing is None:
+        raise PreparedModelError(
+            f"expected a prepared model, found a {type(model).__name__} that is not; call "
+            "poros.prepare(model) first"
+        )
+    return existing
+
+
+def _find(model: nn.Module) -> Runtime | None:
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if is_streamed(module):
+            found: Runtime = runtime_of(module).owner
+            return found
+    return None
+
+
+def _choose_device(model: nn.Module, policy: StreamingPolicy) -> torch.device:
+    if policy.device is not None:
+        try:
+            # An empty tensor checks that the device exists and fills in its index.
+            return torch.empty(0, device=policy.device).device
+        except (RuntimeError, AssertionError) as error:
+            raise PolicyError(
+                f"device: expected a usable device, found {policy.device!r} ({error})"
+            ) from error
+    for module in model.modules():
+        if is_adapter_module(module):
+            for parameter in module.parameters():
+                if parameter.device.type == "cuda":
+                    return parameter.device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,53 @@
+"""The one policy object: how a model is streamed, never what it computes."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from poros.errors import PolicyError
+
+MIN_SLOTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingPolicy:
+    """How the frozen base moves through the device. No field changes a bit of the result.
+
+    Args:
+        block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.
+        slots: Device slots, at least 2; more than there are blocks means all of them.
+        device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
+            of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
+        allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
+            warning, instead of refusing it.
+
+    Raises:
+        PolicyError: If a value cannot work; the message names the field.
+    """
+
+    block_size: int = 1
+    slots: int = MIN_SLOTS
+    device: str | None = None
+    allow_unvalidated: bool = False
+
+    def __post_init__(self) -> None:
+        _require_int("block_size", self.block_size, at_least=1)
+        _require_int("slots", self.slots, at_least=MIN_SLOTS)
+        if not isinstance(self.allow_unvalidated, bool):
+            raise PolicyError(f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}")
+
+    def override(self, **changes: Any) -> "StreamingPolicy":
+        """This policy with some fields replaced; unknown names raise ``PolicyError``."""
+        known = [field.name for field in fields(self)]
+        for name in changes:
+            if name not in known:
+                raise PolicyError(
+                    f"{name!r} is not a policy field; the fields are {', '.join(known)}"
+                )
+        return replace(self, **changes)
+
+
+def _require_int(name: str, value: object, *, at_least: int) -> None:
+    # bool is an int to Python, and slots=True would silently mean one slot.
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        why = " (one slot computes while the other is filled)" if name == "slots" else ""
+        raise PolicyError(f"{name}: expected an integer of at least {at_least}{why}, found {value!r}")

@@ -1,0 +1,302 @@
+"""Finds what can be streamed in a model, by its structure, and refuses by name what cannot.
+
+No family is special: the decoder layers are the one ModuleList whose entries are all transformers'
+checkpointable layers, adapters are what PEFT's tuner layers say they added, and everything else that
+is frozen inside a layer moves.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
+from poros.frozen import FrozenTensor, is_4bit
+
+logger = logging.getLogger(__name__)
+
+VALIDATED = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Values of ``config.model_type`` whose parity cells pass; the test suite runs every one of them."""
+
+_WRAPPERS = (
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What ``poros.prepare`` works on."""
+
+    base: PreTrainedModel
+    layers_name: str
+    layers: Sequence[nn.Module]
+    blocks: Sequence[Sequence[FrozenTensor]]
+    """The frozen tensors of each block, in slab order."""
+    tied_adapters: Sequence[str]
+    """Adapter parameters used at more than one place."""
+
+    def layer_name(self, index: int) -> str:
+        return f"{self.layers_name}.{index}"
+
+
+def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -> Inventory:
+    """Check every precondition and list what moves. Changes nothing.
+
+    Raises:
+        UnsupportedModelError: If the model cannot be streamed exactly; the message says why.
+        UnvalidatedArchitectureError: If only the proof is missing.
+    """
+    _refuse_wrapped(model)
+    base = _base_model(model)
+    _refuse_placement(model)
+    layers_name, layers = _find_layers(model)
+    _refuse_intercepted(layers_name, layers)
+    tied = _check_adapters(layers_name, layers)
+    blocks = _frozen_by_block(model, layers_name, layers, block_size)
+    _check_validated(base, layers, allow_unvalidated)
+    return Inventory(base, layers_name, layers, blocks, tied)
+
+
+def is_adapter_module(module: nn.Module) -> bool:
+    """Whether PEFT put ``module`` around a module of the base."""
+    return isinstance(module, BaseTunerLayer)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"expected a torch module, found a {type(model).__qualname__}"
+        )
+    for name, module in model.named_modules():
+        names = {each.__name__ for each in type(module).__mro__} & set(_WRAPPERS)
+        compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if names or compiled:
+            raise UnsupportedModelError(
+                f"expected a plain model, found {' / '.join(names) or 'a compiled module'} at "
+                f"{name or 'the top'}; call poros.prepare before wrapping, sharding or compiling"
+            )
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            "expected whole parameters, found parameters partitioned by DeepSpeed ZeRO-3; streaming "
+            "and partitioning exclude each other: load the model without DeepSpeed"
+        )
+
+
+def _base_model(model: nn.Module) -> PreTrainedModel:
+    get_base_model = getattr(model, "get_base_model", None)
+    base = get_base_model() if callable(get_base_model) else model
+    if not isinstance(base, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"expected a transformers model or a PEFT model of one, found {type(base).__qualname__}"
+        )
+    if (
+        base.config.is_encoder_decoder
+        or type(base).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        or getattr(base.config, "is_decoder", True) is False
+    ):
+        raise UnsupportedModelError(
+            f"expected a decoder-only causal language model (AutoModelForCausalLM), found "
+            f"{type(base).__name__} (model_type {base.config.model_type!r})"
+        )
+    return base
+
+
+def _refuse_placement(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook"):
+            raise UnsupportedModelError(
+                f"expected a model in one place, found an Accelerate offload hook at "
+                f"{name or 'the top'}; load it with device_map={{'': 'cpu'}} (or on one GPU) and let "
+                "Poros do the offloading"
+            )
+    for name, tensor in _named_tensors(model):
+        if tensor.is_meta:
+            raise UnsupportedModelError(
+                f"expected tensors with bytes, found {name} on the meta device; load the weights "
+                "before poros.prepare"
+            )
+        if tensor.is_inference():
+            raise UnsupportedModelError(
+                f"expected ordinary tensors, found {name} made under torch.inference_mode; load the "
+                "model outside of it"
+            )
+
+
+def _find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(isinstance(each, GradientCheckpointingLayer) for each in module)
+    ]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            "expected exactly one ModuleList of decoder layers, found "
+            f"{', '.join(name for name, _ in found) or 'none'}; this model cannot be streamed"
+        )
+    name, layers = found[0]
+    if len({id(each) for each in layers}) != len(layers):
+        raise UnsupportedModelError(
+            f"{name}: expected each layer once, found a layer that is used several times"
+        )
+    return name, list(layers)
+
+
+def _refuse_intercepted(layers_name: str, layers: Sequence[nn.Module]) -> None:
+    for index, layer in enumerate(layers):
+        if "forward" in layer.__dict__:
+            raise UnsupportedModelError(
+                f"{layers_name}.{index}: expected the forward of its class, found one set on the "
+                "instance (by a hook or a patch), which would bypass streaming; remove it first"
+            )
+
+
+def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
+    """Refuse missing, merged and doubly tied adapters; name the tied ones."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    num_tuner_layers = 0
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
+            if isinstance(module, BaseTunerLayer):
+                num_tuner_layers += 1
+                if getattr(module, "merged", False):
+                    raise UnsupportedModelError(
+                        f"{name}: expected separate adapters, found {module.merged_adapters} merged "
+                        "into the base; call model.unmerge_adapter() before poros.prepare"
+                    )
+        adapters = _adapter_parameters(layer)
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            if id(parameter) in adapters:
+                places.setdefault(id(parameter), []).append((index, f"{layers_name}.{index}.{name}"))
+    if not num_tuner_layers:
+        raise UnsupportedModelError(
+            f"expected PEFT adapters in {layers_name}, found none; call get_peft_model (and before it "
+            "prepare_model_for_kbit_training, if you use it) and then poros.prepare"
+        )
+    tied = {each: where for each, where in places.items() if len(where) > 1}
+    for where in tied.values():
+        indices = [index for index, _ in where]
+        if len(set(indices)) not in (1, len(indices)):
+            raise UnsupportedModelError(
+                "expected adapters tied within a layer or across layers, found one tied both ways: "
+                f"{', '.join(name for _, name in where)}. Its gradient would be summed in another "
+                "order than in a resident run; untie it"
+            )
+    return [where[0][1] for where in tied.values()]
+
+
+def _adapter_parameters(layer: nn.Module) -> set[int]:
+    """Ids of the parameters and buffers that PEFT added, active or not."""
+    added: set[int] = set()
+    for module in layer.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            for name in module.adapter_layer_names:
+                part = getattr(module, name, None)
+                if isinstance(part, nn.Module):
+                    added.update(id(tensor) for _, tensor in _named_tensors(part))
+                elif isinstance(part, torch.Tensor):
+                    added.add(id(part))
+    return added
+
+
+def _frozen_by_block(
+    model: nn.Module, layers_name: str, layers: Sequence[nn.Module], block_size: int
+) -> list[list[FrozenTensor]]:
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    shared_outside = {
+        id(tensor)
+        for module in model.modules()
+        if id(module) not in in_layers
+        for tensor in _own_tensors(module)
+    }
+    blocks: list[list[FrozenTensor]] = []
+    block_of: dict[int, int] = {}
+    stays: set[int] = set(shared_outside)
+    for first in range(0, len(layers), block_size):
+        found: dict[int, FrozenTensor] = {}
+        for index in range(first, min(first + block_size, len(layers))):
+            _collect(f"{layers_name}.{index}", index, layers[index], found)
+        for each in found:
+            # A tensor that two blocks share has no one slot to live in.
+            if block_of.setdefault(each, len(blocks)) != len(blocks):
+                stays.add(each)
+        blocks.append(list(found.values()))
+    return [[each for each in block if id(each.tensor) not in stays] for block in blocks]
+
+
+def _collect(prefix: str, index: int, layer: nn.Module, found: dict[int, FrozenTensor]) -> None:
+    adapters = _adapter_parameters(layer)
+    for module_name, module in layer.named_modules(prefix=prefix):
+        for owner in (module._parameters, module._buffers):
+            for key, tensor in owner.items():
+                if tensor is None or id(tensor) in adapters:
+                    continue
+                name = f"{module_name}.{key}"
+                _check_streamable(name, tensor)
+                entry = found.setdefault(id(tensor), FrozenTensor(name, tensor))
+                entry.places.append((index, owner, key))
+                if is_4bit(tensor) and "quant_state" in module.__dict__:
+                    entry.modules.append((index, module))
+
+
+def _check_streamable(name: str, tensor: torch.Tensor) -> None:
+    if tensor.requires_grad:
+        raise UnsupportedModelError(
+            f"{name}: expected a frozen base, found a trainable base weight in a streamed layer; "
+            "attach adapters with get_peft_model (which freezes the base), or set "
+            "requires_grad_(False), before poros.prepare"
+        )
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    if not (plain or is_4bit(tensor)) or tensor.layout is not torch.strided:
+        found = type(tensor).__qualname__
+        unquantized = " that is not quantized yet" if found == "Params4bit" else ""
+        raise UnsupportedModelError(
+            f"{name}: expected a plain tensor or a bitsandbytes 4-bit weight, found a {found}"
+            f"{unquantized}; load the model with BitsAndBytesConfig(load_in_4bit=True)"
+        )
+
+
+def _check_validated(
+    base: PreTrainedModel, layers: Sequence[nn.Module], allow_unvalidated: bool
+) -> None:
+    others = {
+        type(module).__qualname__
+        for layer in layers
+        for module in layer.modules()
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer)
+    }
+    name = base.config.model_type
+    if name in VALIDATED and not others:
+        return
+    what = f"architecture {name!r}" if name not in VALIDATED else f"adapters {sorted(others)}"
+    if not allow_unvalidated:
+        raise UnvalidatedArchitectureError(
+            f"no gate has shown that {what} streams exactly (validated: {', '.join(VALIDATED)}, with "
+            f"LoRA). Run `poros check --architecture {name}`; if it reports 0 differing bits, pass "
+            "allow_unvalidated=True"
+        )
+    logger.warning("poros: no gate has shown that %s streams exactly; you allowed it", what)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for tensors in (module._parameters, module._buffers):
+        yield from (tensor for tensor in tensors.values() if tensor is not None)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -1,0 +1,38 @@
+"""Every error that Poros raises on purpose.
+
+All derive from ``PorosError`` and from the builtin that fits, so that existing ``except`` clauses
+keep working. A message says what was expected, what was found, where (qualified name), and what to
+do. When one is raised nothing is half-changed: the model is as it was before the call.
+"""
+
+
+class PorosError(Exception):
+    """Base of every error that Poros raises on purpose."""
+
+
+class PolicyError(PorosError, ValueError):
+    """A ``StreamingPolicy`` field has a value that cannot work."""
+
+
+class UnsupportedModelError(PorosError, ValueError):
+    """The model, or a call of it, has a form that cannot be streamed exactly."""
+
+
+class UnvalidatedArchitectureError(UnsupportedModelError):
+    """The architecture may stream exactly, but no gate has shown it yet."""
+
+
+class PreparedModelError(PorosError, RuntimeError):
+    """An operation would bypass the host copy of a prepared model."""
+
+
+class RematerializationError(PorosError, RuntimeError):
+    """Backward cannot recompute a layer from the same bits as its forward."""
+
+
+class SlotStateError(PorosError, RuntimeError):
+    """A device slot is not in the state that the operation needs."""
+
+
+class HostMemoryError(PorosError, MemoryError):
+    """Host memory for the frozen base could not be had."""

@@ -1,0 +1,87 @@
+"""Calls on a prepared model that would go around the host copy: refused, or made harmless.
+
+The guards sit on the modules above the layers as instance attributes, so that a refused call has not
+changed anything yet; ``Guards.remove`` takes them off again.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+from transformers import PreTrainedModel
+
+from poros.block import require_harmless
+from poros.errors import PreparedModelError
+
+logger = logging.getLogger(__name__)
+
+_MERGING = ("merge_adapter", "merge_and_unload", "unload", "unmerge_adapter")
+_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+
+
+class Guards:
+    """All guards of one prepared model."""
+
+    def __init__(self) -> None:
+        self._set: list[tuple[Callable[[], nn.Module | None], str]] = []
+
+    def install(self, ancestors: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
+        """Guard the modules above the layers, outermost first."""
+        for name, module in ancestors:
+            where = name or type(module).__name__
+            self._put(module, "_apply", _ApplyGuard(module, where, device))
+            if isinstance(module, BaseTuner):
+                for method in _MERGING:
+                    self._put(module, method, _refuse_merging(method))
+            if isinstance(module, PreTrainedModel):
+                for method in _CHECKPOINTING:
+                    if hasattr(module, method):
+                        self._put(module, method, _skip_checkpointing(method))
+
+    def remove(self) -> None:
+        """Take every guard off."""
+        for reference, name in self._set:
+            module = reference()
+            if module is not None:
+                module.__dict__.pop(name, None)
+        self._set.clear()
+
+    def _put(self, module: nn.Module, name: str, guard: Callable[..., Any]) -> None:
+        if name not in module.__dict__:
+            module.__dict__[name] = guard
+            self._set.append((weakref.ref(module), name))
+
+
+class _ApplyGuard:
+    """``Module._apply``, which ``to``, ``half``, ``cuda`` and their like end in."""
+
+    def __init__(self, module: nn.Module, where: str, device: torch.device) -> None:
+        self._module = weakref.ref(module)
+        self._where = where
+        self._device = device
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        require_harmless(fn, self._device, self._where)
+        module = self._module()
+        return type(module)._apply(module, fn, recurse)  # type: ignore[union-attr, arg-type]
+
+
+def _refuse_merging(method: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise PreparedModelError(
+            f"{method}: expected a model whose base is in place, found a prepared one (its base is in "
+            "the host store). Call poros.restore(model) first"
+        )
+
+    return refuse
+
+
+def _skip_checkpointing(method: str) -> Callable[..., None]:
+    def skip(*args: Any, **kwargs: Any) -> None:
+        logger.info("poros: %s ignored: every streamed layer is recomputed already", method)
+
+    return skip

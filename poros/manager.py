@@ -1,0 +1,150 @@
+"""Moves blocks through the slots: prefetch, acquire, release, evict.
+
+Only this module changes a slot's state. *prefetch* queues a copy, *acquire* makes the compute stream
+wait for it, *release* records the event behind which the slot may be overwritten, *evict* forgets.
+"""
+
+from poros.errors import SlotStateError
+from poros.host import HostStore
+from poros.ring import DeviceRing, Slot, SlotState
+from poros.streams import StreamContext
+from poros.walk import Action, Phase, missing, predict
+
+
+class BlockManager:
+    """Keeps the slots filled ahead of the walk, one compute stream, one copy stream.
+
+    Args:
+        host: The bytes of every block.
+        ring: The slots, allocated with the same ``streams``.
+        streams: Where copies and waits are queued.
+        journal: If given, every action is appended to it (for tests and plans).
+    """
+
+    def __init__(
+        self,
+        host: HostStore,
+        ring: DeviceRing,
+        streams: StreamContext,
+        journal: list[Action] | None = None,
+    ) -> None:
+        self._host = host
+        self._ring = ring
+        self._streams = streams
+        self._journal = journal
+        self._visit: tuple[int, Phase] | None = None
+        self.num_blocks = len(host.slabs)
+        self.num_loads = 0
+        self.num_hits = 0
+        self.h2d_num_bytes = 0
+
+    def prefetch(self, block: int) -> None:
+        """Queue the copy of ``block`` into its slot, unless it is there or on its way.
+
+        Streams:
+            The copy waits on the copy stream for the last read of the slot. Never blocks the host.
+
+        Raises:
+            SlotStateError: If the slot is in use by another block.
+        """
+        slot = self._ring.slot(block)
+        if slot.block == block:
+            return
+        if slot.state is SlotState.IN_USE:
+            raise _bad_state("prefetch", block, slot, "free, loading or ready")
+        # Until the copy is queued the slot holds nothing, should queueing it fail.
+        slot.state, slot.block = SlotState.FREE, None
+        source = self._host.slabs[block].bytes
+        slot.ready = self._streams.copy(
+            slot.buffer[: source.numel()], source, after=slot.released
+        )
+        slot.state, slot.block = SlotState.LOADING, block
+        self.num_loads += 1
+        self.h2d_num_bytes += source.numel()
+        self._note("prefetch", block)
+
+    def acquire(self, block: int, phase: Phase) -> Slot:
+        """Make ``block`` readable on the compute stream and hold it in its slot until release.
+
+        Queues the copy first if nobody prefetched it, then the copies of the blocks that will be
+        needed next and whose slots are not in use.
+
+        Args:
+            block: Index in execution order, 0 <= block < ``num_blocks``.
+            phase: What the visit belongs to; it only steers what is prefetched.
+
+        Streams:
+            The compute stream waits for the copy. Never blocks the host.
+
+        Raises:
+            SlotStateError: If the block's slot is in use already.
+            ValueError: If ``block`` is out of range.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"block {block} is out of range: there are {self.num_blocks} blocks")
+        slot = self._ring.slot(block)
+        if slot.state is SlotState.IN_USE:
+            raise _bad_state("acquire", block, slot, "free, loading or ready")
+        # The layers of one block follow each other: together they are one visit.
+        is_new_visit = self._visit != (block, phase)
+        if is_new_visit and slot.block == block and slot.state is SlotState.READY:
+            self.num_hits += 1
+        self.prefetch(block)
+        self._streams.wait(slot.ready)
+        slot.state = SlotState.IN_USE
+        self._visit = (block, phase)
+        self._note("acquire", block)
+        self._prefetch_next(block, phase, in_use=slot.index)
+        return slot
+
+    def release(self, block: int) -> None:
+        """End the visit: behind this point of the compute stream the slot may be overwritten.
+
+        Streams:
+            Records on the compute stream, and queues the copy that takes the slot over, if any.
+
+        Raises:
+            SlotStateError: If ``block`` is not in use.
+        """
+        slot = self._ring.slot(block)
+        if slot.block != block or slot.state is not SlotState.IN_USE or self._visit is None:
+            raise _bad_state("release", block, slot, "in use by this block")
+        slot.released = self._streams.record()
+        slot.state = SlotState.READY
+        self._note("release", block)
+        self._prefetch_next(block, self._visit[1], in_use=None)
+
+    def evict(self, block: int) -> None:
+        """Forget ``block``: its next visit loads it again. The slot's bytes are left alone.
+
+        Raises:
+            SlotStateError: If the block is in use.
+        """
+        slot = self._ring.slot(block)
+        if slot.block == block:
+            if slot.state is SlotState.IN_USE:
+                raise _bad_state("evict", block, slot, "loading or ready")
+            slot.state, slot.block = SlotState.FREE, None
+
+    def drain(self) -> None:
+        """Make the compute stream wait for every queued copy, before the slots are given back."""
+        for slot in self._ring.slots:
+            if slot.ready is not None:
+                self._streams.wait(slot.ready)
+
+    def _prefetch_next(self, block: int, phase: Phase, in_use: int | None) -> None:
+        contents = [slot.block for slot in self._ring.slots]
+        expected = predict(block, phase, self.num_blocks)
+        for upcoming in list(missing(contents, in_use, expected)):
+            self.prefetch(upcoming)
+
+    def _note(self, kind: str, block: int) -> None:
+        if self._journal is not None:
+            self._journal.append(Action(kind, block))
+
+
+def _bad_state(verb: str, block: int, slot: Slot, expected: str) -> SlotStateError:
+    return SlotStateError(
+        f"{verb} of block {block}: expected slot {slot.index} to be {expected}, found it "
+        f"{slot.state.value} with block {slot.block}; a layer was entered twice without leaving"
+    )

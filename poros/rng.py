@@ -1,0 +1,47 @@
+"""The random state a layer was run with, and running it again with the same one.
+
+Dropout draws from the CPU generator or from the device's. A layer recomputed in backward must draw
+the same masks as in forward, and must leave no trace: the generators end where the resident run
+leaves them. (Poros technical report, Algorithm 1, lines 3-6 and 13-17.)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RngStash:
+    """States of the CPU generator and of one device's generator."""
+
+    cpu: torch.Tensor
+    device_state: torch.Tensor | None
+    device: torch.device
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "RngStash":
+        """The states now. Copies; nothing advances and the host does not wait for the device."""
+        on_gpu = device.type == "cuda"
+        return cls(
+            torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None, device
+        )
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run the body from these states; afterwards the generators are as they were before it."""
+        devices = [self.device] if self.device_state is not None else []
+        with torch.random.fork_rng(devices=devices, device_type="cuda"):
+            torch.set_rng_state(self.cpu)
+            if self.device_state is not None:
+                torch.cuda.set_rng_state(self.device_state, self.device)
+            yield
+
+    def equals(self, other: "RngStash") -> bool:
+        """Whether both hold the same states, bit for bit."""
+        if not torch.equal(self.cpu, other.cpu):
+            return False
+        if self.device_state is None or other.device_state is None:
+            return self.device_state is other.device_state
+        return torch.equal(self.device_state, other.device_state)

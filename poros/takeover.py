@@ -1,0 +1,231 @@
+"""Turns a resident model into a streamed one and back. Either completes, or changes nothing.
+
+Note: Reversible, instance only
+    Every change is to this model instance, and each pushes its own undoing. Moves of tensors are
+    undone together: their new places are allocated first, so that running out of memory on the way
+    back leaves the model prepared and working.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.block import LayerRuntime, attach, detach, streamed_class
+from poros.config import StreamingPolicy
+from poros.discover import Inventory, is_adapter_module
+from poros.frozen import (
+    Binding,
+    DeviceConstants,
+    FrozenTensor,
+    LayerBindings,
+    Part,
+    bind_block,
+    constant_parts,
+    is_4bit,
+    move_to_slab,
+)
+from poros.guards import Guards
+from poros.host import HostStore
+from poros.layout import BlockLayout
+from poros.manager import BlockManager
+from poros.ring import DeviceRing
+from poros.streams import StreamContext
+from poros.walk import Action
+
+logger = logging.getLogger(__name__)
+
+
+class Takeover:
+    """The changes made to one model, and everything that streams it.
+
+    Args:
+        model: The model, checked by ``poros.discover.take_inventory``.
+        inventory: What it found.
+        policy: How to stream.
+        streams: The device's streams, or a stand-in.
+        journal: See ``BlockManager``.
+
+    Raises:
+        HostMemoryError: If the host store cannot be had; the model is unchanged.
+        torch.OutOfMemoryError: If the slots do not fit on the device; the model is unchanged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inventory: Inventory,
+        policy: StreamingPolicy,
+        streams: StreamContext,
+        journal: list[Action] | None = None,
+    ) -> None:
+        self.device = streams.device
+        self._undo = ExitStack()
+        self._moved: list[tuple[Part, torch.device]] = []
+        layouts = [
+            BlockLayout.pack((part.name, part.get()) for each in block for part in each.parts())
+            for block in inventory.blocks
+        ]
+        self.host = HostStore.allocate(layouts)
+        try:
+            self._move_to_host(inventory, layouts)
+            self._move_to_device(model, inventory)
+            if self.device.type == "cuda":
+                self.host.pin(self.device)
+            self.ring = DeviceRing(layouts, policy.slots, streams)
+            self.manager = BlockManager(self.host, self.ring, streams, journal)
+            self.constants = DeviceConstants(self.device)
+            self._attach_layers(inventory, layouts, policy.block_size)
+            self._adjust(model, inventory)
+        except BaseException:
+            self._revert()
+            raise
+
+    def revert(self) -> None:
+        """Make the model what it was. The slots and the page locks are gone afterwards.
+
+        Tensors that came from host memory stay where they are: in the memory of the store.
+        """
+        self.manager.drain()
+        self._revert()
+        self.host.unpin()
+
+    def _revert(self) -> None:
+        staged = [
+            (part, part.get().to(origin))
+            for part, origin in self._moved
+            if part.get().device != origin
+        ]
+        self._undo.close()
+        for part, tensor in staged:
+            _put(part, tensor)
+        self._moved.clear()
+
+    def _move_to_host(self, inventory: Inventory, layouts: Sequence[BlockLayout]) -> None:
+        host = torch.device("cpu")
+        for tensors, layout, slab in zip(
+            inventory.blocks, layouts, self.host.slabs, strict=True
+        ):
+            for part, before in move_to_slab(tensors, layout, slab.tensor):
+                self._moved.append((part, before.device))
+            for each in tensors:
+                if each.is_4bit:
+                    self._place(constant_parts(each.name, each.tensor), host)
+
+    def _move_to_device(self, model: nn.Module, inventory: Inventory) -> None:
+        """Everything that is not streamed: adapters, embedding, norms outside the layers, head."""
+        streamed = {id(each.tensor) for block in inventory.blocks for each in block}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if id(tensor) in streamed:
+                continue
+            parts = FrozenTensor(name, tensor).parts()
+            if is_4bit(tensor):
+                parts += constant_parts(name, tensor)
+            self._place(parts, self.device)
+
+    def _place(self, parts: Iterable[Part], device: torch.device) -> None:
+        for part in parts:
+            before = part.get()
+            if before.device != device:
+                _put(part, before.to(device))
+                self._moved.append((part, before.device))
+
+    def _attach_layers(
+        self, inventory: Inventory, layouts: Sequence[BlockLayout], block_size: int
+    ) -> None:
+        recorded_outputs = _output_recorder()
+        classes: dict[type[nn.Module], type[nn.Module]] = {}
+        for block, (tensors, layout) in enumerate(zip(inventory.blocks, layouts, strict=True)):
+            slot = self.ring.slot(block).buffer
+            by_layer = bind_block(tensors, layout, slot, self.constants)
+            first = block * block_size
+            for index in range(first, min(first + block_size, len(inventory.layers))):
+                layer = inventory.layers[index]
+                bindings: list[Binding] = list(by_layer.get(index, []))
+                runtime = LayerRuntime(
+                    layer,
+                    inventory.layer_name(index),
+                    block,
+                    self.device,
+                    self.manager,
+                    LayerBindings(bindings),
+                    is_adapter_module=is_adapter_module,
+                    recorded_outputs=recorded_outputs,
+                    tied_adapters=inventory.tied_adapters,
+                )
+                base = type(layer)
+                attach(layer, runtime, classes.setdefault(base, streamed_class(base)))
+                self._undo.callback(_call_if_alive, weakref.ref(layer), detach)
+
+    def _adjust(self, model: nn.Module, inventory: Inventory) -> None:
+        """Settings around the layers that would get in the way."""
+        ancestors = _ancestors(model, inventory.layers_name)
+        for _, module in ancestors:
+            if getattr(module, "gradient_checkpointing", False):
+                logger.info("poros: gradient checkpointing switched off: layers are recomputed anyway")
+                self._set(module, "gradient_checkpointing", False)
+        if self.device.type == "cpu":
+            # In eval mode bitsandbytes would repack the weights for AVX512, and round their absmax.
+            for module in model.modules():
+                if getattr(module, "support_avx512bf16_for_cpu", False):
+                    self._set(module, "support_avx512bf16_for_cpu", False)
+        if getattr(inventory.base, "hf_device_map", None):
+            self._set(inventory.base, "hf_device_map", {"": self.device})
+        guards = Guards()
+        self._undo.callback(guards.remove)
+        guards.install(ancestors, self.device)
+
+    def _set(self, module: nn.Module, name: str, value: object) -> None:
+        before = getattr(module, name)
+        setattr(module, name, value)
+        reference = weakref.ref(module)
+        self._undo.callback(
+            _call_if_alive, reference, lambda module: setattr(module, name, before)
+        )
+
+
+def _put(part: Part, tensor: torch.Tensor) -> None:
+    """Give ``part`` new bytes; a gradient follows its parameter."""
+    gradient = getattr(part.holder, "grad", None) if part.attribute == "data" else None
+    if gradient is not None:
+        part.holder.grad = None
+    part.put(tensor)
+    if gradient is not None:
+        part.holder.grad = gradient.to(tensor.device)
+
+
+def _ancestors(model: nn.Module, layers_name: str) -> list[tuple[str, nn.Module]]:
+    """The modules on the way from ``model`` to the ModuleList of layers, both included."""
+    parts = layers_name.split(".") if layers_name else []
+    names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+    return [(name, model.get_submodule(name)) for name in names]
+
+
+def _call_if_alive(reference: Any, action: Any) -> None:
+    module = reference()
+    if module is not None:
+        action(module)
+
+
+def _output_recorder() -> Any:
+    """A function that names what transformers records inside layers at the moment.
+
+    ``hidden_states`` are recorded from what layers return, which is safe. Attention weights and router
+    logits come from inside a layer.
+    """
+    try:
+        from transformers.utils.output_capturing import _active_collector as collector
+    except ImportError:  # an older transformers passes output_attentions down as a keyword
+        return lambda: ()
+
+    def recorded() -> Sequence[str]:
+        collected = collector.get()
+        if not collected:
+            return ()
+        return [key for key in collected if key != "hidden_states" and not key.startswith("_")]
+
+    return recorded

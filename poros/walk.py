@@ -1,0 +1,108 @@
+"""The order in which blocks are visited and loaded, as a pure function.
+
+Note: The zigzag and the slots
+    Training visits blocks 0..K-1, K-1..0, 0..K-1, and so on. With S slots, block k always lives in
+    slot k mod S. On a zigzag that is the optimal eviction: the last S blocks are still there at
+    the turn, the first S at the next one, so a warm forward and backward loads 2 (K - S) blocks
+    and a forward-only pass at most K. With S = K nothing is loaded: resident is the limit of the
+    same mechanism, not another code path.
+
+The prediction only ever decides what to prefetch. A visit that was not predicted (an evaluation in
+the middle, two forwards in a row, an exception) is correct, only slower.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from itertools import chain
+from typing import NamedTuple
+
+
+class Phase(Enum):
+    """What a visit belongs to, which is all that predicts the next ones."""
+
+    FORWARD = "forward"
+    """A forward whose backward will follow: the walk turns after the last block."""
+    BACKWARD = "backward"
+    """A backward: the walk turns after block 0, into the next forward."""
+    INFERENCE = "inference"
+    """A forward without gradient: the walk starts again at block 0 after the last block."""
+
+
+class Action(NamedTuple):
+    """One step of a walk."""
+
+    kind: str
+    """``prefetch`` queues a copy; ``acquire`` waits for it; ``release`` ends the compute."""
+    block: int
+
+
+def predict(block: int, phase: Phase, num_blocks: int) -> Iterator[int]:
+    """The visits expected after ``block``, nearest first, for at least one full pass."""
+    if phase is Phase.FORWARD:
+        return chain(range(block + 1, num_blocks), reversed(range(num_blocks)))
+    if phase is Phase.BACKWARD:
+        return chain(reversed(range(block)), range(num_blocks))
+    return chain(range(block + 1, num_blocks), range(num_blocks))
+
+
+def missing(
+    contents: Sequence[int | None], in_use: int | None, expected: Iterable[int]
+) -> Iterator[int]:
+    """The blocks to load now, in the order they will be needed.
+
+    Looks ahead until a block needs a slot that is in use or promised to an earlier visit: loading
+    past that point would evict what is needed sooner.
+
+    Args:
+        contents: The block each slot holds or is being filled with.
+        in_use: The slot whose block computes now, if any.
+        expected: Upcoming visits, nearest first.
+    """
+    num_slots = len(contents)
+    promised: dict[int, int] = {}
+    for block in expected:
+        slot = block % num_slots
+        if promised.setdefault(slot, block) != block:
+            return
+        if contents[slot] != block:
+            if slot == in_use:
+                return
+            yield block
+        if len(promised) == num_slots:
+            return
+
+
+def walk(
+    visits: Iterable[tuple[int, Phase]], num_blocks: int, num_slots: int
+) -> Iterator[Action]:
+    """Everything that happens while ``visits`` take place one after the other, from empty slots.
+
+    The runtime takes its decisions with the same two functions, so its journal equals this walk.
+    """
+    contents: list[int | None] = [None] * num_slots
+
+    def load(blocks: Iterable[int]) -> Iterator[Action]:
+        for block in blocks:
+            contents[block % num_slots] = block
+            yield Action("prefetch", block)
+
+    for block, phase in visits:
+        slot = block % num_slots
+        if contents[slot] != block:
+            yield from load([block])
+        yield Action("acquire", block)
+        yield from load(list(missing(contents, slot, predict(block, phase, num_blocks))))
+        yield Action("release", block)
+        yield from load(list(missing(contents, None, predict(block, phase, num_blocks))))
+
+
+def training_visits(num_blocks: int, num_steps: int) -> Iterator[tuple[int, Phase]]:
+    """The zigzag: one forward and one backward over all blocks per step."""
+    for _ in range(num_steps):
+        yield from ((block, Phase.FORWARD) for block in range(num_blocks))
+        yield from ((block, Phase.BACKWARD) for block in reversed(range(num_blocks)))
+
+
+def count(actions: Iterable[Action], kind: str) -> int:
+    """How often ``kind`` occurs."""
+    return sum(action.kind == kind for action in actions)

@@ -1,0 +1,38 @@
+"""What several test files need: streamed arms under adversarial streams, and small models."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from poros.api import prepare_with
+from poros.config import StreamingPolicy
+from poros.gates.adversary import AdversarialStreams
+from poros.walk import Action
+
+
+class AdversarialPrepare:
+    """``poros.prepare`` with adversarial streams; keeps the streams and the journal for asserts."""
+
+    def __init__(self, make_streams: Callable[[], AdversarialStreams] = AdversarialStreams) -> None:
+        self.streams = make_streams()
+        self.journal: list[Action] = []
+
+    def __call__(self, model: Any, **overrides: Any) -> Any:
+        policy = StreamingPolicy().override(**overrides)
+        return prepare_with(model, policy, streams=self.streams, journal=self.journal)
+
+    @contextmanager
+    def watching(self) -> Iterator["AdversarialPrepare"]:
+        """Prepare and train inside the body: every operator's reads of slots are observed."""
+        with self.streams.watch():
+            yield self
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equality of bits: +0 differs from -0, a NaN equals itself."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    as_bytes = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in (left, right)]
+    return torch.equal(*as_bytes)

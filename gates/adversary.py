@@ -1,5 +1,6 @@
-"""The worst copy engine the rules allow, on a CPU: a missing wait fails every time, not one run in a
-thousand.
+"""The worst copy engine the rules allow, on a CPU.
+
+A missing wait then fails every time, not one run in a thousand.
 
 On a GPU a copy may run at any moment between two points: as early as the events it waits for allow,
 and as late as the waits for its own event allow. ``AdversarialStreams`` does both. The target is
@@ -8,10 +9,10 @@ queued, and the bytes arrive only when the compute stream waits for them: withou
 compute reads poison.
 
 Compute on a CPU is over when Python returns, so a copy that overtakes it cannot be acted out. It is
-found by order instead: every read of a slot gets a time, an event of the compute stream stands for the
-reads before it, and a copy into a slot whose latest read its event does not cover raises ``SlotHazard``.
-Reads are taken from the slot's waits and, inside ``watch()``, from every operator that is given memory
-of a slot, whoever calls it.
+found by order instead: every read of a slot gets a time, an event of the compute stream stands for
+the reads before it, and a copy into a slot whose latest read its event does not cover raises
+``SlotHazard``. Reads are taken from the slot's waits and, inside ``watch()``, from every operator
+that is given memory of a slot, whoever calls it.
 """
 
 from collections import deque
@@ -85,8 +86,8 @@ class AdversarialStreams(StreamContext):
         covered = after.time if isinstance(after, ComputePoint) else -1
         if covered < memory.last_read:
             raise SlotHazard(
-                f"copy {self.num_copies + 1} may overwrite a slot while it is read: it waits for reads "
-                f"up to time {covered}, the last one is at {memory.last_read}"
+                f"copy {self.num_copies + 1} may overwrite a slot while it is read: it waits for "
+                f"reads up to time {covered}, the last one is at {memory.last_read}"
             )
         self.num_copies += 1
         self.num_bytes += source.numel()
@@ -120,7 +121,7 @@ class AdversarialStreams(StreamContext):
             yield
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        """An operator is about to read ``tensor``; raises ``SlotHazard`` if its copy may still run."""
+        """An operator will read ``tensor``; raises ``SlotHazard`` if its copy may still run."""
         memory = self._memories.get(_address(tensor))
         if memory is None or self._is_copying:
             return

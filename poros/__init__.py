@@ -29,7 +29,7 @@ _HOME = {
     "PorosError": "poros.errors",
     "UnsupportedModelError": "poros.errors",
     "UnvalidatedArchitectureError": "poros.errors",
-    "ParityError": "poros.errors",
+    "PolicyError": "poros.errors",
     "RematerializationError": "poros.errors",
     "HostMemoryError": "poros.errors",
     "SlotStateError": "poros.errors",
@@ -39,18 +39,20 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from poros.api import Runtime, patch_hf_model, prepare, restore, runtime
-    from poros.config import StreamingPolicy
-    from poros.errors import (
-        HostMemoryError,
-        ParityError,
-        PorosError,
-        PreparedModelError,
-        RematerializationError,
-        SlotStateError,
-        UnsupportedModelError,
-        UnvalidatedArchitectureError,
-    )
+    from poros.api import Runtime as Runtime
+    from poros.api import patch_hf_model as patch_hf_model
+    from poros.api import prepare as prepare
+    from poros.api import restore as restore
+    from poros.api import runtime as runtime
+    from poros.config import StreamingPolicy as StreamingPolicy
+    from poros.errors import HostMemoryError as HostMemoryError
+    from poros.errors import PolicyError as PolicyError
+    from poros.errors import PorosError as PorosError
+    from poros.errors import PreparedModelError as PreparedModelError
+    from poros.errors import RematerializationError as RematerializationError
+    from poros.errors import SlotStateError as SlotStateError
+    from poros.errors import UnsupportedModelError as UnsupportedModelError
+    from poros.errors import UnvalidatedArchitectureError as UnvalidatedArchitectureError
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ Note: Rematerialization equality
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,13 +114,14 @@ class AmbientState:
 
 
 def adapter_state(modules: Sequence[nn.Module]) -> tuple[object, ...]:
-    """Which adapters act in these modules and how: equal values mean the same adapter arithmetic."""
+    """Which adapters act in these modules, and how; equal values mean equal arithmetic."""
+    tuners: Sequence[Any] = modules
     return tuple(
         (
-            tuple(module.active_adapters),
-            module.disable_adapters,
-            tuple(module.merged_adapters),
-            tuple(module.scaling.items()) if hasattr(module, "scaling") else (),
+            tuple(tuner.active_adapters),
+            tuner.disable_adapters,
+            tuple(tuner.merged_adapters),
+            tuple(tuner.scaling.items()) if hasattr(tuner, "scaling") else (),
         )
-        for module in modules
+        for tuner in tuners
     )

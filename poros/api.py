@@ -46,10 +46,10 @@ class Runtime:
         """What has happened since ``prepare``, as plain numbers.
 
         Returns:
-            ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in its
-            slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots and
-            quantization constants), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in host
-            memory, and the page-locked part of them), ``fallbacks`` (one line each).
+            ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in
+            its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots and
+            quantization constants), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in
+            host memory, and the page-locked part of them), ``fallbacks`` (one line each).
 
         Streams:
             Reads counters on the host; waits for nothing.
@@ -70,19 +70,18 @@ class Runtime:
         return self._takeover.host.slabs[block].bytes
 
 
-def prepare(
-    model: ModelT, policy: StreamingPolicy | None = None, **overrides: Any
-) -> ModelT:
+def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: Any) -> ModelT:
     """Stream the frozen base of ``model`` through a few device slots, from now on.
 
     Call it after ``prepare_model_for_kbit_training`` (if used) and ``get_peft_model``, and before
-    making the optimizer or the Trainer. The frozen tensors of the decoder layers move to host memory,
-    block by block; adapters, embedding, norms outside the layers and head move to the device. Module
-    tree, parameter names and parameter objects stay. Calling it again with the same policy does
-    nothing.
+    making the optimizer or the Trainer. The frozen tensors of the decoder layers move to host
+    memory, block by block; adapters, embedding, norms outside the layers and head move to the
+    device. Module tree, parameter names and parameter objects stay. Calling it again with the same
+    policy does nothing.
 
     Args:
-        model: A transformers causal language model with PEFT adapters, on the CPU or one GPU. Changed
+        model: A transformers causal language model with PEFT adapters, on the CPU or one GPU.
+        Changed
             in place.
         policy: How to stream; the default policy if None.
         **overrides: Fields of ``StreamingPolicy`` that replace those of ``policy``.
@@ -92,7 +91,8 @@ def prepare(
 
     Exactness:
         Loss, gradients, adapter weights, optimizer state and random states of a training run are
-        bitwise equal to those of the same model without ``prepare``, on the same machine and software.
+        bitwise equal to those of the same model without ``prepare``, on the same machine and
+        software.
 
     Raises:
         PolicyError: If a policy field is unknown or cannot work.
@@ -123,8 +123,8 @@ def prepare_with(
         if existing.policy == policy:
             return model
         raise PreparedModelError(
-            f"expected a model that is not prepared, found one prepared with {existing.policy}; call "
-            "poros.restore(model) before preparing it with another policy"
+            f"expected a model that is not prepared, found one prepared with {existing.policy}; "
+            "call poros.restore(model) before preparing it with another policy"
         )
     inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
     device = streams.device if streams is not None else _choose_device(model, policy)
@@ -157,10 +157,10 @@ def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:
 
 
 def restore(model: ModelT) -> ModelT:
-    """Undo ``prepare``: the same model object, with its bytes, devices and behaviour from before it.
+    """Undo ``prepare``: the same object, with its bytes, devices and behaviour from before it.
 
-    Adapters keep what they have learnt. If the base does not fit where it was, the error of the failed
-    allocation is raised and the model stays prepared.
+    Adapters keep what they have learnt. If the base does not fit where it was, the error of the
+    failed allocation is raised and the model stays prepared.
 
     Raises:
         PreparedModelError: If the model is not prepared.

@@ -1,10 +1,10 @@
 """A decoder layer whose frozen tensors are streamed.
 
 Note: Interception
-    A layer keeps its place and its parameters: only its class is exchanged for a dynamic subclass of
-    the same name. A wrapper module would rename every adapter, and a closure on the instance would be
-    shared by deep copies. The class of the model itself is never touched: trainers look it up by name
-    and read the signature of its forward.
+    A layer keeps its place and its parameters: only its class is exchanged for a dynamic subclass
+    of the same name. A wrapper module would rename every adapter, and a closure on the instance
+    would be shared by deep copies. The class of the model itself is never touched: trainers look it
+    up by name and read the signature of its forward.
 """
 
 import logging
@@ -75,10 +75,10 @@ class LayerRuntime:
                 return self.run(args, kwargs)
         if call.ambient.is_autocast and self._tied_adapters:
             raise UnsupportedModelError(
-                f"{self.name}: adapter parameters {', '.join(self._tied_adapters)} are used more than "
-                "once and autocast is on. A resident run casts such a parameter once and sums its "
-                "gradients in the low precision; a streamed run cannot. Train without autocast, or "
-                "untie the adapters"
+                f"{self.name}: adapter parameters {', '.join(self._tied_adapters)} are used more "
+                "than once and autocast is on. A resident run casts such a parameter once and "
+                "sums its gradients in the low precision; a streamed run cannot. Train without "
+                "autocast, or untie the adapters"
             )
         return call.result(RematerializeLayer.apply(call, *call.tensors, *call.parameters))
 
@@ -91,8 +91,8 @@ class LayerRuntime:
         """Hold the layer's block in its slot, with twins and stand-ins in place.
 
         Streams:
-            The compute stream waits for the block's copy; at the end an event is recorded behind which
-            the slot may be overwritten. The host does not wait.
+            The compute stream waits for the block's copy; at the end an event is recorded behind
+            which the slot may be overwritten. The host does not wait.
 
         Raises:
             PreparedModelError: If a frozen tensor was changed at rest, or by the layer itself.
@@ -115,9 +115,7 @@ class LayerRuntime:
 
     def modules(self) -> list[nn.Module]:
         """All modules of the layer now; the same list as long as the tree is the same."""
-        children = [
-            child for module in self._modules for child in module._modules.values()
-        ]
+        children = [child for module in self._modules for child in module._modules.values()]
         # Equality of lists of modules is identity of their items: an exact check, in C.
         if not self._modules or children != self._children:
             layer = self._layer()
@@ -161,8 +159,8 @@ class LayerRuntime:
             return kwargs
         if cache is self._dropped_cache() or cache.get_seq_length() > 0:
             raise UnsupportedModelError(
-                f"{self.name}: expected an empty, new KV cache while gradients are enabled, found one "
-                "that was used before. Decode under torch.no_grad(), or pass use_cache=False"
+                f"{self.name}: expected an empty, new KV cache while gradients are enabled, found "
+                "one that was used before. Decode under torch.no_grad(), or pass use_cache=False"
             )
         self._dropped_cache = weakref.ref(cache)
         return {**kwargs, _CACHE: None}
@@ -171,17 +169,17 @@ class LayerRuntime:
         recorded = self._recorded_outputs()
         if recorded:
             raise UnsupportedModelError(
-                f"{self.name}: {', '.join(recorded)} cannot be recorded from inside a streamed layer "
-                "while gradients are enabled: they would lose their gradient. Ask for them under "
-                "torch.no_grad(), or switch them off (output_attentions=False, "
+                f"{self.name}: {', '.join(recorded)} cannot be recorded from inside a streamed "
+                "layer while gradients are enabled: they would lose their gradient. Ask for them "
+                "under torch.no_grad(), or switch them off (output_attentions=False, "
                 "output_router_logits=False)"
             )
 
     def _require_unwritten(self, before: int, after: int) -> None:
         if before != after:
             raise PreparedModelError(
-                f"{self.name}: expected its frozen tensors to be read only, found one written by its "
-                "own forward (a running statistic?); the write would be lost with the slot"
+                f"{self.name}: expected its frozen tensors to be read only, found one written by "
+                "its own forward (a running statistic?); the write would be lost with the slot"
             )
 
 
@@ -213,8 +211,8 @@ class StreamedLayerMixin:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise PreparedModelError(
-            f"{runtime_of(self).name} is streamed and cannot be copied or pickled: a copy would share "
-            "the slots of the original. Call poros.restore(model) first"
+            f"{runtime_of(self).name} is streamed and cannot be copied or pickled: a copy would "
+            "share the slots of the original. Call poros.restore(model) first"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -227,7 +225,7 @@ def streamed_class(base: type[nn.Module]) -> type[nn.Module]:
     streamed = type(base.__name__, (StreamedLayerMixin, base), names)
     # transformers wraps the forward of every new subclass of a layer in its own checkpointing.
     if "forward" in streamed.__dict__:
-        del streamed.forward
+        delattr(streamed, "forward")
     return streamed
 
 

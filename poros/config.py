@@ -33,7 +33,9 @@ class StreamingPolicy:
         _require_int("block_size", self.block_size, at_least=1)
         _require_int("slots", self.slots, at_least=MIN_SLOTS)
         if not isinstance(self.allow_unvalidated, bool):
-            raise PolicyError(f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}")
+            raise PolicyError(
+                f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}"
+            )
 
     def override(self, **changes: Any) -> "StreamingPolicy":
         """This policy with some fields replaced; unknown names raise ``PolicyError``."""
@@ -50,4 +52,6 @@ def _require_int(name: str, value: object, *, at_least: int) -> None:
     # bool is an int to Python, and slots=True would silently mean one slot.
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         why = " (one slot computes while the other is filled)" if name == "slots" else ""
-        raise PolicyError(f"{name}: expected an integer of at least {at_least}{why}, found {value!r}")
+        raise PolicyError(
+            f"{name}: expected an integer of at least {at_least}{why}, found {value!r}"
+        )

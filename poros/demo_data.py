@@ -1,10 +1,10 @@
 """What the demo trains on: real text, a tokenizer, and a small checkpoint, all made on the spot.
 
 The text is the Python documentation that ships with the interpreter (``pydoc_data.topics``), so
-nothing is downloaded. Its topics, in alphabetical order, are cut in two: the base model reads the
-first half, the adapter is trained on the second, and one paragraph in eight of that second half is
-held out. Several topics repeat whole sections of others; a paragraph counts where it first
-appears, so no held-out text is ever trained on.
+nothing is downloaded. The base model reads its prose, the paragraphs that start at the margin; the
+adapter is trained on the indented ones, which are definitions, grammar and examples and look quite
+different. One in eight of those is held out. Topics repeat sections of one another, so every
+paragraph is taken once: no held-out text is trained on.
 
 A random base would teach an adapter nothing worth measuring: the demo's base is therefore trained
 in full precision for a minute at most, then written as sharded safetensors like any checkpoint
@@ -33,9 +33,9 @@ class DemoText:
     """Paragraphs of the three parts, disjoint, each in the order of the documentation.
 
     Attributes:
-        base: Read by the base model.
-        train: Read by the adapter.
-        held_out: From the same topics as ``train``, read by nobody.
+        base: Paragraphs at the margin, for the base model.
+        train: Indented paragraphs, for the adapter.
+        held_out: Indented paragraphs that nothing is trained on.
     """
 
     base: tuple[str, ...]
@@ -102,17 +102,16 @@ def split_text(topics: Mapping[str, str]) -> DemoText:
     Raises:
         PorosError: If there is not enough text for all three parts.
     """
-    titles = sorted(topics)
     seen: set[str] = set()
     base: list[str] = []
     train: list[str] = []
     held_out: list[str] = []
-    for index, title in enumerate(titles):
+    for title in sorted(topics):
         for paragraph in topics[title].split("\n\n"):
             if not paragraph.strip() or paragraph in seen:
                 continue
             seen.add(paragraph)
-            if index < len(titles) // 2:
+            if not paragraph.startswith(" "):
                 base.append(paragraph)
             elif hashlib.sha256(paragraph.encode()).digest()[0] < 256 // 8:
                 held_out.append(paragraph)
@@ -121,7 +120,7 @@ def split_text(topics: Mapping[str, str]) -> DemoText:
     if not (base and train and held_out):
         raise PorosError(
             f"expected text for three parts, found {len(base)} paragraphs for the base, "
-            f"{len(train)} to train on and {len(held_out)} to hold out, in {len(titles)} topics"
+            f"{len(train)} to train on and {len(held_out)} to hold out, in {len(topics)} topics"
         )
     return DemoText(tuple(base), tuple(train), tuple(held_out))
 

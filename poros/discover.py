@@ -1,8 +1,8 @@
 """Finds what can be streamed in a model, by its structure, and refuses by name what cannot.
 
 No family is special: the decoder layers are the one ModuleList whose entries are all transformers'
-checkpointable layers, adapters are what PEFT's tuner layers say they added, and everything else that
-is frozen inside a layer moves.
+checkpointable layers, adapters are what PEFT's tuner layers say they added, and everything else
+that is frozen inside a layer moves.
 """
 
 import logging
@@ -24,7 +24,7 @@ from poros.frozen import FrozenTensor, is_4bit
 logger = logging.getLogger(__name__)
 
 VALIDATED = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
-"""Values of ``config.model_type`` whose parity cells pass; the test suite runs every one of them."""
+"""Values of ``config.model_type`` whose parity cells pass; the test suite runs each of them."""
 
 _WRAPPERS = (
     "DataParallel",
@@ -77,9 +77,7 @@ def is_adapter_module(module: nn.Module) -> bool:
 
 def _refuse_wrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(
-            f"expected a torch module, found a {type(model).__qualname__}"
-        )
+        raise UnsupportedModelError(f"expected a torch module, found a {type(model).__qualname__}")
     for name, module in model.named_modules():
         names = {each.__name__ for each in type(module).__mro__} & set(_WRAPPERS)
         compiled = getattr(module, "_compiled_call_impl", None) is not None
@@ -90,8 +88,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise UnsupportedModelError(
-            "expected whole parameters, found parameters partitioned by DeepSpeed ZeRO-3; streaming "
-            "and partitioning exclude each other: load the model without DeepSpeed"
+            "expected whole parameters, found parameters partitioned by DeepSpeed ZeRO-3; "
+            "streaming and partitioning exclude each other: load the model without DeepSpeed"
         )
 
 
@@ -118,9 +116,9 @@ def _refuse_placement(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "_hf_hook"):
             raise UnsupportedModelError(
-                f"expected a model in one place, found an Accelerate offload hook at "
-                f"{name or 'the top'}; load it with device_map={{'': 'cpu'}} (or on one GPU) and let "
-                "Poros do the offloading"
+                "expected a model in one place, found an Accelerate offload hook at "
+                f"{name or 'the top'}; load it with device_map={{'': 'cpu'}} (or on one GPU) and "
+                "let Poros do the offloading"
             )
     for name, tensor in _named_tensors(model):
         if tensor.is_meta:
@@ -130,8 +128,8 @@ def _refuse_placement(model: nn.Module) -> None:
             )
         if tensor.is_inference():
             raise UnsupportedModelError(
-                f"expected ordinary tensors, found {name} made under torch.inference_mode; load the "
-                "model outside of it"
+                f"expected ordinary tensors, found {name} made under torch.inference_mode; load "
+                "the model outside of it"
             )
 
 
@@ -175,17 +173,19 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
                 num_tuner_layers += 1
                 if getattr(module, "merged", False):
                     raise UnsupportedModelError(
-                        f"{name}: expected separate adapters, found {module.merged_adapters} merged "
-                        "into the base; call model.unmerge_adapter() before poros.prepare"
+                        f"{name}: expected separate adapters, found {module.merged_adapters} "
+                        "merged into the base; call model.unmerge_adapter() before poros.prepare"
                     )
         adapters = _adapter_parameters(layer)
         for name, parameter in layer.named_parameters(remove_duplicate=False):
             if id(parameter) in adapters:
-                places.setdefault(id(parameter), []).append((index, f"{layers_name}.{index}.{name}"))
+                places.setdefault(id(parameter), []).append(
+                    (index, f"{layers_name}.{index}.{name}")
+                )
     if not num_tuner_layers:
         raise UnsupportedModelError(
-            f"expected PEFT adapters in {layers_name}, found none; call get_peft_model (and before it "
-            "prepare_model_for_kbit_training, if you use it) and then poros.prepare"
+            f"expected PEFT adapters in {layers_name}, found none; call get_peft_model (and before "
+            "it prepare_model_for_kbit_training, if you use it) and then poros.prepare"
         )
     tied = {each: where for each, where in places.items() if len(where) > 1}
     for where in tied.values():
@@ -285,9 +285,9 @@ def _check_validated(
     what = f"architecture {name!r}" if name not in VALIDATED else f"adapters {sorted(others)}"
     if not allow_unvalidated:
         raise UnvalidatedArchitectureError(
-            f"no gate has shown that {what} streams exactly (validated: {', '.join(VALIDATED)}, with "
-            f"LoRA). Run `poros check --architecture {name}`; if it reports 0 differing bits, pass "
-            "allow_unvalidated=True"
+            f"no gate has shown that {what} streams exactly (validated: {', '.join(VALIDATED)}, "
+            f"with LoRA). Run `poros check --architecture {name}`; if it reports 0 differing bits, "
+            "pass allow_unvalidated=True"
         )
     logger.warning("poros: no gate has shown that %s streams exactly; you allowed it", what)
 

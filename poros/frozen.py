@@ -1,4 +1,4 @@
-"""The frozen tensors of a block: where they hang in the model, their host bytes, their device twins.
+"""The frozen tensors of a block: their places in the model, host bytes and device twins.
 
 Each frozen parameter or buffer of a layer exists twice. *At rest* the module holds the original
 object, whose bytes have been moved into the block's host slab: so state_dict, save_pretrained and
@@ -6,9 +6,10 @@ parameter counts see the authoritative host copy without any special code, and a
 training fails on a GPU instead of seeing another block's bytes. *During a visit* the module holds a
 twin, built once, whose storage is a view of the block's slot.
 
-Only entries of ``module._parameters``, ``module._buffers`` and bitsandbytes' ``module.quant_state`` are
-exchanged. Swapping ``.data`` instead would reach into graphs that saved the parameter, and exchanging
-tensors inside one QuantState would pull them out from under a matmul that still refers to it.
+Only entries of ``module._parameters``, ``module._buffers`` and bitsandbytes' ``module.quant_state``
+are exchanged. Swapping ``.data`` instead would reach into graphs that saved the parameter, and
+exchanging tensors inside one QuantState would pull them out from under a matmul that still refers
+to it.
 
 bitsandbytes' 4-bit weights (Dettmers et al. 2023, QLoRA, section 3) move as three tensors: packed
 weight, absmax, and nested absmax if the quantization is double. Their code books and offsets are a
@@ -16,7 +17,7 @@ few bytes and stay on the device.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,15 +108,12 @@ class LayerBindings:
         """
         for binding, pointer, version in self._resting:
             now = binding.owner.get(binding.key)
-            if (
-                now is not binding.at_rest
-                or now.data_ptr() != pointer
-                or now._version != version
-            ):
+            if now is not binding.at_rest or now.data_ptr() != pointer or now._version != version:
                 raise PreparedModelError(
-                    f"{binding.name}: expected the frozen tensor that poros.prepare took over, found "
-                    "it replaced, cast or written. Call poros.restore(model) before changing the base "
-                    "(merging, prepare_model_for_kbit_training, loading weights), then prepare again"
+                    f"{binding.name}: expected the frozen tensor that poros.prepare took over, "
+                    "found it replaced, cast or written. Call poros.restore(model) before "
+                    "changing the base (merging, prepare_model_for_kbit_training, loading "
+                    "weights), then prepare again"
                 )
         for binding in self.bindings:
             binding.owner[binding.key] = binding.twin
@@ -125,8 +123,8 @@ class LayerBindings:
         for binding in self.bindings:
             binding.owner[binding.key] = binding.at_rest
         for twin, slot_view in self._casts:
-            # bitsandbytes casts a bias to the compute dtype for good, which would leave the twin with
-            # memory of its own.
+            # bitsandbytes casts a bias to the compute dtype for good, which would leave the twin
+            # with memory of its own.
             if twin.data_ptr() != slot_view.data_ptr():
                 twin.data = slot_view
 
@@ -164,7 +162,7 @@ class DeviceConstants:
 
 
 def bind_block(
-    tensors: list[FrozenTensor],
+    tensors: Sequence[FrozenTensor],
     layout: BlockLayout,
     slot: torch.Tensor,
     constants: DeviceConstants,
@@ -175,9 +173,7 @@ def bind_block(
     for each in tensors:
         twin = _twin(each, lambda: view(slot, next(specs)), constants)
         for layer, owner, key in each.places:
-            by_layer.setdefault(layer, []).append(
-                Binding(each.name, owner, key, each.tensor, twin)
-            )
+            by_layer.setdefault(layer, []).append(Binding(each.name, owner, key, each.tensor, twin))
         for layer, module in each.modules:
             state = each.tensor.quant_state  # type: ignore[attr-defined]
             by_layer.setdefault(layer, []).append(
@@ -193,7 +189,7 @@ def bind_block(
 
 
 def move_to_slab(
-    tensors: list[FrozenTensor],
+    tensors: Sequence[FrozenTensor],
     layout: BlockLayout,
     host_tensor: Callable[[TensorSpec], torch.Tensor],
 ) -> Iterator[tuple[Part, torch.Tensor]]:
@@ -211,7 +207,9 @@ def move_to_slab(
 
 def is_4bit(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a quantized bitsandbytes 4-bit parameter."""
-    return type(tensor).__name__ == "Params4bit" and getattr(tensor, "quant_state", None) is not None
+    return (
+        type(tensor).__name__ == "Params4bit" and getattr(tensor, "quant_state", None) is not None
+    )
 
 
 def constant_parts(name: str, tensor: torch.Tensor) -> list[Part]:

@@ -1,7 +1,7 @@
 """Calls on a prepared model that would go around the host copy: refused, or made harmless.
 
-The guards sit on the modules above the layers as instance attributes, so that a refused call has not
-changed anything yet; ``Guards.remove`` takes them off again.
+The guards sit on the modules above the layers as instance attributes, so that a refused call has
+not changed anything yet; ``Guards.remove`` takes them off again.
 """
 
 import logging
@@ -73,8 +73,8 @@ class _ApplyGuard:
 def _refuse_merging(method: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise PreparedModelError(
-            f"{method}: expected a model whose base is in place, found a prepared one (its base is in "
-            "the host store). Call poros.restore(model) first"
+            f"{method}: expected a model whose base is in place, found a prepared one (its base is "
+            "in the host store). Call poros.restore(model) first"
         )
 
     return refuse

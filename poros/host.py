@@ -5,8 +5,8 @@ driver in place: the caching host allocator of PyTorch would round each one up t
 
 Note: Authoritative host copy
     Frozen bytes go from here to the device and never back. state_dict, save and restore read these
-    bytes, never a slot. The tensors handed out by ``HostSlab.tensor`` have storages of their own over
-    the slab's memory, so that no saver takes two neighbours for one shared tensor.
+    bytes, never a slot. The tensors handed out by ``HostSlab.tensor`` have storages of their own
+    over the slab's memory, so that no saver takes two neighbours for one shared tensor.
 """
 
 import logging
@@ -36,7 +36,7 @@ class HostSlab:
                 f"found none left ({error}); free memory or use a smaller model"
             ) from error
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=layout.num_bytes)
-        self._unpin: weakref.finalize | None = None
+        self._unpin: weakref.finalize[..., HostSlab] | None = None
 
     @property
     def is_pinned(self) -> bool:
@@ -95,9 +95,10 @@ class HostStore:
                     f"pageable host memory for blocks {index} to {len(self.slabs) - 1}"
                 )
                 logger.warning(
-                    "poros: %.2f GB of the frozen base could not be page-locked (the driver refused "
-                    "at block %d). Training stays exact, but copies of these blocks are slower and "
-                    "do not overlap with compute. Raise the locked-memory limit (ulimit -l).",
+                    "poros: %.2f GB of the frozen base could not be page-locked (the driver "
+                    "refused at block %d). Training stays exact, but copies of these blocks are "
+                    "slower and do not overlap with compute. Raise the locked-memory limit "
+                    "(ulimit -l).",
                     pageable / 1e9,
                     index,
                 )

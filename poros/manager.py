@@ -1,7 +1,8 @@
 """Moves blocks through the slots: prefetch, acquire, release, evict.
 
-Only this module changes a slot's state. *prefetch* queues a copy, *acquire* makes the compute stream
-wait for it, *release* records the event behind which the slot may be overwritten, *evict* forgets.
+Only this module changes a slot's state. *prefetch* queues a copy, *acquire* makes the compute
+stream wait for it, *release* records the event behind which the slot may be overwritten, *evict*
+forgets.
 """
 
 from poros.errors import SlotStateError
@@ -55,9 +56,7 @@ class BlockManager:
         # Until the copy is queued the slot holds nothing, should queueing it fail.
         slot.state, slot.block = SlotState.FREE, None
         source = self._host.slabs[block].bytes
-        slot.ready = self._streams.copy(
-            slot.buffer[: source.numel()], source, after=slot.released
-        )
+        slot.ready = self._streams.copy(slot.buffer[: source.numel()], source, after=slot.released)
         slot.state, slot.block = SlotState.LOADING, block
         self.num_loads += 1
         self.h2d_num_bytes += source.numel()

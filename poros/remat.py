@@ -5,9 +5,10 @@ For a layer f with frozen weights W, adapters a, input h and random state s, for
     h' = f(h; W, a, s)
 
 and keeps only (h, s) and references to what else f was given. Backward brings W back, recomputes
-f(h; W, a, s) with a graph, and returns dL/dh and dL/da from one call to ``torch.autograd.grad``. The
-local graph is the one the resident run builds, fed with the same bits, so the gradients are the same
-bits (Poros technical report, Algorithm 1 and Proposition 1; Chen et al. 2016 for the recomputation).
+f(h; W, a, s) with a graph, and returns dL/dh and dL/da from one call to ``torch.autograd.grad``.
+The local graph is the one the resident run builds, fed with the same bits, so the gradients are the
+same bits (Poros technical report, Algorithm 1 and Proposition 1; Chen et al. 2016 for the
+recomputation).
 
 Two choices differ from the report. Recomputation is per layer even if several layers travel as one
 block, because the smallest graph needs the least memory. And the forward runs *with* gradients
@@ -45,7 +46,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class Adapter(NamedTuple):
-    """One place of a trainable parameter in a layer, and the leaf that stands in for it during a visit.
+    """One place of a trainable parameter in a layer, and the leaf that stands in for it there.
 
     The stand-in shares storage and version counter with the parameter. Gradients are taken with
     respect to it, so that hooks on the parameter run once, when autograd accumulates the result.
@@ -66,9 +67,7 @@ class StreamedLayer(Protocol):
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward; only inside a visit."""
 
-    def visit(
-        self, phase: Phase, adapters: Sequence[Adapter]
-    ) -> AbstractContextManager[None]:
+    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> AbstractContextManager[None]:
         """Hold the layer's block on the device, with the stand-ins in place."""
 
     def modules(self) -> Sequence[nn.Module]:
@@ -79,9 +78,9 @@ class StreamedLayer(Protocol):
 
 
 class _Place(NamedTuple):
-    """Stands for tensor number ``index`` in a template."""
+    """Stands for tensor number ``number`` in a template."""
 
-    index: int
+    number: int
 
 
 class LayerCall:
@@ -117,7 +116,7 @@ class LayerCall:
         self._rng_end: RngStash | None = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Call the layer on ``tensors`` in place of the captured ones; the tensors of its result."""
+        """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
         args = tuple(_put_together(each, tensors) for each in self._args)
         kwargs = {key: _put_together(each, tensors) for key, each in self._kwargs.items()}
         results: list[torch.Tensor] = []
@@ -150,7 +149,9 @@ class LayerCall:
             )
         for adapter in self.adapters:
             now = adapter.owner.get(adapter.key)
-            if now is not adapter.parameter or not shares_memory(adapter.parameter, adapter.stand_in):
+            if now is not adapter.parameter or not shares_memory(
+                adapter.parameter, adapter.stand_in
+            ):
                 raise RematerializationError(
                     f"{name}: adapter parameter {adapter.key!r} of shape "
                     f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "
@@ -177,13 +178,14 @@ class LayerCall:
 class RematerializeLayer(torch.autograd.Function):
     """Runs a ``LayerCall`` keeping inputs only, and recomputes it in backward.
 
-    Inputs are the call, its tensors, then its adapter parameters: as inputs of the Function these get
-    their gradients from autograd itself, so hooks, clipping, accumulation and DDP see nothing unusual.
+    Inputs are the call, its tensors, then its adapter parameters: as inputs of the Function these
+    get their gradients from autograd itself, so hooks, clipping, accumulation and DDP see nothing
+    unusual.
 
     Exactness:
-        Outputs and gradients are bitwise equal to running the layer in the surrounding graph, if the
-        layer is a deterministic function of its inputs, its weights, its adapters and the state in
-        ``AmbientState``.
+        Outputs and gradients are bitwise equal to running the layer in the surrounding graph, if
+        the layer is a deterministic function of its inputs, its weights, its adapters and the state
+        in ``AmbientState``.
 
     Raises:
         RematerializationError: In backward, for each change listed in the module's docstring.
@@ -214,9 +216,7 @@ class RematerializeLayer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, *gradients: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: LayerCall = ctx.call
         tensors = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
@@ -248,7 +248,7 @@ def _leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _saved_tensors(ctx: FunctionCtx, name: str) -> tuple[torch.Tensor, ...]:
     try:
-        return ctx.saved_tensors  # type: ignore[attr-defined, no-any-return]
+        return ctx.saved_tensors  # type: ignore[attr-defined]
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
@@ -259,9 +259,7 @@ def _saved_tensors(ctx: FunctionCtx, name: str) -> tuple[torch.Tensor, ...]:
         ) from error
 
 
-def _template(
-    value: Any, where: str, tensors: list[torch.Tensor], known: dict[int, int]
-) -> Any:
+def _template(value: Any, where: str, tensors: list[torch.Tensor], known: dict[int, int]) -> Any:
     """``value`` with each distinct tensor moved to ``tensors`` and a ``_Place`` left behind."""
     if isinstance(value, torch.Tensor):
         if id(value) not in known:
@@ -270,22 +268,21 @@ def _template(
         return _Place(known[id(value)])
     if isinstance(value, tuple):
         parts = [
-            _template(each, f"{where}[{index}]", tensors, known)
-            for index, each in enumerate(value)
+            _template(each, f"{where}[{index}]", tensors, known) for index, each in enumerate(value)
         ]
         return _like(value, parts)
     if isinstance(value, _PLAIN):
         return value
     raise UnsupportedModelError(
         f"{where}: expected tensors, tuples of them or plain values, found a "
-        f"{type(value).__qualname__}. What a layer reads from or writes to such an object by the side "
-        "would be lost when it is recomputed, so streaming it is refused"
+        f"{type(value).__qualname__}. What a layer reads from or writes to such an object by the "
+        "side would be lost when it is recomputed, so streaming it is refused"
     )
 
 
 def _put_together(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(template, _Place):
-        return tensors[template.index]
+        return tensors[template.number]
     if isinstance(template, tuple):
         return _like(template, [_put_together(each, tensors) for each in template])
     return template
@@ -303,6 +300,7 @@ def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtyp
 
 
 def shares_memory(parameter: nn.Parameter, stand_in: nn.Parameter) -> bool:
+    """Whether ``stand_in`` still is the same bits as ``parameter``, in the same form."""
     return (
         stand_in.data_ptr() == parameter.data_ptr()
         and stand_in.dtype == parameter.dtype

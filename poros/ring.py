@@ -4,8 +4,8 @@ Note: Preallocated
     All device memory for streaming is allocated once, when the ring is built. The caching allocator
     is not in the loop afterwards, so the peak is a formula: the sum of the slots.
 
-Block k always lives in slot k mod S (see "The zigzag and the slots" in ``poros.walk``), so the views
-of a block's tensors are built once.
+Block k always lives in slot k mod S (see "The zigzag and the slots" in ``poros.walk``), so the
+views of a block's tensors are built once.
 """
 
 from collections.abc import Sequence

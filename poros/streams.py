@@ -7,8 +7,8 @@ Note: Slot lifetime
     A slot may be overwritten only after the *device* has finished the last read of it. That Python
     has returned from a kernel launch proves nothing. So whoever ends a read records an event on the
     compute stream (``record``), and the copy that overwrites the slot waits for that event on the
-    copy stream (``copy(..., after=event)``). In the other direction the compute stream waits for the
-    copy's event (``wait``) before it reads. The host never waits in either direction.
+    copy stream (``copy(..., after=event)``). In the other direction the compute stream waits for
+    the copy's event (``wait``) before it reads. The host never waits in either direction.
 
 Note: Fresh memory is not idle memory
     The caching allocator hands out blocks that kernels already queued on the compute stream may

@@ -107,9 +107,7 @@ class Takeover:
 
     def _move_to_host(self, inventory: Inventory, layouts: Sequence[BlockLayout]) -> None:
         host = torch.device("cpu")
-        for tensors, layout, slab in zip(
-            inventory.blocks, layouts, self.host.slabs, strict=True
-        ):
+        for tensors, layout, slab in zip(inventory.blocks, layouts, self.host.slabs, strict=True):
             for part, before in move_to_slab(tensors, layout, slab.tensor):
                 self._moved.append((part, before.device))
             for each in tensors:
@@ -166,7 +164,9 @@ class Takeover:
         ancestors = _ancestors(model, inventory.layers_name)
         for _, module in ancestors:
             if getattr(module, "gradient_checkpointing", False):
-                logger.info("poros: gradient checkpointing switched off: layers are recomputed anyway")
+                logger.info(
+                    "poros: gradient checkpointing switched off: layers are recomputed anyway"
+                )
                 self._set(module, "gradient_checkpointing", False)
         if self.device.type == "cpu":
             # In eval mode bitsandbytes would repack the weights for AVX512, and round their absmax.
@@ -183,9 +183,7 @@ class Takeover:
         before = getattr(module, name)
         setattr(module, name, value)
         reference = weakref.ref(module)
-        self._undo.callback(
-            _call_if_alive, reference, lambda module: setattr(module, name, before)
-        )
+        self._undo.callback(_call_if_alive, reference, lambda module: setattr(module, name, before))
 
 
 def _put(part: Part, tensor: torch.Tensor) -> None:
@@ -214,8 +212,8 @@ def _call_if_alive(reference: Any, action: Any) -> None:
 def _output_recorder() -> Any:
     """A function that names what transformers records inside layers at the moment.
 
-    ``hidden_states`` are recorded from what layers return, which is safe. Attention weights and router
-    logits come from inside a layer.
+    ``hidden_states`` are recorded from what layers return, which is safe. Attention weights and
+    router logits come from inside a layer.
     """
     try:
         from transformers.utils.output_capturing import _active_collector as collector

@@ -72,9 +72,7 @@ def missing(
             return
 
 
-def walk(
-    visits: Iterable[tuple[int, Phase]], num_blocks: int, num_slots: int
-) -> Iterator[Action]:
+def walk(visits: Iterable[tuple[int, Phase]], num_blocks: int, num_slots: int) -> Iterator[Action]:
     """Everything that happens while ``visits`` take place one after the other, from empty slots.
 
     The runtime takes its decisions with the same two functions, so its journal equals this walk.

@@ -34,5 +34,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equality of bits: +0 differs from -0, a NaN equals itself."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    as_bytes = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in (left, right)]
+    as_bytes = [
+        each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in (left, right)
+    ]
     return torch.equal(*as_bytes)

@@ -1,0 +1,106 @@
+# Needs Python 3.11 or newer and make; nothing else. The first target that needs it creates .venv
+# with the versions pinned in constraints.txt; a later run finds it in place and installs nothing.
+#
+# To use an environment that is already there, name its interpreter; then nothing is created or
+# installed, and poros is imported from the checkout:
+#     make gpu-test PYTHON=python3
+
+SHELL := /bin/sh
+VENV := .venv
+VENV_OLDEST := .venv-oldest
+PYTHON ?= $(VENV)/bin/python
+
+# The stamp's name is a checksum of what the environment was made from, so a changed pin reinstalls,
+# while a fresh checkout or a restored cache, which change only file times, do not.
+checksum = $(shell cat pyproject.toml $(1) | cksum | tr -s ' \t' '--')
+STAMP := $(VENV)/.installed-$(call checksum,constraints.txt)
+STAMP_OLDEST := $(VENV_OLDEST)/.installed-$(call checksum,constraints-oldest.txt)
+# Only our own environment is ever made or changed.
+READY := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(STAMP))
+
+PYTEST := -m pytest -q
+
+.PHONY: help venv demo test test-all test-oldest gpu-test lint format types
+
+help:
+	@echo "make demo         build, fine-tune and check a small model, end to end"
+	@echo "make test         the test suite: on the CPU, without the slow tests"
+	@echo "make test-all     every test; those marked gpu are skipped without a CUDA device"
+	@echo "make test-oldest  the test suite on the oldest versions that pyproject.toml admits"
+	@echo "make gpu-test     the tests that need a CUDA device"
+	@echo "make lint         ruff: rules and format        make format  apply both"
+	@echo "make types        mypy"
+	@echo "make venv         only create .venv"
+
+venv: $(STAMP)
+
+# What the console script `poros` does, spelled out so that it works uninstalled too.
+demo: $(READY)
+	@$(PYTHON) -c "import sys; from poros.cli import main; sys.argv[0] = 'poros'; sys.exit(main())" \
+		demo
+
+test: $(READY)
+	$(PYTHON) $(PYTEST) -m "not gpu and not slow" --durations=10
+
+test-all: $(READY)
+	$(PYTHON) $(PYTEST) --durations=20
+
+test-oldest: $(STAMP_OLDEST)
+	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not gpu and not slow" --durations=10
+
+# Without the check, a machine whose GPU is not seen would skip every test and report success.
+gpu-test: $(READY)
+	@$(PYTHON) -c "import sys, torch; torch.cuda.is_available() or sys.exit( \
+		'gpu-test: expected a CUDA device, but torch ' + torch.__version__ + ' of ' + sys.executable \
+		+ ' sees none. Run it on a machine with a GPU, with an interpreter whose torch is built for' \
+		' CUDA: make gpu-test PYTHON=...')"
+	$(PYTHON) $(PYTEST) -m gpu --durations=10
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(STAMP)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+# mypy reports poros.loaders and poros.gates as missing in a checkout, whether installed in editable
+# mode or not, because it does not follow the package map. Links in a temporary folder give it the
+# layout of the wheel, with nothing to build.
+types: $(STAMP)
+	@tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && mkdir "$$tree/poros" \
+	&& ln -s "$(CURDIR)"/poros/* "$(CURDIR)/loaders" "$(CURDIR)/gates" "$$tree/poros/" \
+	&& cd "$$tree" && "$(CURDIR)/$(VENV)/bin/python" -m mypy -p poros \
+		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"
+
+# $(1) is the folder of the environment, $(2) its pins. An environment left half made is made
+# again. The build back end is pinned and installed first, so that the build of poros uses it too.
+define install
+	@if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
+		base=; \
+		for python in python3.11 python3.12 python3.13 python3 python; do \
+			if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+				2>/dev/null; then base=$$python; break; fi; \
+		done; \
+		if [ -z "$$base" ]; then \
+			echo "make: expected Python 3.11 or newer, with its venv module, as python3.11," \
+				"python3.12, python3.13, python3 or python on PATH; found none." \
+				"Install one (on Debian and Ubuntu the packages python3 and python3-venv)." >&2; \
+			exit 1; \
+		fi; \
+		echo "Creating $(1) with $$($$base --version)"; \
+		$$base -m venv --clear $(1) || exit 1; \
+	fi
+	@echo "Installing the versions of $(2) into $(1); the first time this takes a few minutes"
+	@rm -f $(1)/.installed-*
+	@$(1)/bin/python -m pip install -q --disable-pip-version-check -c $(2) setuptools
+	@$(1)/bin/python -m pip install -q --disable-pip-version-check -c $(2) \
+		--no-build-isolation -e '.[dev]'
+	@touch $@
+endef
+
+$(STAMP):
+	$(call install,$(VENV),constraints.txt)
+
+$(STAMP_OLDEST):
+	$(call install,$(VENV_OLDEST),constraints-oldest.txt)

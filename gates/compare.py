@@ -1,0 +1,244 @@
+"""Bitwise comparison of tensors, through integer views of the same width.
+
+Value comparison is the wrong tool for a claim about bits: ``torch.equal`` accepts +0 against -0 and
+rejects two equal NaNs. Every element is therefore read as the integer that its bytes spell, and two
+elements are equal exactly when those integers are.
+
+Distances are counted in units in the last place on one line of integers on which all bit patterns
+of a float type stand in numeric order. The line holds -0 and +0 as neighbours, one apart, so two
+different patterns are never at distance 0; NaNs lie beyond the infinities.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["value", "dtype", "shape", "digest", "missing", "extra"]
+
+_INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Floats that are not sign and magnitude in one element: the first has no sign bit, the second packs
+# two values. They are compared like any other, but a distance in ULP would mean nothing.
+_UNORDERED_FLOATS = ("torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not bit for bit what it should be.
+
+    Attributes:
+        name: Name of the tensor, as the caller gave it.
+        kind: ``value`` when bits differ; ``dtype`` or ``shape`` when the two cannot be compared
+            element by element; ``digest`` when only hashes were kept; ``missing`` or ``extra`` when
+            one side has no tensor of this name.
+        num_elements: Elements of the expected tensor (of the found one when ``extra``).
+        num_differing: Elements whose bits differ; None when the kind leaves nothing to count.
+        num_differing_bits: Bits that differ, over all elements; None like ``num_differing``.
+        first_index: Index of the first differing element in row-major order, () for a 0-d tensor.
+        expected: What was expected there: value and bits, or the dtype, shape or digest.
+        found: What was found there, in the same form.
+        max_ulp: Largest distance in units in the last place; None for types that are not floats.
+    """
+
+    name: str
+    kind: Kind
+    num_elements: int
+    num_differing: int | None = None
+    num_differing_bits: int | None = None
+    first_index: tuple[int, ...] | None = None
+    expected: str = ""
+    found: str = ""
+    max_ulp: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind == "missing":
+            return f"{self.name}: expected a tensor of {self.expected}, found none"
+        if self.kind == "extra":
+            return f"{self.name}: expected no such tensor, found one of {self.found}"
+        if self.kind != "value":
+            return f"{self.name}: expected {self.kind} {self.expected}, found {self.found}"
+        ulp = "" if self.max_ulp is None else f", at most {self.max_ulp} ULP apart"
+        index = list(self.first_index or ())
+        return (
+            f"{self.name}: {self.num_differing} of {self.num_elements} elements differ{ulp}; "
+            f"first at {index}: expected {self.expected}, found {self.found}"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as plain values that JSON can hold."""
+        fields = asdict(self)
+        fields["first_index"] = None if self.first_index is None else list(self.first_index)
+        return fields
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an integer view of ``tensor`` with the same width per element and the same bytes.
+
+    Args:
+        tensor: Any dense tensor, on any device, contiguous or not. A complex tensor gains a last
+            axis of length 2, its real and imaginary parts.
+
+    Raises:
+        ValueError: If the tensor has no bytes to read (meta) or is not dense (sparse, nested).
+    """
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        raise ValueError(
+            f"expected a dense tensor with storage, found layout {tensor.layout} on "
+            f"{tensor.device}; materialize it (to_empty, to_dense) before comparing bits"
+        )
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return plain.view(_INTEGER_OF_WIDTH[plain.element_size()])
+
+
+def differing(expected: torch.Tensor, found: torch.Tensor, name: str) -> Difference | None:
+    """Compare two tensors bit for bit.
+
+    Args:
+        expected: The reference, any dtype, shape, stride and device.
+        found: The tensor under test. When it lies on another device, both are compared on the CPU.
+        name: Name to carry in the result.
+
+    Returns:
+        None when shape, dtype and every bit agree, else the difference.
+
+    Streams:
+        Work is queued on the current stream and the host waits for the result.
+    """
+    if expected.dtype != found.dtype:
+        left, right = str(expected.dtype), str(found.dtype)
+        return Difference(name, "dtype", expected.numel(), expected=left, found=right)
+    if expected.shape != found.shape:
+        left, right = str(tuple(expected.shape)), str(tuple(found.shape))
+        return Difference(name, "shape", expected.numel(), expected=left, found=right)
+    left_bits, right_bits = bits(expected), bits(found)
+    if left_bits.device != right_bits.device:
+        left_bits, right_bits = left_bits.cpu(), right_bits.cpu()
+    mask = left_bits != right_bits
+    if not bool(mask.any()):
+        return None
+    left_off, right_off = left_bits[mask], right_bits[mask]
+    if expected.is_complex():
+        mask = mask.any(-1)
+    index = tuple(torch.nonzero(mask)[0].tolist())
+    return Difference(
+        name,
+        "value",
+        expected.numel(),
+        num_differing=int(mask.sum()),
+        num_differing_bits=_num_set_bits(left_off ^ right_off),
+        first_index=index,
+        expected=_describe(expected[index]),
+        found=_describe(found[index]),
+        max_ulp=_max_ulp(left_off, right_off) if _has_ulp(expected) else None,
+    )
+
+
+def compare_mappings(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+) -> list[Difference]:
+    """Compare two mappings of tensors bit for bit, names included.
+
+    Returns:
+        The differences, in the order of ``expected``; names that only ``found`` has come last.
+    """
+    differences = []
+    for name in (*expected, *(name for name in found if name not in expected)):
+        difference = differing_or_absent(expected.get(name), found.get(name), name)
+        if difference is not None:
+            differences.append(difference)
+    return differences
+
+
+def differing_or_absent(
+    expected: torch.Tensor | None, found: torch.Tensor | None, name: str
+) -> Difference | None:
+    """Compare two tensors bit for bit, either of which may be absent (None)."""
+    if expected is not None and found is not None:
+        return differing(expected, found, name)
+    if expected is not None:
+        return Difference(name, "missing", expected.numel(), expected=_outline(expected))
+    if found is not None:
+        return Difference(name, "extra", found.numel(), found=_outline(found))
+    return None
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """Return the SHA-256, in hex, of a tensor's dtype, shape and bytes in row-major order."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(bits(tensor).contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def hash_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return one SHA-256, in hex, of named tensors: names, order, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {hash_tensor(tensor)}\n".encode())
+    return digest.hexdigest()
+
+
+def differing_digests(
+    expected: Mapping[str, tuple[str, int]], found: Mapping[str, tuple[str, int]]
+) -> Iterator[tuple[str, int, Difference | None]]:
+    """Compare hashes of tensors that were not kept, as ``name -> (digest, num_elements)``.
+
+    Yields:
+        For every name, in the order of ``expected`` and then of ``found``: the name, the number of
+        elements, and the difference or None.
+    """
+    for name in (*expected, *(name for name in found if name not in expected)):
+        left, right = expected.get(name), found.get(name)
+        num_elements = (left or right or ("", 0))[1]
+        if left == right:
+            yield name, num_elements, None
+            continue
+        kind: Kind = "missing" if right is None else "extra" if left is None else "digest"
+        texts = [
+            side and f"of {side[1]} elements, SHA-256 {side[0][:16]}" for side in (left, right)
+        ]
+        difference = Difference(
+            name, kind, num_elements, expected=texts[0] or "", found=texts[1] or ""
+        )
+        yield name, num_elements, difference
+
+
+def _has_ulp(tensor: torch.Tensor) -> bool:
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return is_float and str(tensor.dtype) not in _UNORDERED_FLOATS
+
+
+def _outline(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _describe(element: torch.Tensor) -> str:
+    """Value and bit pattern of a 0-d tensor; the pattern tells +0 from -0 and NaN from NaN."""
+    pattern = bits(element)
+    width = pattern.element_size() * 8
+    words = [f"0x{int(word) & (2**width - 1):0{width // 4}x}" for word in pattern.reshape(-1)]
+    try:
+        return f"{element.item()!r} ({' '.join(words)})"
+    except NotImplementedError:  # torch reads no number out of this type
+        return " ".join(words)
+
+
+def _num_set_bits(words: torch.Tensor) -> int:
+    return sum(int(((words >> place) & 1).sum()) for place in range(words.element_size() * 8))
+
+
+def _max_ulp(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Largest distance on the ordered line of patterns (see the module's docstring)."""
+    width = left.element_size() * 8
+    # A negative float counts downwards as its magnitude bits grow: flip them, keep the sign.
+    ordered = [
+        words.long() ^ ((words.long() >> 63) & (2 ** (width - 1) - 1)) for words in (left, right)
+    ]
+    # The distance of two 64-bit words needs 65 bits: a wrapped (negative) one is the larger.
+    distance = torch.maximum(*ordered) - torch.minimum(*ordered)
+    wrapped = distance[distance < 0]
+    return int(wrapped.max()) + 2**64 if wrapped.numel() else int(distance.max())

@@ -1,0 +1,209 @@
+"""The parity gate: a resident and a streamed run from the same bytes, compared bit for bit.
+
+``run_parity`` trains any model with the reference loop; ``check_architecture`` and
+``check_model_dir`` choose the model, the data and the settings. How the two arms are run and when a
+comparison counts is in ``poros.gates.arms``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poros.errors import UnsupportedModelError
+from poros.gates import tiny
+from poros.gates.arms import Prepare, compare_arms, poros_prepare
+from poros.gates.reference import TrainingSpec, train
+from poros.gates.report import ParityReport, plain, render
+
+__all__ = ["ParityReport", "check_architecture", "check_model_dir", "render", "run_parity"]
+
+
+def run_parity(
+    make_model: Callable[[], torch.nn.Module],
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    spec: TrainingSpec,
+    prepare: Prepare | None = None,
+    *,
+    subject: str = "model",
+    settings: Mapping[str, Any] | None = None,
+    repeat_resident: bool = True,
+) -> ParityReport:
+    """Train a model resident and streamed from the same bytes and compare the runs bit for bit.
+
+    Args:
+        make_model: Builds the model with its adapters; called once per arm, and has to give equal
+            bytes each time. It must not keep the model, or two are alive at once.
+        batches: Micro-batches, as ``poros.gates.reference.train`` takes them.
+        spec: Settings of the training loop, the same for both arms.
+        prepare: Turns the second model into a streamed one; None is ``poros.prepare``. Tests pass
+            their own to inject faults or another stream context.
+        subject: Name of what is checked, for the report.
+        settings: More settings to keep in the report, as plain values.
+        repeat_resident: After a difference, train a third model resident and report whether it
+            equals the first.
+
+    Returns:
+        The report. A failure is in it, as differences or as ``error``; it is not raised.
+
+    Raises:
+        PorosError: If the resident model cannot be built because the request is wrong.
+    """
+    report = ParityReport(subject)
+    report.settings = {**(settings or {}), "training": plain(asdict(spec))}
+    run_arm = partial(train, batches=batches, spec=spec)
+    return compare_arms(
+        make_model, run_arm, prepare, report=report, repeat_resident=repeat_resident
+    )
+
+
+def check_architecture(
+    name: str,
+    *,
+    num_steps: int = 20,
+    accumulation: int = 1,
+    dropout: float = 0.05,
+    dtype: torch.dtype = torch.bfloat16,
+    autocast_dtype: torch.dtype | None = None,
+    device: str | None = None,
+    num_layers: int = 6,
+    hidden_size: int = 128,
+    num_tokens: int = 24,
+    seed: int = 0,
+    prepare: Prepare | None = None,
+    **policy: Any,
+) -> ParityReport:
+    """Run the parity gate on a small random model of an architecture.
+
+    Args:
+        name: A name of ``tiny.ARCHITECTURES`` or any ``model_type`` of transformers.
+        num_steps: Optimizer steps.
+        accumulation: Micro-batches per step, each of 2 rows, padded to different lengths.
+        dropout: Of LoRA and of the model's own dropouts.
+        dtype: Of everything that is not NF4.
+        autocast_dtype: Run the forward under autocast to this dtype.
+        device: Where both arms train; None is the GPU if there is one, else the CPU.
+        num_layers: Decoder layers.
+        hidden_size: Width of the model.
+        num_tokens: Tokens per row.
+        seed: Of weights, data and training.
+        prepare: As in ``run_parity``; gets ``allow_unvalidated=True``, ``device`` and ``policy``
+            as keywords.
+        **policy: Fields of ``StreamingPolicy``, such as ``block_size`` and ``slots``.
+
+    Raises:
+        UnsupportedModelError: If there is no such architecture, or it cannot be built small.
+    """
+    device = device or _default_device()
+    build = {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "dropout": dropout,
+        "seed": seed,
+        "device": device,
+        "dtype": dtype,
+    }
+    spec = TrainingSpec(
+        num_steps=num_steps, accumulation=accumulation, autocast_dtype=autocast_dtype, seed=seed
+    )
+    return run_parity(
+        partial(tiny.make_model, name, **build),  # type: ignore[arg-type]
+        tiny.make_batches(num_steps * accumulation, num_tokens=num_tokens, seed=seed),
+        spec,
+        _with_policy(prepare, device, policy),
+        subject=name,
+        settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
+    )
+
+
+def check_model_dir(
+    path: str | Path,
+    *,
+    num_steps: int = 3,
+    accumulation: int = 1,
+    num_tokens: int = 64,
+    rank: int = 16,
+    dropout: float = 0.05,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | None = None,
+    seed: int = 0,
+    prepare: Prepare | None = None,
+    **policy: Any,
+) -> ParityReport:
+    """Run the parity gate on a checkpoint of the user, with random tokens from its vocabulary.
+
+    The model is loaded as NF4 with double quantization, gets LoRA on every linear layer of its
+    blocks, and must fit on the device once, for the resident arm.
+
+    Args:
+        path: Folder with ``config.json`` and safetensors; nothing is downloaded.
+        num_steps: Optimizer steps.
+        accumulation: Micro-batches per step, each of one row.
+        num_tokens: Tokens per row.
+        rank: Of LoRA.
+        dropout: Of LoRA; the model's own dropouts stay as its configuration says.
+        dtype: Of everything that is not NF4.
+        device: Where both arms train; None is the GPU if there is one, else the CPU.
+        seed: Of adapters, data and training.
+        prepare: As in ``check_architecture``.
+        **policy: Fields of ``StreamingPolicy``.
+
+    Raises:
+        UnsupportedModelError: If the folder holds no causal language model that can be loaded.
+    """
+    from transformers import AutoConfig
+
+    path = Path(path)
+    device = device or _default_device()
+    if not (path / "config.json").is_file():
+        raise UnsupportedModelError(
+            f"expected a checkpoint folder with a config.json, found none at {path}; to check an "
+            "architecture instead of a checkpoint, use `poros check --architecture NAME`"
+        )
+
+    def make_model() -> torch.nn.Module:
+        try:
+            base = tiny.load_base(path, dtype=dtype, device=device)
+        except (OSError, ValueError) as error:
+            raise UnsupportedModelError(
+                "expected a causal language model that transformers loads as NF4, found at "
+                f"{path}: {type(error).__name__}: {error}"
+            ) from error
+        return tiny.attach_lora(base, rank=rank, dropout=dropout, seed=seed)
+
+    try:
+        vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    except (OSError, ValueError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"expected a text model's configuration in {path / 'config.json'}, found "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    batches = tiny.make_batches(
+        num_steps * accumulation,
+        batch_size=1,
+        num_tokens=num_tokens,
+        vocab_size=vocab_size,
+        seed=seed,
+    )
+    build = {"rank": rank, "dropout": dropout, "seed": seed, "device": device, "dtype": dtype}
+    return run_parity(
+        make_model,
+        batches,
+        TrainingSpec(num_steps=num_steps, accumulation=accumulation, lr=1e-4, seed=seed),
+        _with_policy(prepare, device, policy),
+        subject=str(path),
+        settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
+    )
+
+
+def _with_policy(prepare: Prepare | None, device: str, policy: Mapping[str, Any]) -> Prepare:
+    # Named, because the default device of a policy may not be that of the resident arm.
+    options = {"allow_unvalidated": True, "device": device, **policy}
+    return partial(prepare or poros_prepare(), **options)
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

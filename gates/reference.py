@@ -1,0 +1,288 @@
+"""The reference run: a plain PyTorch training loop that records everything it computes.
+
+Nothing of Poros takes part. The same loop trains the resident model and, in the parity gate, the
+streamed one, so whatever differs between two trajectories comes from the model alone. The loop is
+the HF Trainer's step written out: autocast around the forward, backward outside it, clipping by the
+global norm, AdamW. AdamW and clipping run one parameter at a time (no foreach, no fused kernel):
+the choice would otherwise depend on the device and on the release of torch.
+
+Everything recorded is copied to the CPU. A trajectory holds, for each step, five copies of the
+adapter parameters: at rank 16 on a 7B model (40 million fp32 parameters) about 0.8 GB a step.
+"""
+
+import hashlib
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from poros.gates.compare import Difference, differing_or_absent, hash_tensor, hash_tensors
+
+Digests = dict[str, tuple[str, int]]
+
+QUANTITIES = (
+    "loss",
+    "gradients",
+    "grad norm",
+    "adapter weights",
+    "exp_avg",
+    "exp_avg_sq",
+    "RNG end state",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec:
+    """Settings of one training run; both arms of a comparison take the same."""
+
+    num_steps: int = 20
+    """Optimizer steps."""
+
+    accumulation: int = 1
+    """Micro-batches per optimizer step; each loss is divided by it before backward."""
+
+    lr: float = 1e-3
+    """Constant learning rate of AdamW (betas 0.9 and 0.999, eps 1e-8, weight decay 0.01)."""
+
+    max_grad_norm: float = 1.0
+    """Global norm to which the gradients of a step are clipped."""
+
+    autocast_dtype: torch.dtype | None = None
+    """Run the forward under autocast to this dtype; None runs it as the model is."""
+
+    seed: int = 0
+    """Seed of every generator, set before the first step."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+
+
+@dataclass
+class StepRecord:
+    """What one optimizer step computed, on the CPU; the mappings are keyed by parameter name."""
+
+    index: int = 0
+    losses: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    grad_norm: torch.Tensor | None = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    exp_avg: dict[str, torch.Tensor] = field(default_factory=dict)
+    exp_avg_sq: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Entry(NamedTuple):
+    """One recorded tensor: its quantity and a name that says step and parameter."""
+
+    quantity: str
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass
+class Trajectory:
+    """Everything that a run computed, in step order; ``extras`` is for other kinds of runs."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    rng_end_state: dict[str, torch.Tensor] = field(default_factory=dict)
+    extras: list[Entry] = field(default_factory=list)
+    wall_ms: float = 0.0
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every recorded tensor in step order; steps count from 0."""
+        for step in self.steps:
+            where = f"step {step.index}"
+            for micro, loss in enumerate(step.losses):
+                yield Entry("loss", f"{where}, loss of micro-batch {micro}", loss)
+            for name, tensor in step.gradients.items():
+                yield Entry("gradients", f"{where}, gradient of {name}", tensor)
+            if step.grad_norm is not None:
+                yield Entry("grad norm", f"{where}, grad norm", step.grad_norm)
+            for name, tensor in step.weights.items():
+                yield Entry("adapter weights", f"{where}, weight {name}", tensor)
+            for name, tensor in step.exp_avg.items():
+                yield Entry("exp_avg", f"{where}, exp_avg of {name}", tensor)
+            for name, tensor in step.exp_avg_sq.items():
+                yield Entry("exp_avg_sq", f"{where}, exp_avg_sq of {name}", tensor)
+        for name, tensor in self.rng_end_state.items():
+            yield Entry("RNG end state", f"end, RNG state of {name}", tensor)
+        yield from self.extras
+
+    def hash(self) -> str:
+        """Return one SHA-256, in hex, over all entries: names, dtypes, shapes and bytes."""
+        return hash_tensors((entry.name, entry.tensor) for entry in self.entries())
+
+
+class Comparison(NamedTuple):
+    """The outcome for one recorded tensor; ``difference`` is None when all bits agree."""
+
+    quantity: str
+    num_elements: int
+    difference: Difference | None
+
+
+def train(
+    model: torch.nn.Module, batches: Sequence[Mapping[str, torch.Tensor]], spec: TrainingSpec
+) -> Trajectory:
+    """Train the trainable parameters of ``model`` in place and record every step.
+
+    Args:
+        model: A causal LM whose forward returns an object with ``loss``. It is put in training mode
+            and stays there.
+        batches: Keyword arguments of the model, one mapping per micro-batch, used in order and
+            again from the start when they run out.
+        spec: The settings.
+
+    Returns:
+        The trajectory: the loss of every micro-batch before division, every gradient before
+        clipping, the grad norm, adapter weights and AdamW moments after each step, and the states
+        of the CPU generator and of the device's generator after the last step.
+
+    Exactness:
+        Two runs from equal bytes on one machine with one thread count are bitwise equal, as far as
+        the device's own kernels are deterministic. The caller's random state is left as it was.
+
+    Raises:
+        ValueError: If there are no batches or the model has no trainable parameter.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained or not batches:
+        raise ValueError(
+            f"expected trainable parameters and batches, found {len(trained)} parameters and "
+            f"{len(batches)} batches; attach an adapter before training"
+        )
+    device = next(iter(trained.values())).device
+    on_gpu = device.type != "cpu"
+    optimizer = torch.optim.AdamW(
+        trained.values(),
+        lr=spec.lr,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.01,
+        foreach=False,
+        fused=False,
+    )
+    trajectory = Trajectory()
+    python_state = random.getstate()
+    with torch.random.fork_rng(devices=[device] if on_gpu else [], device_type=device.type):
+        random.seed(spec.seed)
+        torch.manual_seed(spec.seed)
+        model.train()
+        start = time.perf_counter()
+        for index in range(spec.num_steps):
+            record = StepRecord(index)
+            optimizer.zero_grad(set_to_none=True)
+            for micro in range(spec.accumulation):
+                batch = batches[(index * spec.accumulation + micro) % len(batches)]
+                record.losses.append(_backward(model, batch, device, spec))
+            _finish_step(record, trained, optimizer, spec.max_grad_norm)
+            trajectory.steps.append(record)
+        trajectory.rng_end_state["cpu"] = torch.get_rng_state()
+        if on_gpu:
+            trajectory.rng_end_state[device.type] = torch.get_device_module(device).get_rng_state(
+                device
+            )
+        trajectory.wall_ms = (time.perf_counter() - start) * 1e3
+    random.setstate(python_state)
+    return trajectory
+
+
+def compare_steps(expected: Trajectory, found: Trajectory) -> Iterator[Comparison]:
+    """Compare two trajectories tensor by tensor, in step order.
+
+    Yields:
+        One ``Comparison`` per recorded tensor of ``expected``, then one per tensor that only
+        ``found`` has.
+    """
+    found_entries = {entry.name: entry for entry in found.entries()}
+    for quantity, name, tensor in expected.entries():
+        other = found_entries.pop(name, None)
+        difference = differing_or_absent(tensor, other and other.tensor, name)
+        yield Comparison(quantity, tensor.numel(), difference)
+    for quantity, name, tensor in found_entries.values():
+        yield Comparison(quantity, tensor.numel(), differing_or_absent(None, tensor, name))
+
+
+def compare_trajectories(expected: Trajectory, found: Trajectory) -> list[Difference]:
+    """Return all differences between two trajectories, in step order; empty means bitwise equal.
+
+    Each difference is named by step, quantity and parameter.
+    """
+    comparisons = compare_steps(expected, found)
+    return [item.difference for item in comparisons if item.difference is not None]
+
+
+def start_digests(model: torch.nn.Module) -> Digests:
+    """Return SHA-256 and element count of all that a run starts from, by name.
+
+    The state dict has the packed weights, their scales and the adapters; buffers that are not saved
+    (rotary frequencies) are added. Tensors are hashed one at a time, so no second copy of the model
+    exists.
+    """
+    tensors = {**dict(model.named_buffers()), **model.state_dict()}
+    return {
+        name: (hash_tensor(tensor), tensor.numel())
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def hash_digests(digests: Digests) -> str:
+    """Return one SHA-256, in hex, over the digests of ``start_digests``."""
+    lines = "".join(f"{name} {digest}\n" for name, (digest, _) in digests.items())
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def adapter_state(
+    trained: Mapping[str, torch.nn.Parameter], optimizer_state: Mapping[Any, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Copy the trained weights and their first and second moments to the CPU, by name.
+
+    A parameter that never got a gradient has no moments; a comparison then sees none.
+    """
+    weights = {name: snapshot(parameter) for name, parameter in trained.items()}
+    states = {name: optimizer_state.get(parameter, {}) for name, parameter in trained.items()}
+    first, second = (
+        {name: snapshot(state[key]) for name, state in states.items() if key in state}
+        for key in ("exp_avg", "exp_avg_sq")
+    )
+    return weights, first, second
+
+
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the CPU, without its graph; the host waits for the copy."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _backward(
+    model: torch.nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    device: torch.device,
+    spec: TrainingSpec,
+) -> torch.Tensor:
+    """Accumulate the gradients of one micro-batch and return its loss."""
+    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+    dtype = spec.autocast_dtype
+    with nullcontext() if dtype is None else torch.autocast(device.type, dtype):
+        loss = model(**inputs).loss
+    (loss / spec.accumulation).backward()
+    return snapshot(loss)
+
+
+def _finish_step(
+    record: StepRecord,
+    trained: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float,
+) -> None:
+    """Clip, step, and record gradients, norm, weights and moments."""
+    record.gradients = {n: snapshot(p.grad) for n, p in trained.items() if p.grad is not None}
+    norm = torch.nn.utils.clip_grad_norm_(trained.values(), max_grad_norm, foreach=False)
+    record.grad_norm = snapshot(norm)
+    optimizer.step()
+    record.weights, record.exp_avg, record.exp_avg_sq = adapter_state(trained, optimizer.state)

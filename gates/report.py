@@ -1,0 +1,218 @@
+"""What a parity check found, as a record for machines and as a table for people."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from poros.gates.compare import Difference
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+START_BYTES = "start bytes"
+
+# A run that goes wrong early differs everywhere; the first differences are the ones that tell why.
+_MAX_DIFFERENCES = 50
+
+
+@dataclass
+class Tally:
+    """How one quantity compared, over all steps and parameters."""
+
+    num_tensors: int = 0
+    num_elements: int = 0
+    num_differing_tensors: int = 0
+    num_differing_elements: int = 0
+    num_differing_bits: int = 0
+    first_difference: Difference | None = None
+
+    def add(self, num_elements: int, difference: Difference | None) -> None:
+        """Count one compared tensor."""
+        self.num_tensors += 1
+        self.num_elements += num_elements
+        if difference is None:
+            return
+        self.num_differing_tensors += 1
+        self.num_differing_elements += difference.num_differing or 0
+        self.num_differing_bits += difference.num_differing_bits or 0
+        self.first_difference = self.first_difference or difference
+
+
+@dataclass
+class ParityReport:
+    """The outcome of one parity check.
+
+    Attributes:
+        subject: What was checked: an architecture's name or a checkpoint's folder.
+        settings: Everything that a repetition needs, as plain values.
+        tallies: One per compared quantity, in the order in which they were compared.
+        differences: The first differences; ``num_differences`` counts all of them.
+        error: Why there is no complete comparison, or why it says nothing; None when there is none.
+        traceback: The traceback behind ``error``, when an exception is behind it.
+        resident_repeats: Whether a second resident run equalled the first; None when not tried. It
+            is tried only after a difference: False says that this machine does not repeat its own
+            results, so the difference need not come from streaming.
+        stats: Counters of the streamed arm's runtime after its run.
+        hashes: SHA-256 of the starting bytes and of each trajectory.
+        wall_ms: Wall time of each arm's training, recording included.
+    """
+
+    subject: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+    num_differences: int = 0
+    error: str | None = None
+    traceback: str | None = None
+    resident_repeats: bool | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+    wall_ms: dict[str, float] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """True when the comparison is complete and not one bit differs."""
+        return self.error is None and not self.num_differences and len(self.tallies) > 1
+
+    def add(self, quantity: str, num_elements: int, difference: Difference | None) -> None:
+        """Count one compared tensor of a quantity."""
+        self.tallies.setdefault(quantity, Tally()).add(num_elements, difference)
+        if difference is not None:
+            self.num_differences += 1
+            if len(self.differences) < _MAX_DIFFERENCES:
+                self.differences.append(difference)
+
+    def verdict(self) -> str:
+        """Say the result in one line."""
+        if self.exact:
+            num_elements = sum(tally.num_elements for tally in self.tallies.values())
+            return f"EXACT: {self.subject}: 0 differing bits in {num_elements:,} compared elements"
+        if self.error is not None:
+            return f"FAILED: {self.subject}: {self.error}"
+        first = f"{self.num_differences:,} tensors differ; first: {self.differences[0]}"
+        if self.resident_repeats is False:
+            return (
+                f"UNDECIDED: {self.subject}: two resident runs differ from each other on this "
+                f"machine, so a difference says nothing about streaming; {first}"
+            )
+        return f"DIFFERENT: {self.subject}: {first}"
+
+    def record(self) -> dict[str, Any]:
+        """Return the report as plain values that JSON can hold."""
+        tallies = {}
+        for quantity, tally in self.tallies.items():
+            first = tally.first_difference
+            tallies[quantity] = {
+                **asdict(tally),
+                "first_difference": None if first is None else first.record(),
+            }
+        return {
+            "exact": self.exact,
+            "verdict": self.verdict(),
+            **vars(self),
+            "tallies": tallies,
+            "differences": [difference.record() for difference in self.differences],
+        }
+
+    def write(self, path: str | Path) -> None:
+        """Write ``record()`` to ``path`` as JSON; a reader sees the old file or all of the new."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
+        ) as part:
+            try:
+                json.dump(self.record(), part, indent=1)
+                part.flush()
+                os.fsync(part.fileno())
+                os.replace(part.name, path)
+            except BaseException:
+                os.unlink(part.name)
+                raise
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what bits can depend on: versions, device, thread count, instruction set."""
+    import poros
+
+    on_cuda = device.type == "cuda"
+    libraries = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
+    return {
+        "versions": {
+            "poros": poros.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in libraries},
+        },
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if on_cuda else _cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda if on_cuda else None,
+        "num_threads": torch.get_num_threads(),
+        "platform": sys.platform,
+    }
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Make values fit for JSON: numbers, texts, lists and None stay, the rest becomes text."""
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return plain(value)
+        if isinstance(value, list | tuple):
+            return [fit(item) for item in value]
+        return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+    return {name: fit(value) for name, value in values.items()}
+
+
+def render(report: ParityReport, console: "Console | None" = None) -> None:
+    """Print a table with a row per compared quantity, and the verdict under it."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = console or Console()
+    table = Table(title=escape(f"resident against streamed: {report.subject}"))
+    table.add_column("quantity")
+    for heading in ("tensors", "elements"):
+        table.add_column(heading, justify="right")
+        table.add_column(f"differing {heading}", justify="right")
+    table.add_column("differing bits", justify="right")
+    table.add_column("first difference")
+    for quantity, tally in report.tallies.items():
+        style = "red" if tally.num_differing_tensors else "green"
+        numbers = (
+            tally.num_tensors,
+            tally.num_differing_tensors,
+            tally.num_elements,
+            tally.num_differing_elements,
+            tally.num_differing_bits,
+        )
+        first = escape(str(tally.first_difference or "none"))
+        table.add_row(quantity, *(f"{number:,}" for number in numbers), first, style=style)
+    if report.tallies:
+        console.print(table)
+    if report.stats:
+        counters = ", ".join(f"{name} {value}" for name, value in report.stats.items())
+        console.print(escape(f"streamed: {counters}"), highlight=False)
+    style = "bold green" if report.exact else "bold red"
+    console.print(escape(report.verdict()), style=style, highlight=False)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,28 @@
+"""What every test runs under: one thread, no tokenizer threads, a GPU for the tests that need one.
+
+The markers `gpu` and `slow` are declared in pyproject.toml.
+"""
+
+import os
+
+# Read by tokenizers when it first works, so it is set before any test imports transformers.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Run torch on one CPU thread: the number of threads changes the order of sums, and so bits."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where torch sees no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)

@@ -1,0 +1,213 @@
+"""The bitwise comparison: it sees every bit of every dtype, and only bits."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from poros.gates.compare import bits, compare_mappings, differing, hash_tensor, hash_tensors
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (
+    *FLOATS,
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool),
+    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
+    torch.float8_e8m0fnu,
+)
+SHAPES = ((), (1,), (7,), (3, 5), (2, 1, 4))
+
+
+def random_bytes(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor of random bit patterns: for floats that includes NaNs, infinities, subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    high = 2 if dtype is torch.bool else 256
+    raw = torch.randint(high, (num_bytes,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> torch.Tensor:
+    """A copy of ``tensor`` with one bit of one element flipped, in row-major order."""
+    flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    raw = flat.view(torch.uint8)
+    raw[element * tensor.dtype.itemsize + bit // 8] ^= 1 << (bit % 8)
+    return flat.reshape(tensor.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (0,), (3, 0)], ids=str)
+def test_equal_bits_are_no_difference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = random_bytes(dtype, shape)
+    assert differing(tensor, tensor.clone(), "t") is None
+    assert hash_tensor(tensor) == hash_tensor(tensor.clone())
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_one_flipped_bit_is_found_at_its_index(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([dtype for dtype in DTYPES if dtype is not torch.bool]))
+    shape = data.draw(st.sampled_from(SHAPES))
+    tensor = random_bytes(dtype, shape, seed=data.draw(st.integers(0, 10_000)))
+    element = data.draw(st.integers(0, tensor.numel() - 1))
+    bit = data.draw(st.integers(0, dtype.itemsize * 8 - 1))
+    found = differing(tensor, flip_bit(tensor, element, bit), "t")
+    assert found is not None
+    assert (found.kind, found.num_differing, found.num_differing_bits) == ("value", 1, 1)
+    assert found.num_elements == tensor.numel()
+    index = found.first_index or ()
+    assert sum(i * math.prod(shape[axis + 1 :]) for axis, i in enumerate(index)) == element
+    assert len(index) == len(shape)
+    assert hash_tensor(tensor) != hash_tensor(flip_bit(tensor, element, bit))
+
+
+def test_bool_is_compared() -> None:
+    found = differing(torch.tensor([True, False]), torch.tensor([True, True]), "mask")
+    assert found is not None
+    assert (found.num_differing, found.first_index, found.max_ulp) == (1, (1,), None)
+    assert "False" in found.expected and "True" in found.found
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_signed_zeros_differ_although_torch_equal_accepts_them(dtype: torch.dtype) -> None:
+    plus, minus = torch.tensor([1.0, 0.0], dtype=dtype), torch.tensor([1.0, -0.0], dtype=dtype)
+    assert torch.equal(plus, minus)
+    found = differing(plus, minus, "z")
+    assert found is not None
+    assert (found.num_differing, found.first_index, found.max_ulp) == (1, (1,), 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nans_are_equal_exactly_when_their_payloads_are(dtype: torch.dtype) -> None:
+    nan = torch.full((2,), math.nan, dtype=dtype)
+    assert not torch.equal(nan, nan.clone())
+    assert differing(nan, nan.clone(), "n") is None
+    other = flip_bit(nan, 1, 0)
+    assert bool(other.isnan().all())
+    found = differing(nan, other, "n")
+    assert found is not None and (found.num_differing, found.first_index) == (1, (1,))
+    assert found.expected != found.found, "both are NaN: only the bits tell them apart"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_ulp_distance_counts_representable_steps(dtype: torch.dtype) -> None:
+    one = torch.tensor([1.0, 2.0], dtype=dtype)
+    up = flip_bit(one, 0, 0)
+    found = differing(one, up, "u")
+    assert found is not None and found.max_ulp == 1
+
+    smallest = flip_bit(torch.zeros(1, dtype=dtype), 0, 0)
+    across = differing(-smallest, smallest, "u")
+    # -tiny, -0, +0, +tiny: three steps.
+    assert across is not None and across.max_ulp == 3
+
+    mantissa_bits = round(-math.log2(torch.finfo(dtype).eps))
+    doubled = differing(torch.tensor([-1.0], dtype=dtype), torch.tensor([-2.0], dtype=dtype), "u")
+    assert doubled is not None and doubled.max_ulp == 2**mantissa_bits
+
+    infinity = torch.tensor([math.inf], dtype=dtype)
+    largest = torch.tensor([torch.finfo(dtype).max], dtype=dtype)
+    edge = differing(largest, infinity, "u")
+    assert edge is not None and edge.max_ulp == 1
+
+
+def test_ulp_distance_does_not_wrap_at_64_bits() -> None:
+    low, high = torch.tensor([-1, 2**63 - 1]).view(torch.float64)
+    found = differing(low, high, "w")
+    # The first and the last pattern on the line are 2**64 - 1 steps apart.
+    assert found is not None and found.max_ulp == 2**64 - 1
+
+
+def test_largest_distance_and_first_index_are_of_different_elements() -> None:
+    expected = torch.ones(4, 4)
+    found = expected.clone()
+    found[1, 2] = torch.nextafter(found[1, 2], torch.tensor(2.0))
+    found[3, 0] = 2.0
+    difference = differing(expected, found, "w")
+    assert difference is not None
+    assert (difference.num_differing, difference.first_index) == (2, (1, 2))
+    assert difference.max_ulp == 2**23
+    text = str(difference)
+    assert "w: 2 of 16 elements differ" in text and "[1, 2]" in text and "0x3f800001" in text
+
+
+def test_strides_do_not_matter() -> None:
+    base = random_bytes(torch.float32, (6, 8))
+    view = base.t()[1::2]
+    assert not view.is_contiguous()
+    assert differing(view, view.contiguous(), "v") is None
+    assert hash_tensor(view) == hash_tensor(view.contiguous())
+    found = differing(view, flip_bit(view, 7, 3), "v")
+    assert found is not None and found.first_index == (1, 1)
+
+
+def test_lazy_conjugates_and_negations_are_resolved() -> None:
+    value = torch.tensor([1.0 + 2.0j, 3.0 - 0.0j])
+    assert value.conj().is_conj() and value.conj().imag.is_neg()
+    found = differing(value, value.conj(), "c")
+    assert found is not None and found.num_differing == 2 and found.num_differing_bits == 2
+    assert differing(value.conj(), value.conj().resolve_conj(), "c") is None
+    assert differing(value.conj().imag, -value.imag, "c") is None
+
+
+def test_dtype_and_shape_mismatches_are_differences_of_their_own_kind() -> None:
+    zeros = torch.zeros(4)
+    dtype = differing(zeros, zeros.to(torch.int32), "d")
+    assert dtype is not None and dtype.kind == "dtype"
+    assert str(dtype) == "d: expected dtype torch.float32, found torch.int32"
+    shape = differing(zeros, zeros.reshape(2, 2), "s")
+    assert shape is not None and shape.kind == "shape"
+    assert str(shape) == "s: expected shape (4,), found (2, 2)"
+    assert differing(zeros, zeros[:3], "s") is not None
+    assert differing(torch.zeros(()), torch.zeros(1), "s") is not None
+
+
+def test_mappings_report_missing_and_extra_names_in_order() -> None:
+    expected = {"a": torch.zeros(2), "b": torch.ones(3), "c": torch.ones(1)}
+    found = {"x": torch.ones(1), "c": torch.ones(1), "a": torch.tensor([0.0, -0.0])}
+    differences = compare_mappings(expected, found)
+    assert [(d.name, d.kind) for d in differences] == [
+        ("a", "value"),
+        ("b", "missing"),
+        ("x", "extra"),
+    ]
+    assert "found none" in str(differences[1]) and "(3,)" in str(differences[1])
+    assert "expected no such tensor" in str(differences[2])
+    assert compare_mappings(expected, dict(expected)) == []
+
+
+def test_parameters_and_their_data_are_compared_without_a_graph() -> None:
+    parameter = torch.nn.Parameter(torch.randn(3))
+    assert differing(parameter, parameter.detach().clone(), "p") is None
+    assert not bits(parameter).requires_grad
+
+
+def test_tensors_without_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="materialize"):
+        differing(torch.zeros(2, device="meta"), torch.zeros(2, device="meta"), "m")
+    with pytest.raises(ValueError, match="sparse"):
+        bits(torch.eye(2).to_sparse())
+
+
+def test_hashes_cover_name_order_dtype_and_shape() -> None:
+    a, b = torch.zeros(4), torch.ones(4)
+    reference = hash_tensors([("a", a), ("b", b)])
+    assert reference == hash_tensors([("a", a.clone()), ("b", b.clone())])
+    others = [
+        hash_tensors([("b", b), ("a", a)]),
+        hash_tensors([("a", b), ("b", a)]),
+        hash_tensors([("a", a.reshape(2, 2)), ("b", b)]),
+        hash_tensors([("a", a.to(torch.int32)), ("b", b)]),
+        hash_tensors([("a", torch.tensor([0.0, 0.0, 0.0, -0.0])), ("b", b)]),
+    ]
+    assert len({reference, *others}) == 6
+
+
+@pytest.mark.gpu
+def test_tensors_on_different_devices_are_compared() -> None:
+    tensor = random_bytes(torch.bfloat16, (64, 64))
+    assert differing(tensor, tensor.cuda(), "g") is None
+    found = differing(tensor.cuda(), flip_bit(tensor, 100, 5), "g")
+    assert found is not None and found.first_index == (1, 36)

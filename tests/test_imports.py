@@ -1,0 +1,191 @@
+"""Imports point one way, and files stay small.
+
+The rules are checked on the syntax tree, so nothing is imported. An import counts as module level
+when it runs as the module is imported: inside `if`, `try`, `with` or a class body too, but not
+inside a function or under `TYPE_CHECKING`.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 500
+
+# A module may import, at module level, its own layer and those before it; cycles are refused apart.
+LAYERS = [
+    {"errors", "config", "layout", "walk"},
+    {"streams", "host", "ring", "rng", "ambient", "frozen", "kernels"},
+    {"manager"},
+    {"remat", "adapters", "discover"},
+    {"block"},
+    {"guards", "takeover"},
+    {"api", "trainer", "cli", "demo", "demo_data"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+LOADERS_SEE = {"layout", "config", "errors", "host", "streams"}
+TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def module_level(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that run when the module is imported."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_ONLY:
+            yield from module_level(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+                yield from module_level(getattr(node, field, []))
+
+
+def names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """What an import names, as full as it can be: `from a.b import c` gives a.b.c."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [f"{node.module or ''}.{alias.name}" for alias in node.names]
+
+
+def inner_names(source: str) -> Iterator[tuple[int, str]]:
+    """Line and first name below `poros` of each module-level import of poros."""
+    for node in module_level(ast.parse(source).body):
+        for name in names(node):
+            top, _, rest = name.partition(".")
+            if top == "poros":
+                yield node.lineno, rest.split(".")[0]
+
+
+def allowed(module: str, inner: str) -> bool:
+    """Whether `module` may import `poros.<inner>` at module level."""
+    part = module.split(".")[1] if "." in module else ""
+    if part == "gates" or inner in ("", "__version__"):
+        return True  # gates see everything; a bare `import poros` loads nothing
+    if inner == part != "":
+        return True  # within loaders, or within a sub-package such as kernels
+    if part == "loaders":
+        return inner in LOADERS_SEE
+    if inner == "loaders":
+        return part in LAYERS[-1]
+    return inner in LEVEL and part in LEVEL and LEVEL[inner] <= LEVEL[part]
+
+
+def violations(module: str, source: str) -> list[str]:
+    """Every rule that `source` breaks, taken as the text of `module` (a dotted name)."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            found.append(f"{module}:{node.lineno}: relative import")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for name in names(node):
+                if name.split(".")[0] in ("loaders", "gates"):
+                    found.append(f"{module}:{node.lineno}: {name} by its top-level name")
+    parts = module.split(".")
+    if parts[0] == "poros":
+        if len(parts) > 1 and parts[1] not in LEVEL.keys() | {"loaders", "gates"}:
+            return [*found, f"{module}: has no place in LAYERS of tests/test_imports.py"]
+        for line, inner in inner_names(source):
+            if not allowed(module, inner):
+                found.append(f"{module}:{line}: imports poros.{inner} at module level")
+    if len(source.splitlines()) > MAX_LINES:
+        found.append(f"{module}: {len(source.splitlines())} lines, more than {MAX_LINES}")
+    return found
+
+
+def cycles(sources: dict[str, str]) -> list[str]:
+    """Modules directly below poros that import one another in a circle, and their users."""
+    uses = {
+        module.split(".")[1]: {inner for _, inner in inner_names(source)}
+        for module, source in sources.items()
+        if module.count(".") == 1 and module.startswith("poros.")
+    }
+    while free := [name for name, used in uses.items() if not used & uses.keys() - {name}]:
+        for name in free:
+            del uses[name]
+    return sorted(uses)
+
+
+def sources() -> dict[str, str]:
+    """Dotted module name and text of every Python file of the project."""
+    homes = {"poros": "poros", "loaders": "poros.loaders", "gates": "poros.gates"}
+    found = {}
+    for folder in ("poros", "loaders", "gates", "tests", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT / folder).with_suffix("").parts
+            module = ".".join((homes.get(folder, folder), *inside)).removesuffix(".__init__")
+            found[module] = path.read_text(encoding="utf-8")
+    return found
+
+
+def test_the_project_keeps_the_rules() -> None:
+    """Fails on the first module that breaks one, with all that it breaks."""
+    found = sources()
+    assert {"poros", "poros.errors", "poros.loaders", "poros.gates", __name__} <= {
+        name.removeprefix("tests.") for name in found
+    }
+    assert [line for module, text in found.items() for line in violations(module, text)] == []
+    assert cycles(found) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("poros.layout", "from poros.ring import DeviceRing"),
+        ("poros.ring", "import poros.manager"),
+        ("poros.manager", "from poros import remat"),
+        ("poros.manager", "if True:\n    from poros.block import x"),
+        ("poros.remat", "try:\n    import poros.api\nexcept ImportError:\n    pass"),
+        ("poros.remat", "try:\n    pass\nexcept ImportError:\n    import poros.api"),
+        ("poros.block", "class A:\n    from poros.api import prepare"),
+        ("poros.block", "from poros import prepare"),
+        ("poros.block", "from poros import *"),
+        ("poros.block", "if not TYPE_CHECKING:\n    import poros.api"),
+        ("poros", "from poros.config import StreamingPolicy"),
+        ("poros", "import poros.loaders"),
+        ("poros.kernels.lora", "from poros.manager import BlockManager"),
+        ("poros.api", "from poros.gates.parity import run"),
+        ("poros.cli", "from poros import gates"),
+        ("poros.manager", "from poros.loaders.reader import read"),
+        ("poros.loaders.reader", "from poros.manager import BlockManager"),
+        ("poros.loaders.reader", "import poros.gates.compare"),
+        ("poros.loaders.reader", "from poros import ring"),
+        ("poros.gates.parity", "from gates.compare import equal"),
+        ("poros.gates.parity", "def f():\n    import loaders.reader"),
+        ("poros.gates.parity", "from .compare import equal"),
+        ("tests.test_ring", "import gates"),
+        ("poros.newcomer", "import os"),
+        ("poros.layout", "x = 1\n" * (MAX_LINES + 1)),
+    ],
+)
+def test_each_broken_rule_is_reported(module: str, source: str) -> None:
+    """Negative controls: without them an empty list could mean a checker that sees nothing."""
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("poros.ring", "from poros.streams import StreamContext\nfrom poros.layout import Layout"),
+        ("poros.cli", "def check():\n    from poros.gates.parity import run"),
+        ("poros", "if TYPE_CHECKING:\n    from poros.api import prepare"),
+        ("poros.layout", "import typing\nif typing.TYPE_CHECKING:\n    import poros.api"),
+        ("poros.kernels.lora", "from poros.kernels.paths import choose"),
+        ("poros.loaders.reader", "from poros.loaders.header import parse\nimport poros.host"),
+        ("poros.gates.parity", "from poros.api import prepare\nimport poros.loaders.reader"),
+        ("poros.api", "from poros.loaders.reader import read\nfrom poros import __version__"),
+        ("poros.block", "import poros"),
+        ("poros.layout", "x = 1\n" * MAX_LINES),
+    ],
+)
+def test_what_the_rules_allow_is_not_reported(module: str, source: str) -> None:
+    """The limits of the rules, from the other side."""
+    assert violations(module, source) == []
+
+
+def test_a_cycle_inside_one_layer_is_reported() -> None:
+    """Layers alone would let two modules of one layer import each other."""
+    chain = {"poros.host": "import poros.streams", "poros.streams": "import poros.layout"}
+    assert cycles(chain) == []
+    assert cycles({**chain, "poros.streams": "import poros.host"}) == ["host", "streams"]
+    assert violations("poros.streams", "import poros.host") == []

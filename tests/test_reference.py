@@ -1,0 +1,211 @@
+"""The reference run repeats itself, records what it says, and shows every change."""
+
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+
+from poros.errors import UnsupportedModelError
+from poros.gates import tiny
+from poros.gates.compare import compare_mappings
+from poros.gates.reference import (
+    QUANTITIES,
+    TrainingSpec,
+    Trajectory,
+    compare_steps,
+    compare_trajectories,
+    start_digests,
+    train,
+)
+
+PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+
+
+def build(**changes: Any) -> Any:
+    options = {"num_layers": 2, "dropout": 0.05, **changes}
+    return tiny.make_model("qwen2", **options)
+
+
+def run(model: Any = None, **changes: Any) -> Trajectory:
+    spec = TrainingSpec(**{"num_steps": 3, "accumulation": 2, **changes})
+    return train(model or build(), tiny.make_batches(6), spec)
+
+
+def flip_nibble(model: Any, **_: Any) -> Any:
+    """Change one 4-bit code in the middle of one layer's packed weights."""
+    dict(model.named_parameters())[PACKED].data[1000] ^= 0x0F
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected() -> Trajectory:
+    return run()
+
+
+def differing_quantities(expected: Trajectory, found: Trajectory) -> set[str]:
+    return {c.quantity for c in compare_steps(expected, found) if c.difference is not None}
+
+
+# The reference run.
+
+
+def test_reference_repeats_itself_bit_for_bit(expected: Trajectory) -> None:
+    again = run()
+    assert compare_trajectories(expected, again) == []
+    assert expected.hash() == again.hash()
+
+
+def test_trajectory_holds_every_quantity_of_every_step(expected: Trajectory) -> None:
+    comparisons = list(compare_steps(expected, expected))
+    num = {q: sum(c.quantity == q for c in comparisons) for q in QUANTITIES}
+    num_parameters = 2 * 7 * 2  # layers, projections, A and B
+    per_parameter = ("gradients", "adapter weights", "exp_avg", "exp_avg_sq")
+    assert num == {
+        "loss": 3 * 2,
+        "grad norm": 3,
+        "RNG end state": 1,
+        **dict.fromkeys(per_parameter, 3 * num_parameters),
+    }
+    for step in expected.steps:
+        assert all(bool(gradient.any()) for gradient in step.gradients.values())
+    assert len({entry.name for entry in expected.entries()}) == len(comparisons)
+
+
+def test_gradients_are_recorded_before_clipping(expected: Trajectory) -> None:
+    for step in expected.steps:
+        squares = sum(float(g.double().square().sum()) for g in step.gradients.values())
+        assert step.grad_norm is not None
+        assert float(step.grad_norm) > 1.0, "nothing is clipped: the test would show nothing"
+        assert squares**0.5 == pytest.approx(float(step.grad_norm), rel=1e-5)
+
+
+def test_moments_and_weights_follow_adamw(expected: Trajectory) -> None:
+    """One step of AdamW, written out in double precision from the recorded quantities."""
+    before, after = expected.steps[0], expected.steps[1]
+    scale = 1.0 / (float(after.grad_norm or 0.0) + 1e-6)
+    for name, weight in before.weights.items():
+        gradient = after.gradients[name].double() * scale
+        mean = 0.9 * before.exp_avg[name].double() + 0.1 * gradient
+        square = 0.999 * before.exp_avg_sq[name].double() + 0.001 * gradient**2
+        torch.testing.assert_close(after.exp_avg[name].double(), mean, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(after.exp_avg_sq[name].double(), square, rtol=1e-5, atol=1e-12)
+        step = (mean / (1 - 0.9**2)) / ((square / (1 - 0.999**2)).sqrt() + 1e-8)
+        wanted = weight.double() * (1 - 1e-3 * 0.01) - 1e-3 * step
+        torch.testing.assert_close(after.weights[name].double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_training_leaves_the_callers_random_state(expected: Trajectory) -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    assert compare_trajectories(expected, run()) == []
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_training_refuses_a_model_without_adapters() -> None:
+    with pytest.raises(ValueError, match="attach an adapter"):
+        run(build().requires_grad_(False))
+    with pytest.raises(ValueError, match="num_steps"):
+        TrainingSpec(num_steps=0)
+
+
+# Negative controls: each change has to show, and where it begins.
+
+
+def test_control_another_seed(expected: Trajectory) -> None:
+    found = run(seed=1)
+    assert differing_quantities(expected, found) == set(QUANTITIES)
+    assert compare_trajectories(expected, found)[0].name == "step 0, loss of micro-batch 0"
+
+
+def test_control_another_learning_rate(expected: Trajectory) -> None:
+    differences = compare_trajectories(expected, run(lr=1.0001e-3))
+    assert differences[0].name.startswith("step 0, weight base_model.model.model.layers.0.")
+    later = [d.name for d in differences if d.name.startswith("step 1, loss")]
+    assert later, "the changed weights have to reach the next loss"
+    assert not any("RNG" in d.name for d in differences)
+
+
+def test_control_another_dropout(expected: Trajectory) -> None:
+    found = run(build(dropout=0.06))
+    assert "step 0, loss of micro-batch 0" in {
+        d.name for d in compare_trajectories(expected, found)
+    }
+
+
+def test_control_no_dropout_moves_the_random_state(expected: Trajectory) -> None:
+    assert "RNG end state" in differing_quantities(expected, run(build(dropout=0.0)))
+
+
+def test_control_one_flipped_nibble(expected: Trajectory) -> None:
+    model = flip_nibble(build())
+    digests, changed = start_digests(build()), start_digests(model)
+    assert [name for name in digests if digests[name] != changed[name]] == [PACKED]
+    differences = compare_trajectories(expected, run(model))
+    assert differences[0].name.startswith("step 0, ") and len(differences) > 100
+
+
+def test_control_one_more_step_is_reported_as_extra(expected: Trajectory) -> None:
+    differences = compare_trajectories(expected, run(num_steps=4))
+    extra = [d for d in differences if d.kind == "extra"]
+    assert extra and all(d.name.startswith("step 3, ") for d in extra)
+    assert {d.name for d in differences} - {d.name for d in extra} == {"end, RNG state of cpu"}
+    missing = compare_trajectories(run(num_steps=4), expected)
+    assert {d.kind for d in missing} == {"missing", "value"}
+
+
+def test_control_autocast_changes_bits() -> None:
+    plain = run(build(dtype=torch.float32))
+    cast = run(build(dtype=torch.float32), autocast_dtype=torch.bfloat16)
+    assert "loss" in differing_quantities(plain, cast)
+
+
+# The small models.
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_small_models_are_repeatable_and_fully_adapted(name: str) -> None:
+    model = tiny.make_model(name, dropout=0.05)
+    again = tiny.make_model(name, dropout=0.05)
+    assert compare_mappings(model.state_dict(), again.state_dict()) == []
+    other = tiny.make_model(name, dropout=0.05, seed=1)
+    assert len(compare_mappings(model.state_dict(), other.state_dict())) > 100
+    layers = model.get_base_model().model.layers
+    assert len(layers) == 6 and model.config.model_type == tiny.ARCHITECTURES[name]
+    num_linears = {"phi3": 4}.get(name, 7)
+    for layer in layers:
+        linears = [m for m in layer.modules() if isinstance(m, Linear4bit)]
+        assert len(linears) == num_linears
+        for linear in linears:
+            assert linear.weight.dtype is torch.uint8 and linear.weight.quant_state.nested
+            assert linear.support_avx512bf16_for_cpu is False
+        trained = [p for p in layer.parameters() if p.requires_grad]
+        assert len(trained) == 2 * num_linears and all(bool((p != 0).all()) for p in trained)
+    norms = [layer.input_layernorm.weight for layer in layers]
+    assert not torch.equal(norms[0], norms[1]), "layers that look alike would hide a mix-up"
+
+
+def test_small_gemma3_mixes_sliding_and_full_attention() -> None:
+    assert set(tiny.small_config("gemma3").layer_types) == {"sliding_attention", "full_attention"}
+    assert tiny.small_config("mistral").sliding_window == 8
+
+
+def test_unpromised_model_types_can_be_tried() -> None:
+    model = tiny.make_model("olmo2", num_layers=2)
+    assert model.config.model_type == "olmo2" and model.config.hidden_size == 128
+
+
+def test_unknown_architectures_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"qwen5.*qwen2, llama, mistral, qwen3, phi3"):
+        tiny.make_model("qwen5")
+    with pytest.raises(UnsupportedModelError, match="causal language model"):
+        tiny.make_model("t5")
+
+
+def test_batches_are_seeded_and_padded() -> None:
+    batches = tiny.make_batches(5)
+    for left, right in zip(batches, tiny.make_batches(5), strict=True):
+        assert compare_mappings(left, right) == []
+    padding = [int((batch["attention_mask"] == 0).sum()) for batch in batches]
+    assert padding == [0, 1, 2, 3, 4]
+    assert all(int((b["labels"] == -100).sum()) == n for b, n in zip(batches, padding, strict=True))

@@ -176,32 +176,34 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(report: ParityReport, console: "Console | None" = None) -> None:
-    """Print a table with a row per compared quantity, and the verdict under it."""
+    """Print a table with a row per compared quantity, the first differences, and the verdict."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = console or Console()
     table = Table(title=escape(f"resident against streamed: {report.subject}"))
-    table.add_column("quantity")
+    table.add_column("quantity", no_wrap=True)
     for heading in ("tensors", "elements"):
         table.add_column(heading, justify="right")
-        table.add_column(f"differing {heading}", justify="right")
-    table.add_column("differing bits", justify="right")
-    table.add_column("first difference")
+    for heading in ("tensors", "elements", "bits"):
+        table.add_column(f"differing\n{heading}", justify="right")
     for quantity, tally in report.tallies.items():
-        style = "red" if tally.num_differing_tensors else "green"
         numbers = (
             tally.num_tensors,
-            tally.num_differing_tensors,
             tally.num_elements,
+            tally.num_differing_tensors,
             tally.num_differing_elements,
             tally.num_differing_bits,
         )
-        first = escape(str(tally.first_difference or "none"))
-        table.add_row(quantity, *(f"{number:,}" for number in numbers), first, style=style)
+        style = "red" if tally.num_differing_tensors else "green"
+        table.add_row(quantity, *(f"{number:,}" for number in numbers), style=style)
     if report.tallies:
         console.print(table)
+    for quantity, tally in report.tallies.items():
+        if tally.first_difference is not None:
+            text = f"first difference in {quantity}: {tally.first_difference}"
+            console.print(escape(text), style="red", highlight=False)
     if report.stats:
         counters = ", ".join(f"{name} {value}" for name, value in report.stats.items())
         console.print(escape(f"streamed: {counters}"), highlight=False)

@@ -1,0 +1,143 @@
+"""Two arms from the same bytes: one resident, one streamed, and everything they recorded compared.
+
+The model is built, run resident, freed, built again, checked to start from the same bytes,
+prepared, and run by the same function. One model is alive at a time: the peak is one model and the
+two trajectories, which lie in host memory (see ``poros.gates.reference``).
+
+A gate is only worth its power to fail. An exception in an arm is a failure; so is a comparison that
+could not have failed: no gradient but zero, a loss that is not finite, or a runtime that loaded
+nothing. After a difference the resident arm is run once more, because a machine that does not
+repeat its own results can show nothing about streaming.
+"""
+
+import gc
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from poros.errors import PorosError
+from poros.gates.compare import differing_digests
+from poros.gates.reference import Trajectory, compare_steps, hash_digests, start_digests
+from poros.gates.report import START_BYTES, ParityReport, environment, plain
+
+Prepare = Callable[..., Any]
+
+
+def compare_arms(
+    make_model: Callable[[], torch.nn.Module],
+    run_arm: Callable[[torch.nn.Module], Trajectory],
+    prepare: Prepare | None,
+    *,
+    report: ParityReport,
+    repeat_resident: bool = True,
+) -> ParityReport:
+    """Run both arms and fill the report.
+
+    Args:
+        make_model: Builds the model with its adapters; called once per arm, and has to give equal
+            bytes each time. It must not keep the model, or two are alive at once.
+        run_arm: Trains a model and returns what it recorded; the same for both arms.
+        prepare: Turns the second model into a streamed one; None is ``poros.prepare``.
+        report: An empty report with subject and settings; filled in place.
+        repeat_resident: After a difference, run a third model resident and say whether it equals
+            the first.
+
+    Returns:
+        ``report``. A failure is in it, as differences or as ``error``; it is not raised.
+
+    Raises:
+        PorosError: If the resident model cannot be built because the request is wrong.
+    """
+    prepare = prepare or poros_prepare()
+    try:
+        model = make_model()
+        report.environment = environment(_device_of(model))
+        start = start_digests(model)
+        report.hashes["start"] = hash_digests(start)
+        resident = run_arm(model)
+    except PorosError:
+        raise  # the request is wrong
+    except Exception as error:
+        return _failed(report, "resident", error)
+    del model  # before the next one is built
+    _release_memory()
+    try:
+        model = make_model()
+        for _, num_elements, difference in differing_digests(start, start_digests(model)):
+            report.add(START_BYTES, num_elements, difference)
+        if report.differences:
+            report.error = f"the two models start from different bytes: {report.differences[0]}"
+            return report
+        model = prepare(model)
+        streamed = run_arm(model)
+        report.stats = _runtime_stats(model)
+    except Exception as error:
+        return _failed(report, "streamed", error)
+    del model
+    _release_memory()
+    for name, trajectory in (("resident", resident), ("streamed", streamed)):
+        report.hashes[name] = trajectory.hash()
+        report.wall_ms[name] = round(trajectory.wall_ms, 3)
+    for comparison in compare_steps(resident, streamed):
+        report.add(*comparison)
+    report.error = _vacuity(resident, report.stats)
+    if report.num_differences and repeat_resident:
+        again = run_arm(make_model())
+        report.resident_repeats = all(c.difference is None for c in compare_steps(resident, again))
+    return report
+
+
+def poros_prepare() -> Prepare:
+    """Return ``poros.prepare``; the gates are loaded without the runtime until an arm needs it."""
+    from poros.api import prepare
+
+    return prepare
+
+
+def _failed(report: ParityReport, arm: str, error: Exception) -> ParityReport:
+    report.error = f"the {arm} arm raised {type(error).__name__}: {error}"
+    report.traceback = traceback.format_exc()
+    return report
+
+
+def _vacuity(resident: Trajectory, stats: Mapping[str, Any]) -> str | None:
+    """Say why an equality of this run would prove nothing; None if it would prove something."""
+    losses = [loss for step in resident.steps for loss in step.losses]
+    if not losses:
+        return "the resident run recorded no loss, so there is nothing to compare"
+    if not all(bool(torch.isfinite(loss)) for loss in losses):
+        return "the resident run's loss is not finite, so equal bits would prove nothing"
+    gradients = [gradient for step in resident.steps for gradient in step.gradients.values()]
+    if not any(bool(gradient.any()) for gradient in gradients):
+        return "every gradient of the resident run is zero, so equal bits would prove nothing"
+    if stats and not stats.get("num_loads"):
+        return "the runtime loaded no block, so nothing was streamed"
+    return None
+
+
+def _runtime_stats(model: torch.nn.Module) -> dict[str, Any]:
+    """Counters and sizes of the model's runtime; empty if it has none (a control arm)."""
+    from poros.api import runtime
+
+    try:
+        found = runtime(model)
+    except PorosError:
+        return {}
+    shape = {"num_blocks": found.num_blocks, "num_slots": found.num_slots}
+    return plain({**shape, **found.stats()})
+
+
+def _release_memory() -> None:
+    """Give the memory of dropped models back, cycles included, so that the next one fits."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            return parameter.device
+    raise ValueError("expected a model with trainable adapters, found no trainable parameter")

@@ -1,0 +1,182 @@
+"""The parity gate under the HF Trainer: its own loop, schedule, evaluation, saving and resuming.
+
+The Trainer is subclassed only to listen. The loss of a micro-batch is what ``training_step``
+returns (already divided by the accumulation), gradients and norm are taken where accelerate clips,
+weights and moments right after the optimizer's step, evaluation losses where they are reported. The
+files of the saved adapter are read back and compared as bytes, like any tensor.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from poros.gates.arms import Prepare, compare_arms
+from poros.gates.reference import Entry, StepRecord, Trajectory, adapter_state, snapshot
+from poros.gates.report import ParityReport, plain
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
+EVALUATION_LOSS = "evaluation loss"
+ADAPTER_FILES = "adapter files"
+
+
+def trainer_arguments(output_dir: str | Path, **overrides: Any) -> "TrainingArguments":
+    """Build quiet ``TrainingArguments`` for a short run on the GPU if there is one.
+
+    Args:
+        output_dir: Where checkpoints go.
+        **overrides: Fields of ``TrainingArguments``, such as ``bf16``, ``max_steps`` or
+            ``gradient_accumulation_steps``.
+    """
+    from transformers import TrainingArguments
+
+    fields: dict[str, Any] = {
+        "max_steps": 20,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available(),
+        "seed": 0,
+        **overrides,
+    }
+    return TrainingArguments(output_dir=str(output_dir), **fields)
+
+
+def train_with_trainer(
+    model: torch.nn.Module,
+    arguments: "TrainingArguments",
+    train_dataset: Any,
+    *,
+    eval_dataset: Any = None,
+    resume_from: str | Path | None = None,
+) -> Trajectory:
+    """Train ``model`` in place under the HF Trainer and record every step.
+
+    Args:
+        model: A causal LM with adapters, resident or prepared.
+        arguments: All settings, seeds included.
+        train_dataset: Rows that the Trainer's default collator takes (mappings of 1-d tensors).
+        eval_dataset: Evaluated when ``arguments`` says so; each loss is recorded.
+        resume_from: A checkpoint folder of the Trainer to continue from.
+
+    Returns:
+        The trajectory; its steps are numbered as the Trainer numbers them, from 0, so those of a
+        resumed run continue the count. Evaluation losses and the bytes of the adapter that
+        ``save_model`` writes are in ``extras``. The caller's random state is left as it was.
+    """
+    trajectory = Trajectory()
+    devices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices=devices), TemporaryDirectory() as saved:
+        trainer = _recording_trainer(
+            trajectory,
+            model=model,
+            args=arguments,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+        )
+        start = time.perf_counter()
+        trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+        trajectory.wall_ms = (time.perf_counter() - start) * 1e3
+        trajectory.rng_end_state["cpu"] = torch.get_rng_state()
+        for device in devices:
+            trajectory.rng_end_state[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
+        trainer.save_model(saved)
+        for path in sorted(Path(saved).glob("adapter_*")):
+            content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+            trajectory.extras.append(Entry(ADAPTER_FILES, f"end, file {path.name}", content))
+    return trajectory
+
+
+def run_trainer_parity(
+    make_model: Callable[[], torch.nn.Module],
+    train_dataset: Any,
+    prepare: Prepare | None = None,
+    *,
+    eval_dataset: Any = None,
+    subject: str = "HF Trainer",
+    repeat_resident: bool = True,
+    **overrides: Any,
+) -> ParityReport:
+    """Run the parity gate with the HF Trainer as the loop of both arms.
+
+    Args:
+        make_model: As in ``poros.gates.arms.compare_arms``, like ``prepare`` and
+            ``repeat_resident``.
+        train_dataset: As in ``train_with_trainer``, like ``eval_dataset``.
+        prepare: See ``make_model``.
+        eval_dataset: See ``train_dataset``.
+        subject: Name of what is checked, for the report.
+        repeat_resident: See ``make_model``.
+        **overrides: Of ``trainer_arguments``.
+
+    Returns:
+        The report, with rows for the evaluation losses and the adapter files besides the usual.
+    """
+    report = ParityReport(subject, settings={"training": plain(overrides)})
+
+    def run_arm(model: torch.nn.Module) -> Trajectory:
+        with TemporaryDirectory() as output_dir:
+            arguments = trainer_arguments(output_dir, **overrides)
+            return train_with_trainer(model, arguments, train_dataset, eval_dataset=eval_dataset)
+
+    return compare_arms(
+        make_model, run_arm, prepare, report=report, repeat_resident=repeat_resident
+    )
+
+
+def _recording_trainer(trajectory: Trajectory, **options: Any) -> "Trainer":
+    """Make a Trainer that writes what it computes into ``trajectory``."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback
+
+    model = options["model"]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    losses: list[torch.Tensor] = []
+    clipped: list[StepRecord] = []
+
+    def clip_and_record(clip: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        # With clipping off, the Trainer still comes here for the norm, with an infinite limit.
+        record = StepRecord()
+        record.gradients = {n: snapshot(p.grad) for n, p in trained.items() if p.grad is not None}
+        norm = clip(*args, **kwargs)
+        record.grad_norm = snapshot(norm)
+        clipped.append(record)
+        return norm
+
+    class RecordingTrainer(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            losses.append(snapshot(loss))
+            return loss
+
+    class Recorder(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            record = clipped.pop()
+            record.index, record.losses = state.global_step, list(losses)
+            record.weights, record.exp_avg, record.exp_avg_sq = adapter_state(
+                trained, kwargs["optimizer"].state
+            )
+            trajectory.steps.append(record)
+            losses.clear()
+
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **kwargs: Any
+        ) -> None:
+            loss = torch.tensor(metrics["eval_loss"], dtype=torch.float64)
+            name = f"after {state.global_step} steps, evaluation loss"
+            trajectory.extras.append(Entry(EVALUATION_LOSS, name, loss))
+
+    trainer = RecordingTrainer(callbacks=[Recorder()], **options)
+    trainer.remove_callback(PrinterCallback)
+    accelerator = trainer.accelerator
+    accelerator.clip_grad_norm_ = partial(clip_and_record, accelerator.clip_grad_norm_)
+    return trainer

@@ -1,0 +1,193 @@
+"""The gate itself: it passes equal runs, and fails on every fault, with the reason.
+
+In place of a streamed model stand the identity and hand-made faults.
+"""
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import poros
+from poros.errors import UnsupportedModelError
+from poros.gates import tiny
+from poros.gates.parity import check_architecture, check_model_dir, run_parity
+from poros.gates.reference import QUANTITIES, TrainingSpec
+from poros.gates.report import ParityReport, render
+
+PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+
+
+def build(**changes: Any) -> Any:
+    return tiny.make_model("qwen2", num_layers=2, dropout=0.05, **changes)
+
+
+def same(model: Any, **_: Any) -> Any:
+    return model
+
+
+def flip_nibble(model: Any, **_: Any) -> Any:
+    """Change one 4-bit code in the middle of one layer's packed weights."""
+    dict(model.named_parameters())[PACKED].data[1000] ^= 0x0F
+    return model
+
+
+def gate(
+    prepare: Callable[..., Any], make_model: Callable[[], Any] = build, **options: Any
+) -> ParityReport:
+    spec = TrainingSpec(num_steps=2)
+    return run_parity(make_model, tiny.make_batches(2), spec, prepare, **options)
+
+
+def text_of(report: ParityReport) -> str:
+    console = Console(file=StringIO(), width=200)
+    render(report, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_gate_accepts_an_equal_run_and_writes_its_record(tmp_path: Path) -> None:
+    report = gate(same, subject="two resident runs")
+    assert report.exact and report.error is None and report.resident_repeats is None
+    assert set(report.tallies) == {"start bytes", *QUANTITIES}
+    assert all(tally.num_elements > 0 for tally in report.tallies.values())
+    report.write(tmp_path / "deep" / "record.json")
+    record = json.loads((tmp_path / "deep" / "record.json").read_text())
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["record.json"]
+    assert record["exact"] is True and record["environment"]["num_threads"] == 1
+    assert record["hashes"]["resident"] == record["hashes"]["streamed"] != record["hashes"]["start"]
+    assert {
+        "torch",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "accelerate",
+        "poros",
+        "python",
+    } == set(record["environment"]["versions"])
+    assert record["settings"]["training"]["num_steps"] == 2
+    text = text_of(report)
+    assert "EXACT: two resident runs: 0 differing bits" in text
+    assert all(quantity in text for quantity in report.tallies)
+
+
+def test_gate_rejects_a_changed_base_and_says_where_it_begins() -> None:
+    report = gate(flip_nibble)
+    assert not report.exact and report.resident_repeats is True
+    assert report.differences[0].name.startswith("step 0, ")
+    assert report.num_differences > len(report.differences) == 50
+    assert report.tallies["start bytes"].num_differing_tensors == 0
+    assert report.tallies["adapter weights"].num_differing_bits > 0
+    assert report.hashes["resident"] != report.hashes["streamed"]
+    assert report.verdict().startswith("DIFFERENT") and "step 0, " in text_of(report)
+
+
+def test_gate_rejects_one_flipped_bit_in_the_host_copy_of_a_streamed_base() -> None:
+    def corrupt(model: Any) -> Any:
+        model = poros.prepare(model)
+        poros.runtime(model).host_slab(1)[1000] ^= 1
+        return model
+
+    intact, corrupted = gate(poros.prepare), gate(corrupt, repeat_resident=False)
+    assert intact.exact and intact.stats["num_blocks"] == 2 and intact.stats["num_loads"] > 0
+    assert not corrupted.exact and corrupted.error is None
+    assert corrupted.differences[0].name.startswith("step 0, ")
+
+
+def test_gate_refuses_a_runtime_that_streamed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = poros.Runtime.stats
+    monkeypatch.setattr(poros.Runtime, "stats", lambda self: {**stats(self), "num_loads": 0})
+    report = gate(poros.prepare)
+    assert not report.exact and "loaded no block" in (report.error or "")
+
+
+def test_gate_rejects_arms_that_start_from_different_bytes() -> None:
+    seeds = iter((0, 1))
+    report = gate(same, lambda: build(seed=next(seeds)))
+    assert not report.exact and "start from different bytes" in (report.error or "")
+    assert list(report.tallies) == ["start bytes"] and report.differences[0].kind == "digest"
+
+
+def test_gate_reports_an_arm_that_raises() -> None:
+    def explode(model: Any) -> Any:
+        raise RuntimeError("slot 1 is IN_USE")
+
+    report = gate(explode)
+    assert not report.exact
+    assert report.error == "the streamed arm raised RuntimeError: slot 1 is IN_USE"
+    assert "explode" in (report.traceback or "")
+    assert "slot 1 is IN_USE" in text_of(report) and "Traceback" not in text_of(report)
+    resident = gate(same, lambda: build().requires_grad_(False))
+    assert "resident arm raised" in (resident.error or "") and not resident.exact
+
+
+def test_gate_calls_an_unrepeatable_machine_undecided() -> None:
+    num_calls = 0
+
+    def drift(module: Any, args: Any, output: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        output.loss = output.loss * (1 + num_calls / 1024)
+
+    def make_model() -> Any:
+        model = build()
+        model.register_forward_hook(drift)
+        return model
+
+    report = gate(same, make_model)
+    assert report.resident_repeats is False and not report.exact
+    assert report.verdict().startswith("UNDECIDED")
+
+
+@pytest.mark.parametrize(("value", "reason"), [(0.0, "is zero"), (float("nan"), "not finite")])
+def test_gate_refuses_an_equality_that_could_not_have_failed(value: float, reason: str) -> None:
+    def make_model() -> Any:
+        model = build()
+        model.get_base_model().lm_head.weight.data.fill_(value)
+        return model
+
+    report = gate(same, make_model)
+    assert report.num_differences == 0 and not report.exact
+    assert reason in (report.error or "") and report.verdict().startswith("FAILED")
+
+
+def test_check_architecture_passes_the_policy_on() -> None:
+    seen: dict[str, Any] = {}
+
+    def note(model: Any, **policy: Any) -> Any:
+        seen.update(policy)
+        return model
+
+    report = check_architecture("llama", num_steps=1, num_layers=2, prepare=note, block_size=2)
+    assert report.exact and report.subject == "llama"
+    assert seen.pop("device") == report.settings["device"]
+    assert seen == {"allow_unvalidated": True, "block_size": 2}
+    assert report.settings["policy"] == {"block_size": 2}
+
+
+def test_check_model_dir_checks_a_checkpoint_on_disk(tmp_path: Path) -> None:
+    config = tiny.small_config("mistral", num_layers=2)
+    tiny.write_checkpoint(config, tmp_path, dtype=torch.float32)
+    assert check_model_dir(tmp_path, num_steps=1, prepare=same).exact
+    report = check_model_dir(tmp_path, num_steps=1, prepare=flip_nibble)
+    assert not report.exact and report.differences[0].name.startswith("step 0, ")
+
+
+def test_check_architecture_refuses_an_unknown_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"qwen5.*qwen2, llama, mistral, qwen3, phi3"):
+        check_architecture("qwen5", prepare=same)
+
+
+def test_check_model_dir_refuses_what_is_no_causal_model(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json"):
+        check_model_dir(tmp_path / "nothing", prepare=same)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 64}))
+    with pytest.raises(UnsupportedModelError, match="causal language model"):
+        check_model_dir(tmp_path, prepare=same)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModelError, match="configuration"):
+        check_model_dir(tmp_path, prepare=same)

@@ -1,10 +1,12 @@
-"""Everything besides its arguments that decides what a layer computes.
+"""What decides what a layer computes, besides its arguments.
 
 Note: Rematerialization equality
     The recomputed forward must see the same bits as the forward did. Besides arguments and adapters
     (guarded by version counters in ``poros.remat``) that is: random states, autocast, the training
-    flags of the layer's modules, and which attention backends are allowed. Each is captured at the
-    layer's forward and *replayed* at its recomputation, then put back.
+    flags of the layer's modules, matmul precision, and which attention backends are allowed. Each
+    is captured at the layer's forward and *replayed* at its recomputation, then put back. Not
+    covered: the generators of Python and NumPy, the order of attention backends, and oneDNN's
+    switches.
 
     The set of active adapters, their scalings and whether they are disabled or merged is captured
     too, but a change of it between forward and backward *raises*: PEFT keeps it in many places, and
@@ -21,13 +23,14 @@ from torch import nn
 
 from poros.rng import RngStash
 
-_Flag = tuple[Callable[[], bool], Callable[[bool], None]]
+_Setting = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
-def _attention_flags() -> tuple[_Flag, ...]:
-    """Getter and setter of each switch of scaled_dot_product_attention; they are process-wide."""
+def _settings() -> tuple[_Setting, ...]:
+    """Getter and setter of each process-wide setting that picks kernels."""
     sdp = torch.backends.cuda
     return (
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
         (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
         (sdp.math_sdp_enabled, sdp.enable_math_sdp),
@@ -62,13 +65,45 @@ class AutocastState:
         )
 
 
+class AutocastRegions:
+    """Tells forwards of one autocast region from those of another.
+
+    Inside one region autocast casts a weight once and all uses share the cast, so a resident run
+    sums the gradients of two forwards in the low precision, before they are cast back. Each layer's
+    recomputation casts for itself. A region is recognized by its cast of a tensor made for that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._probe: torch.Tensor | None = None
+        self._last_index = -1
+        self._region: object | None = None
+
+    def current(self, index: int) -> object | None:
+        """The region layer ``index`` runs in: the same object within one; None without a cache.
+
+        Probes once per pass, at the first layer that asks.
+        """
+        if index <= self._last_index or self._last_index < 0:
+            self._region = self._find() if torch.is_autocast_cache_enabled() else None
+        self._last_index = index
+        return self._region
+
+    def _find(self) -> object:
+        if self._probe is None:
+            self._probe = torch.ones(1, 1, device=self._device, requires_grad=True)
+        product: Any = torch.mm(self._probe, self._probe)
+        region: object = product.grad_fn.next_functions[0][0]
+        return region
+
+
 @dataclass(frozen=True, slots=True)
 class AmbientState:
     """The state around one forward of one layer. See "Rematerialization equality"."""
 
     rng: RngStash
     autocast: tuple[AutocastState, ...]
-    attention: tuple[bool, ...]
+    settings: tuple[Any, ...]
     training: tuple[bool, ...]
 
     @classmethod
@@ -77,7 +112,7 @@ class AmbientState:
         return cls(
             rng=RngStash.capture(device),
             autocast=tuple(AutocastState.capture(each) for each in sorted(device_types)),
-            attention=tuple(get() for get, _ in _attention_flags()),
+            settings=tuple(get() for get, _ in _settings()),
             training=tuple(module.training for module in modules),
         )
 
@@ -102,7 +137,7 @@ class AmbientState:
             for each in self.autocast:
                 if each.enabled or torch.is_autocast_enabled(each.device_type):
                     stack.enter_context(each.enter())
-            for (get, put), wanted in zip(_attention_flags(), self.attention, strict=True):
+            for (get, put), wanted in zip(_settings(), self.settings, strict=True):
                 if (found := get()) != wanted:
                     put(wanted)
                     stack.callback(put, found)

@@ -126,9 +126,11 @@ def prepare_with(
             f"expected a model that is not prepared, found one prepared with {existing.policy}; "
             "call poros.restore(model) before preparing it with another policy"
         )
-    inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
-    device = streams.device if streams is not None else _choose_device(model, policy)
-    takeover = Takeover(model, inventory, policy, streams or streams_for(device), journal)
+    # Tensors made under inference mode could not take part in training later.
+    with torch.inference_mode(False):
+        inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
+        device = streams.device if streams is not None else _choose_device(model, policy)
+        takeover = Takeover(model, inventory, policy, streams or streams_for(device), journal)
     runtime = Runtime(policy, takeover)
     for layer in inventory.layers:
         runtime_of(layer).owner = runtime
@@ -195,13 +197,15 @@ def _find(model: nn.Module) -> Runtime | None:
 
 def _choose_device(model: nn.Module, policy: StreamingPolicy) -> torch.device:
     if policy.device is not None:
+        why = "only CPUs and CUDA devices are supported"
         try:
             # An empty tensor checks that the device exists and fills in its index.
-            return torch.empty(0, device=policy.device).device
+            device = torch.empty(0, device=policy.device).device
+            if device.type in ("cpu", "cuda"):
+                return device
         except (RuntimeError, AssertionError) as error:
-            raise PolicyError(
-                f"device: expected a usable device, found {policy.device!r} ({error})"
-            ) from error
+            why = str(error).partition("\n")[0]
+        raise PolicyError(f"device: expected a usable device, found {policy.device!r} ({why})")
     for module in model.modules():
         if is_adapter_module(module):
             for parameter in module.parameters():

@@ -9,17 +9,20 @@ Note: Interception
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from poros.ambient import AutocastRegions
+from poros.audit import GraphAudit
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
 from poros.manager import BlockManager
-from poros.remat import Adapter, LayerCall, RematerializeLayer, shares_memory
+from poros.remat import LayerCall, rematerialize
+from poros.tree import Adapter, ModuleTree
 from poros.walk import Phase
 
 logger = logging.getLogger(__name__)
@@ -29,11 +32,26 @@ _CACHE = "past_key_values"
 
 
 class LayerRuntime:
-    """What Poros knows of one streamed layer. Lives in the layer's ``__dict__``."""
+    """What Poros knows of one streamed layer. Lives in the layer's ``__dict__``.
+
+    Args:
+        layer: The layer, still of its own class.
+        index: Its place among the layers.
+        name: Its qualified name.
+        block: The block it travels in.
+        device: Where it runs.
+        manager: Moves the blocks.
+        bindings: Its frozen tensors.
+        is_adapter_module: Whether PEFT put a module there.
+        recorded_outputs: Names what transformers records inside layers at the moment.
+        regions: Shared by the layers of a model.
+        tied_adapters: Adapter parameters of the model that are used at several places.
+    """
 
     def __init__(
         self,
         layer: nn.Module,
+        index: int,
         name: str,
         block: int,
         device: torch.device,
@@ -42,45 +60,43 @@ class LayerRuntime:
         *,
         is_adapter_module: Callable[[nn.Module], bool],
         recorded_outputs: Callable[[], Sequence[str]],
+        regions: AutocastRegions,
         tied_adapters: Sequence[str],
     ) -> None:
         self.name = name
-        self.block = block
         self.device = device
         self.bindings = bindings
+        self.owner: Any = None
+        """The runtime of the model."""
         self._layer = weakref.ref(layer)
         self._forward = type(layer).forward
+        self._index = index
+        self._block = block
         self._manager = manager
         self._is_adapter_module = is_adapter_module
         self._recorded_outputs = recorded_outputs
+        self._regions = regions
         self._tied_adapters = tied_adapters
-        self.owner: Any = None
-        self._modules: list[nn.Module] = []
-        self._children: list[nn.Module | None] = []
-        self._adapter_modules: list[nn.Module] = []
-        self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._dropped_cache: Callable[[], Any] = lambda: None
+        self._last_call: Callable[[], LayerCall | None] = lambda: None
+        self._last_region: object | None = None
+        self._take_stock(layer)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's forward as its caller sees it."""
         if not torch.is_grad_enabled():
+            self._refuse_dropped_cache(kwargs.get(_CACHE))
             with self.visit(Phase.INFERENCE, ()):
                 return self.run(args, kwargs)
         self._refuse_recorded_outputs()
         kwargs = self._without_cache(kwargs)
-        adapters = self._adapters()
-        call = LayerCall(self, args, kwargs, adapters)
-        if not adapters and not any(each.requires_grad for each in call.tensors):
+        call = LayerCall(self, args, kwargs)
+        if not call.needs_gradient:
             with self.visit(Phase.INFERENCE, ()):
                 return self.run(args, kwargs)
-        if call.ambient.is_autocast and self._tied_adapters:
-            raise UnsupportedModelError(
-                f"{self.name}: adapter parameters {', '.join(self._tied_adapters)} are used more "
-                "than once and autocast is on. A resident run casts such a parameter once and "
-                "sums its gradients in the low precision; a streamed run cannot. Train without "
-                "autocast, or untie the adapters"
-            )
-        return call.result(RematerializeLayer.apply(call, *call.tensors, *call.parameters))
+        if call.ambient.is_autocast:
+            self._refuse_shared_casts(call)
+        return rematerialize(call)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward; only inside a visit."""
@@ -97,73 +113,57 @@ class LayerRuntime:
         Raises:
             PreparedModelError: If a frozen tensor was changed at rest, or by the layer itself.
         """
-        slot = self._manager.acquire(self.block, phase)
+        self.bindings.require_at_rest()
+        slot = self._manager.acquire(self._block, phase)
         try:
+            version = slot.buffer._version
             self.bindings.swap_in()
-            try:
-                for adapter in adapters:
-                    adapter.owner[adapter.key] = adapter.stand_in
-                version = slot.buffer._version
-                yield
-                self._require_unwritten(version, slot.buffer._version)
-            finally:
-                for adapter in adapters:
-                    adapter.owner[adapter.key] = adapter.parameter
-                self.bindings.swap_out()
+            for adapter in adapters:
+                adapter.owner[adapter.key] = adapter.stand_in
+            yield
+            self.bindings.require_twins()
+            self._require_unwritten(version, slot.buffer._version)
         finally:
-            self._manager.release(self.block)
+            for adapter in adapters:
+                adapter.owner[adapter.key] = adapter.parameter
+            self.bindings.swap_out()
+            self._manager.release(self._block)
 
-    def modules(self) -> list[nn.Module]:
-        """All modules of the layer now; the same list as long as the tree is the same."""
-        children = [child for module in self._modules for child in module._modules.values()]
-        # Equality of lists of modules is identity of their items: an exact check, in C.
-        if not self._modules or children != self._children:
-            layer = self._layer()
-            if layer is None:
-                raise PreparedModelError(f"{self.name}: its module no longer exists")
-            self._modules = list(layer.modules())
-            self._children = [
-                child for module in self._modules for child in module._modules.values()
-            ]
-            self._adapter_modules = [
-                module for module in self._modules if self._is_adapter_module(module)
-            ]
-        return self._modules
+    def tree(self) -> ModuleTree:
+        """The modules of the layer now; the same object as long as they are the same."""
+        if not self._tree.is_current():
+            self._take_stock(self._tree.modules()[0])
+        return self._tree
 
-    def adapter_modules(self) -> list[nn.Module]:
-        """Those that PEFT put there."""
-        self.modules()
-        return self._adapter_modules
+    def put_back(self) -> None:
+        """Make sure that the layer holds its own tensors."""
+        self._tree.put_back()
+        self.bindings.swap_out()
 
-    def _adapters(self) -> list[Adapter]:
-        """The trainable parameters now. Read at each call: PEFT changes them between steps."""
-        return [
-            Adapter(module._parameters, key, parameter, self._stand_in(parameter))
-            for module in self.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None and parameter.requires_grad
-        ]
-
-    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        known = self._stand_ins.get(id(parameter))
-        if known is not None and known[0] is parameter and shares_memory(*known):
-            return known[1]
-        stand_in = nn.Parameter(parameter.detach())
-        self._stand_ins[id(parameter)] = (parameter, stand_in)
-        return stand_in
+    def _take_stock(self, layer: nn.Module) -> None:
+        self._tree = ModuleTree(layer, self.bindings.tensor_ids, self._is_adapter_module)
+        self.audit = GraphAudit(self.name)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Drop the KV cache: the recomputation would append to it a second time."""
         cache = kwargs.get(_CACHE)
         if cache is None:
             return kwargs
-        if cache is self._dropped_cache() or cache.get_seq_length() > 0:
+        self._refuse_dropped_cache(cache)
+        if cache.get_seq_length() > 0:
             raise UnsupportedModelError(
-                f"{self.name}: expected an empty, new KV cache while gradients are enabled, found "
-                "one that was used before. Decode under torch.no_grad(), or pass use_cache=False"
+                f"{self.name}: expected an empty KV cache while gradients are enabled, found one "
+                "that is in use. Decode under torch.no_grad(), or pass use_cache=False"
             )
         self._dropped_cache = weakref.ref(cache)
         return {**kwargs, _CACHE: None}
+
+    def _refuse_dropped_cache(self, cache: Any) -> None:
+        if cache is not None and cache is self._dropped_cache():
+            raise UnsupportedModelError(
+                f"{self.name}: expected a new KV cache, found the one of a forward with gradients, "
+                "which was left empty. Run the whole of a decoding under torch.no_grad()"
+            )
 
     def _refuse_recorded_outputs(self) -> None:
         recorded = self._recorded_outputs()
@@ -174,6 +174,28 @@ class LayerRuntime:
                 "under torch.no_grad(), or switch them off (output_attentions=False, "
                 "output_router_logits=False)"
             )
+
+    def _refuse_shared_casts(self, call: LayerCall) -> None:
+        """See ``AutocastRegions``: what a resident run would sum in the low precision."""
+        if self._tied_adapters:
+            raise UnsupportedModelError(
+                f"{self.name}: adapter parameters {', '.join(self._tied_adapters)} are used more "
+                "than once and autocast is on. A resident run casts such a parameter once and "
+                "sums its gradients in the low precision; a streamed run cannot. Train without "
+                "autocast, or untie the adapters"
+            )
+        region = self._regions.current(self._index)
+        last = self._last_call()
+        is_pending = last is not None and last.is_pending
+        if is_pending and region is not None and region is self._last_region:
+            raise UnsupportedModelError(
+                f"{self.name}: expected one forward per autocast region and backward, found a "
+                "second one. A resident run would sum both gradients in the low precision; a "
+                "streamed run cannot. Give each forward its own `with torch.autocast`, or call "
+                "backward between them"
+            )
+        self._last_call = weakref.ref(call)
+        self._last_region = region
 
     def _require_unwritten(self, before: int, after: int) -> None:
         if before != after:
@@ -192,12 +214,13 @@ class StreamedLayerMixin:
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves and casts reach what stays on the device; the frozen tensors stay at rest."""
         runtime = runtime_of(self)
-        require_harmless(fn, runtime.device, runtime.name)
-        hidden = runtime.bindings.hide()
+        require_harmless(fn, self.parameters(), runtime.device, runtime.name)  # type: ignore[attr-defined]
+        runtime.bindings.require_at_rest()
         try:
+            runtime.bindings.hide()
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
-            runtime.bindings.unhide(hidden)
+            runtime.bindings.swap_out()
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -236,9 +259,11 @@ def attach(layer: nn.Module, runtime: LayerRuntime, streamed: type[nn.Module]) -
 
 
 def detach(layer: nn.Module) -> None:
-    """Undo ``attach``."""
-    layer.__class__ = type(layer).__mro__[2]
-    del layer.__dict__[_HOME]
+    """Undo ``attach``, also after a visit that was interrupted anywhere."""
+    if is_streamed(layer):
+        runtime_of(layer).put_back()
+        layer.__class__ = type(layer).__mro__[2]
+    layer.__dict__.pop(_HOME, None)
 
 
 def is_streamed(module: nn.Module) -> bool:
@@ -253,10 +278,13 @@ def runtime_of(layer: Any) -> LayerRuntime:
 
 
 def require_harmless(
-    fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device, name: str
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    tensors: Iterable[torch.Tensor],
+    device: torch.device,
+    name: str,
 ) -> None:
     """Raise unless ``fn``, as given to ``Module._apply``, leaves dtypes and ``device`` alone."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in sorted({each.dtype for each in tensors if each.is_floating_point()}, key=str):
         moved = fn(torch.empty(1, dtype=dtype, device=device))
         if moved.dtype != dtype or moved.device != device:
             raise PreparedModelError(

@@ -55,7 +55,7 @@ class ModelSize:
         num_tokens: Row length (T).
     """
 
-    num_layers: int = 16
+    num_layers: int = 12
     hidden_size: int = 128
     intermediate_size: int = 384
     vocab_size: int = 1024
@@ -173,6 +173,11 @@ def pack_rows(
             f"expected text for at least one row of {num_tokens} tokens, found {len(ids)} tokens"
         )
     return torch.tensor(ids[: num_rows * num_tokens]).view(num_rows, num_tokens)
+
+
+def spread(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return ``num_rows`` rows at equal distances, or all if there are no more."""
+    return rows[:: max(1, len(rows) // num_rows)][:num_rows]
 
 
 def train_base(

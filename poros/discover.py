@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
@@ -171,6 +172,12 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
         for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
             if isinstance(module, BaseTunerLayer):
                 num_tuner_layers += 1
+                if isinstance(module, ParamWrapper):
+                    raise UnsupportedModelError(
+                        f"{name}: expected adapters on modules, found one on the parameter "
+                        f"{module.parameter_name!r} (target_parameters, fused experts), which PEFT "
+                        "re-registers at each forward; choose target_modules instead"
+                    )
                 if getattr(module, "merged", False):
                     raise UnsupportedModelError(
                         f"{name}: expected separate adapters, found {module.merged_adapters} "

@@ -17,7 +17,7 @@ few bytes and stay on the device.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.layout import BlockLayout, TensorSpec, view
+from poros.layout import BlockLayout, view
 
 
 class Part(NamedTuple):
@@ -79,66 +79,74 @@ class Binding(NamedTuple):
     twin: Any
 
 
-@dataclass(eq=False)
 class LayerBindings:
     """Exchanges the frozen tensors of one layer, and notices if someone else did."""
 
-    bindings: list[Binding]
-    _resting: list[tuple[Binding, int, int]] = field(default_factory=list)
-    _casts: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        self._bindings = bindings
         self._resting = [
             (each, each.at_rest.data_ptr(), each.at_rest._version)
-            for each in self.bindings
+            for each in bindings
             if isinstance(each.at_rest, torch.Tensor)
         ]
-        self._casts = [
+        self._biases = [
             (each.twin, each.twin.detach())
-            for each in self.bindings
+            for each in bindings
             if each.key == "bias" and isinstance(each.twin, nn.Parameter)
         ]
 
-    def swap_in(self) -> None:
-        """Put the twins in place.
+    @property
+    def tensor_ids(self) -> set[int]:
+        """Ids of the tensors at rest."""
+        return {id(binding.at_rest) for binding, _, _ in self._resting}
 
-        Raises:
-            PreparedModelError: If a frozen tensor was replaced, cast or written since it was put to
-                rest; nothing has been exchanged then.
-        """
-        for binding, pointer, version in self._resting:
-            now = binding.owner.get(binding.key)
-            if now is not binding.at_rest or now.data_ptr() != pointer or now._version != version:
-                raise PreparedModelError(
-                    f"{binding.name}: expected the frozen tensor that poros.prepare took over, "
-                    "found it replaced, cast or written. Call poros.restore(model) before "
-                    "changing the base (merging, prepare_model_for_kbit_training, loading "
-                    "weights), then prepare again"
-                )
-        for binding in self.bindings:
+    def require_at_rest(self) -> None:
+        """Raise ``PreparedModelError`` if a frozen tensor was changed since it was put to rest."""
+        # A 4-bit weight is a tensor subclass, whose attributes take a detour through Python.
+        with torch._C.DisableTorchFunctionSubclass():
+            for binding, pointer, version in self._resting:
+                now = binding.owner.get(binding.key)
+                if (
+                    now is not binding.at_rest
+                    or now.data_ptr() != pointer
+                    or now._version != version
+                    or now.requires_grad
+                ):
+                    raise PreparedModelError(
+                        f"{binding.name}: expected the frozen tensor that poros.prepare took over, "
+                        "found it replaced, cast, written or made trainable. Call "
+                        "poros.restore(model) before changing the base (merging, "
+                        "prepare_model_for_kbit_training, loading weights), then prepare again"
+                    )
+
+    def swap_in(self) -> None:
+        """Put the twins in place."""
+        for binding in self._bindings:
             binding.owner[binding.key] = binding.twin
 
+    def require_twins(self) -> None:
+        """Raise ``PreparedModelError`` if the layer's own forward exchanged a frozen tensor."""
+        for binding in self._bindings:
+            if binding.owner.get(binding.key) is not binding.twin:
+                raise PreparedModelError(
+                    f"{binding.name}: expected the layer's forward to leave it in place, found it "
+                    "replaced (a counter, a running statistic?); the new value would be lost"
+                )
+
     def swap_out(self) -> None:
-        """Put the originals back."""
-        for binding in self.bindings:
+        """Put the originals back, whatever is in their place."""
+        for binding in self._bindings:
             binding.owner[binding.key] = binding.at_rest
-        for twin, slot_view in self._casts:
+        for twin, slot_view in self._biases:
             # bitsandbytes casts a bias to the compute dtype for good, which would leave the twin
             # with memory of its own.
-            if twin.data_ptr() != slot_view.data_ptr():
+            if twin.dtype != slot_view.dtype:
                 twin.data = slot_view
 
-    def hide(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Take parameters and buffers out of their modules; ``unhide`` takes the result."""
-        hidden = [(each.owner, each.key, each.at_rest) for each, _, _ in self._resting]
-        for owner, key, _ in hidden:
-            owner[key] = None
-        return hidden
-
-    @staticmethod
-    def unhide(hidden: list[tuple[dict[str, Any], str, Any]]) -> None:
-        for owner, key, tensor in hidden:
-            owner[key] = tensor
+    def hide(self) -> None:
+        """Take parameters and buffers out of their modules, until ``swap_out``."""
+        for binding, _, _ in self._resting:
+            binding.owner[binding.key] = None
 
 
 class DeviceConstants:
@@ -151,7 +159,7 @@ class DeviceConstants:
     def get(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of ``tensor``, shared between all tensors of equal bits."""
         host = tensor.detach().cpu().contiguous()
-        key = (host.dtype, tuple(host.shape), host.reshape(-1).view(torch.uint8).numpy().tobytes())
+        key = (host.dtype, tuple(host.shape), bytes(host.reshape(-1).view(torch.uint8).tolist()))
         if key not in self._known:
             self._known[key] = host.to(self._device, copy=True)
         return self._known[key]
@@ -186,23 +194,6 @@ def bind_block(
                 )
             )
     return by_layer
-
-
-def move_to_slab(
-    tensors: Sequence[FrozenTensor],
-    layout: BlockLayout,
-    host_tensor: Callable[[TensorSpec], torch.Tensor],
-) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Move the bytes of one block into its slab, yielding each part with what it held before."""
-    specs = iter(layout.tensors)
-    for each in tensors:
-        for part in each.parts():
-            before = part.get()
-            target = host_tensor(next(specs))
-            with torch.no_grad():
-                target.copy_(before)
-            part.put(target)
-            yield part, before
 
 
 def is_4bit(tensor: torch.Tensor) -> bool:

@@ -65,8 +65,8 @@ class _ApplyGuard:
         self._device = device
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        require_harmless(fn, self._device, self._where)
         module = self._module()
+        require_harmless(fn, module.parameters(), self._device, self._where)  # type: ignore[union-attr]
         return type(module)._apply(module, fn, recurse)  # type: ignore[union-attr, arg-type]
 
 

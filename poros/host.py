@@ -35,7 +35,7 @@ class HostSlab:
                 f"expected {layout.num_bytes} bytes of host memory for a block of the frozen base, "
                 f"found none left ({error}); free memory or use a smaller model"
             ) from error
-        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=layout.num_bytes)
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)[: layout.num_bytes]
         self._unpin: weakref.finalize[..., HostSlab] | None = None
 
     @property
@@ -56,7 +56,7 @@ class HostSlab:
         pointer = self.bytes.data_ptr()
         runtime = torch.cuda.cudart()
         with torch.cuda.device(device):
-            if int(runtime.cudaHostRegister(pointer, self.layout.num_bytes, 0)) != 0:
+            if int(runtime.cudaHostRegister(pointer, len(self._memory), 0)) != 0:
                 _clear_cuda_error(device)
                 return False
         # The mapping outlives the finalizer: the finalizer's own reference keeps it until then.

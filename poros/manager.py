@@ -1,8 +1,7 @@
-"""Moves blocks through the slots: prefetch, acquire, release, evict.
+"""Moves blocks through the slots: prefetch, acquire, release.
 
 Only this module changes a slot's state. *prefetch* queues a copy, *acquire* makes the compute
-stream wait for it, *release* records the event behind which the slot may be overwritten, *evict*
-forgets.
+stream wait for it, *release* records the event behind which the slot may be overwritten.
 """
 
 from poros.errors import SlotStateError
@@ -43,7 +42,8 @@ class BlockManager:
         """Queue the copy of ``block`` into its slot, unless it is there or on its way.
 
         Streams:
-            The copy waits on the copy stream for the last read of the slot. Never blocks the host.
+            The copy waits on the copy stream for the last read of the slot. Blocks the host only
+            if the slab is pageable.
 
         Raises:
             SlotStateError: If the slot is in use by another block.
@@ -73,7 +73,7 @@ class BlockManager:
             phase: What the visit belongs to; it only steers what is prefetched.
 
         Streams:
-            The compute stream waits for the copy. Never blocks the host.
+            The compute stream waits for the copy. Blocks the host only if a slab is pageable.
 
         Raises:
             SlotStateError: If the block's slot is in use already.
@@ -90,48 +90,30 @@ class BlockManager:
             self.num_hits += 1
         self.prefetch(block)
         self._streams.wait(slot.ready)
-        slot.state = SlotState.IN_USE
-        self._visit = (block, phase)
         self._note("acquire", block)
         self._prefetch_next(block, phase, in_use=slot.index)
+        self._visit = (block, phase)
+        slot.state = SlotState.IN_USE
         return slot
 
     def release(self, block: int) -> None:
         """End the visit: behind this point of the compute stream the slot may be overwritten.
 
         Streams:
-            Records on the compute stream, and queues the copy that takes the slot over, if any.
+            Records on the compute stream. The copy that takes the slot over is queued by the next
+            acquire, not here: the next layer may be of the same block.
 
         Raises:
             SlotStateError: If ``block`` is not in use.
         """
         slot = self._ring.slot(block)
-        if slot.block != block or slot.state is not SlotState.IN_USE or self._visit is None:
+        if slot.block != block or slot.state is not SlotState.IN_USE:
             raise _bad_state("release", block, slot, "in use by this block")
         slot.released = self._streams.record()
         slot.state = SlotState.READY
         self._note("release", block)
-        self._prefetch_next(block, self._visit[1], in_use=None)
 
-    def evict(self, block: int) -> None:
-        """Forget ``block``: its next visit loads it again. The slot's bytes are left alone.
-
-        Raises:
-            SlotStateError: If the block is in use.
-        """
-        slot = self._ring.slot(block)
-        if slot.block == block:
-            if slot.state is SlotState.IN_USE:
-                raise _bad_state("evict", block, slot, "loading or ready")
-            slot.state, slot.block = SlotState.FREE, None
-
-    def drain(self) -> None:
-        """Make the compute stream wait for every queued copy, before the slots are given back."""
-        for slot in self._ring.slots:
-            if slot.ready is not None:
-                self._streams.wait(slot.ready)
-
-    def _prefetch_next(self, block: int, phase: Phase, in_use: int | None) -> None:
+    def _prefetch_next(self, block: int, phase: Phase, in_use: int) -> None:
         contents = [slot.block for slot in self._ring.slots]
         expected = predict(block, phase, self.num_blocks)
         for upcoming in list(missing(contents, in_use, expected)):

@@ -17,45 +17,30 @@ compiled layer) then takes the same path in the forward, in the recomputation an
 
 What may change between a forward and its backward:
 
-- training flags, random states, autocast, allowed attention backends: replayed exactly;
+- training flags, random states, autocast, matmul precision, allowed attention backends: replayed;
 - active adapters, their scaling, disabling or merging: ``RematerializationError``;
 - an adapter edited in place, replaced, moved or deleted: ``RematerializationError``;
 - the layer's input or any other tensor it was given edited in place: ``RematerializationError``;
-- the layer's module tree: ``RematerializationError``.
+- the layer's module tree, or the hooks inside it: ``RematerializationError``.
 
 Hooks on modules inside a layer run twice per step, as under activation checkpointing. Hooks on
 parameters run once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from poros.ambient import AmbientState, adapter_state
-from poros.errors import RematerializationError, UnsupportedModelError
+from poros.audit import GraphAudit, HandedBack
+from poros.errors import RematerializationError
+from poros.pack import pack, unpack
 from poros.rng import RngStash
+from poros.tree import Adapter, ModuleTree, shares_memory
 from poros.walk import Phase
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
-"""Values that a callee cannot change, so that handing them over twice is the same as once."""
-
-
-class Adapter(NamedTuple):
-    """One place of a trainable parameter in a layer, and the leaf that stands in for it there.
-
-    The stand-in shares storage and version counter with the parameter. Gradients are taken with
-    respect to it, so that hooks on the parameter run once, when autograd accumulates the result.
-    """
-
-    owner: dict[str, Any]
-    key: str
-    parameter: nn.Parameter
-    stand_in: nn.Parameter
 
 
 class StreamedLayer(Protocol):
@@ -63,6 +48,7 @@ class StreamedLayer(Protocol):
 
     name: str
     device: torch.device
+    audit: GraphAudit
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward; only inside a visit."""
@@ -70,109 +56,129 @@ class StreamedLayer(Protocol):
     def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> AbstractContextManager[None]:
         """Hold the layer's block on the device, with the stand-ins in place."""
 
-    def modules(self) -> Sequence[nn.Module]:
-        """All modules of the layer now; the same object as long as the tree is the same."""
-
-    def adapter_modules(self) -> Sequence[nn.Module]:
-        """Those that PEFT put there."""
-
-
-class _Place(NamedTuple):
-    """Stands for tensor number ``number`` in a template."""
-
-    number: int
+    def tree(self) -> ModuleTree:
+        """The modules of the layer now; the same object as long as they are the same."""
 
 
 class LayerCall:
     """One call of one layer: its arguments taken apart, and the state around it."""
 
     def __init__(
-        self,
-        layer: StreamedLayer,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        adapters: Sequence[Adapter],
+        self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self.layer = layer
-        self.adapters = adapters
-        distinct = {id(each.parameter): each for each in adapters}
-        self.parameters = [each.parameter for each in distinct.values()]
-        self.stand_ins = [each.stand_in for each in distinct.values()]
-        self.tensors: list[torch.Tensor] = []
-        """Distinct tensors among the arguments, each once."""
-        known: dict[int, int] = {}
+        tensors: list[torch.Tensor] = []
         self._args = [
-            self._take_apart(value, f"argument {index}", known) for index, value in enumerate(args)
+            pack(value, f"argument {index} of {layer.name}", tensors)
+            for index, value in enumerate(args)
         ]
         self._kwargs = {
-            key: self._take_apart(value, f"argument {key!r}", known)
+            key: pack(value, f"argument {key!r} of {layer.name}", tensors)
             for key, value in kwargs.items()
         }
-        self.modules = layer.modules()
-        self.ambient = AmbientState.capture(layer.device, self.modules)
-        self._adapter_state = adapter_state(layer.adapter_modules())
-        self._results: Any = None
+        self.tensors: Sequence[torch.Tensor] = tensors
+        """Distinct tensors among the arguments. Empty once autograd keeps them."""
+        self.num_tensors = len(tensors)
+        self.handed_back: dict[int, HandedBack] = {}
+        """By number of the tensor, for those that the layer uses more than once."""
+        self._tree = layer.tree()
+        self.adapters = self._tree.adapters()
+        distinct = {id(each.parameter): each for each in self.adapters}
+        self.parameters = [each.parameter for each in distinct.values()]
+        self.stand_ins = [each.stand_in for each in distinct.values()]
+        self.ambient = AmbientState.capture(layer.device, self._tree.modules())
+        self.is_pending = True
+        """Whether no backward has passed yet."""
+        self._hooks = self._tree.hooks()
+        self._adapter_state = adapter_state(self._tree.adapter_modules)
+        self._result: Any = None
         self._result_forms: list[tuple[torch.Size, torch.dtype, bool]] = []
         self._rng_end: RngStash | None = None
 
+    @property
+    def needs_gradient(self) -> bool:
+        return bool(self.parameters) or any(each.requires_grad for each in self.tensors)
+
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
-        args = tuple(_put_together(each, tensors) for each in self._args)
-        kwargs = {key: _put_together(each, tensors) for key, each in self._kwargs.items()}
         results: list[torch.Tensor] = []
-        self._results = _template(
-            self.layer.run(args, kwargs), f"result of {self.layer.name}", results, {}
+        returned = self.layer.run(
+            tuple(unpack(each, tensors) for each in self._args),
+            {key: unpack(each, tensors) for key, each in self._kwargs.items()},
         )
+        self._result = pack(returned, f"result of {self.layer.name}", results)
         return results
 
-    def remember(self, results: Sequence[torch.Tensor]) -> None:
-        """Keep what the recomputation must reproduce, short of the values themselves."""
+    def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The forward: run, and keep what the recomputation must reproduce, values aside."""
+        versions = [each._version for each in inputs]
+        with (
+            self.layer.visit(Phase.FORWARD, self.adapters),
+            self.ambient.without_autocast_cache(),
+            torch.enable_grad(),
+        ):
+            results = self.run(inputs)
+        if versions != [each._version for each in inputs]:
+            raise RematerializationError(
+                f"{self.layer.name}: expected its arguments to be left alone, found one edited in "
+                "place by the layer itself; the recomputation would edit it again"
+            )
+        uses = self.layer.audit.uses(results, inputs, self.stand_ins, self._hooks)
+        self.handed_back = {
+            number: HandedBack(self.layer.name) for number, count in enumerate(uses) if count > 1
+        }
         self._result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
+        return results
+
+    def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The recomputation, with its graph; only inside a visit."""
+        with self.ambient.replay(self._tree.modules()), torch.enable_grad():
+            results = self.run(inputs)
+            rng_end = RngStash.capture(self.layer.device)
+        name = self.layer.name
+        if _forms(results) != self._result_forms:
+            raise RematerializationError(
+                f"{name}: forward gave tensors of form {self._result_forms}, the recomputation "
+                f"{_forms(results)}; the layer depends on state that is not its input"
+            )
+        if self._rng_end is None or not rng_end.equals(self._rng_end):
+            raise RematerializationError(
+                f"{name}: the recomputation drew other random numbers than the forward; the layer "
+                "draws depending on state that is not its input"
+            )
+        return results
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The layer's result in its own form."""
-        return _put_together(self._results, tensors)
+        return unpack(self._result, tensors)
 
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
         name = self.layer.name
-        if self.layer.modules() is not self.modules:
+        if self.layer.tree() is not self._tree:
             raise RematerializationError(
-                f"{name}: expected the modules of the forward, found others at its backward; "
-                "add and remove adapters between steps, not within one"
+                f"{name}: expected the modules of the forward, found others at its backward; add "
+                "and remove adapters between steps, not within one"
             )
-        if adapter_state(self.layer.adapter_modules()) != self._adapter_state:
+        if self._tree.hooks() != self._hooks:
+            raise RematerializationError(
+                f"{name}: expected the module hooks of the forward, found others at its backward; "
+                "hooks that only exist during the forward cannot be recomputed"
+            )
+        if adapter_state(self._tree.adapter_modules) != self._adapter_state:
             raise RematerializationError(
                 f"{name}: expected the adapters that were active at the forward, found another "
                 "choice (or scaling, or merge) at its backward; call backward first"
             )
         for adapter in self.adapters:
             now = adapter.owner.get(adapter.key)
-            if now is not adapter.parameter or not shares_memory(
-                adapter.parameter, adapter.stand_in
-            ):
+            if now is not adapter.parameter or not shares_memory(now, adapter.stand_in):
                 raise RematerializationError(
                     f"{name}: adapter parameter {adapter.key!r} of shape "
                     f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "
                     "and backward; do so between steps"
                 )
-
-    def require_reproduced(self, results: Sequence[torch.Tensor], rng_end: RngStash) -> None:
-        """Raise unless the recomputation ended as the forward did."""
-        if _forms(results) != self._result_forms:
-            raise RematerializationError(
-                f"{self.layer.name}: forward gave tensors of form {self._result_forms}, the "
-                f"recomputation {_forms(results)}; the layer depends on state that is not its input"
-            )
-        if self._rng_end is None or not rng_end.equals(self._rng_end):
-            raise RematerializationError(
-                f"{self.layer.name}: the recomputation drew other random numbers than the forward; "
-                "the layer draws depending on state that is not its input"
-            )
-
-    def _take_apart(self, value: Any, where: str, known: dict[int, int]) -> Any:
-        return _template(value, f"{where} of {self.layer.name}", self.tensors, known)
 
 
 class RematerializeLayer(torch.autograd.Function):
@@ -194,14 +200,7 @@ class RematerializeLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: LayerCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        inputs = _leaves(tensors[: len(call.tensors)])
-        with (
-            call.layer.visit(Phase.FORWARD, call.adapters),
-            call.ambient.without_autocast_cache(),
-            torch.enable_grad(),
-        ):
-            results = call.run(inputs)
-        call.remember(results)
+        results = call.forward(_leaves(tensors[: call.num_tensors]))
         ctx.call = call
         ctx.save_for_backward(*tensors)
         outputs = tuple(result.detach() for result in results)
@@ -220,26 +219,37 @@ class RematerializeLayer(torch.autograd.Function):
         call: LayerCall = ctx.call
         tensors = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
-        inputs = _leaves(tensors[: len(call.tensors)])
+        inputs = _leaves(tensors[: call.num_tensors])
         sources = [*inputs, *call.stand_ins]
         wanted = [each for each in sources if each.requires_grad]
+        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         with call.layer.visit(Phase.BACKWARD, call.adapters):
-            with call.ambient.replay(call.modules), torch.enable_grad():
-                results = call.run(inputs)
-                rng_end = RngStash.capture(call.layer.device)
-            call.require_reproduced(results, rng_end)
-            # Outside of the replayed state: a resident run takes these gradients in the caller's.
+            results = call.recompute(inputs)
+            # Outside of the replayed state: a resident run takes gradients in the caller's.
             pairs = [
                 (result, gradient)
                 for result, gradient in zip(results, gradients, strict=True)
                 if result.requires_grad and gradient is not None
             ]
-            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
             if pairs:
                 ends, starts = zip(*pairs, strict=True)
                 found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+        call.is_pending = False
         by_source = {id(source): gradient for source, gradient in zip(wanted, found, strict=True)}
-        return (None, *(by_source.get(id(source)) for source in sources))
+        returned = [by_source.get(id(source)) for source in sources]
+        for number, handed_back in call.handed_back.items():
+            handed_back.set(returned[number])
+        return (None, *returned)
+
+
+def rematerialize(call: LayerCall) -> Any:
+    """Run ``call`` so that its backward recomputes it; the layer's result in its own form."""
+    outputs = RematerializeLayer.apply(call, *call.tensors, *call.parameters)
+    for number, handed_back in call.handed_back.items():
+        call.tensors[number].register_hook(handed_back.check)
+    # Autograd keeps them from here on, and lets go of them after backward.
+    call.tensors = ()
+    return call.result(outputs)
 
 
 def _leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -259,51 +269,5 @@ def _saved_tensors(ctx: FunctionCtx, name: str) -> tuple[torch.Tensor, ...]:
         ) from error
 
 
-def _template(value: Any, where: str, tensors: list[torch.Tensor], known: dict[int, int]) -> Any:
-    """``value`` with each distinct tensor moved to ``tensors`` and a ``_Place`` left behind."""
-    if isinstance(value, torch.Tensor):
-        if id(value) not in known:
-            known[id(value)] = len(tensors)
-            tensors.append(value)
-        return _Place(known[id(value)])
-    if isinstance(value, tuple):
-        parts = [
-            _template(each, f"{where}[{index}]", tensors, known) for index, each in enumerate(value)
-        ]
-        return _like(value, parts)
-    if isinstance(value, _PLAIN):
-        return value
-    raise UnsupportedModelError(
-        f"{where}: expected tensors, tuples of them or plain values, found a "
-        f"{type(value).__qualname__}. What a layer reads from or writes to such an object by the "
-        "side would be lost when it is recomputed, so streaming it is refused"
-    )
-
-
-def _put_together(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(template, _Place):
-        return tensors[template.number]
-    if isinstance(template, tuple):
-        return _like(template, [_put_together(each, tensors) for each in template])
-    return template
-
-
-def _like(original: tuple[Any, ...], parts: list[Any]) -> Any:
-    make: Callable[..., Any] = type(original)
-    if hasattr(original, "_fields"):
-        return make(*parts)
-    return make(parts)
-
-
 def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:
     return [(each.shape, each.dtype, each.requires_grad) for each in results]
-
-
-def shares_memory(parameter: nn.Parameter, stand_in: nn.Parameter) -> bool:
-    """Whether ``stand_in`` still is the same bits as ``parameter``, in the same form."""
-    return (
-        stand_in.data_ptr() == parameter.data_ptr()
-        and stand_in.dtype == parameter.dtype
-        and stand_in.shape == parameter.shape
-        and stand_in.device == parameter.device
-    )

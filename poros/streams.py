@@ -18,6 +18,7 @@ Note: Fresh memory is not idle memory
     the copy is done: ``allocate`` tells the allocator about the copy stream.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -76,10 +77,13 @@ class CudaStreams(StreamContext):
         super().__init__(device)
         self._copy_stream: torch.cuda.Stream | None = None
         self._last_compute: torch.cuda.Stream | None = None
+        self._memories: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         memory.record_stream(self._copies())
+        memory.record_stream(self._compute())
+        self._memories.add(memory)
         return memory
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
@@ -106,10 +110,13 @@ class CudaStreams(StreamContext):
 
     def _compute(self) -> torch.cuda.Stream:
         # A caller may move to another stream between visits. Joining the old one keeps a single
-        # order of reads, so that the latest recorded event stands for all of them.
+        # order of reads, so that the latest recorded event stands for all of them; and the
+        # allocator learns of the new one (see "Fresh memory is not idle memory").
         stream = torch.cuda.current_stream(self.device)
         if self._last_compute is not None and stream != self._last_compute:
             stream.wait_stream(self._last_compute)
+            for memory in self._memories:
+                memory.record_stream(stream)
         self._last_compute = stream
         return stream
 

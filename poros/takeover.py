@@ -10,16 +10,18 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils.output_capturing import _active_collector
 
+from poros.ambient import AutocastRegions
 from poros.block import LayerRuntime, attach, detach, streamed_class
 from poros.config import StreamingPolicy
 from poros.discover import Inventory, is_adapter_module
 from poros.frozen import (
-    Binding,
     DeviceConstants,
     FrozenTensor,
     LayerBindings,
@@ -27,7 +29,6 @@ from poros.frozen import (
     bind_block,
     constant_parts,
     is_4bit,
-    move_to_slab,
 )
 from poros.guards import Guards
 from poros.host import HostStore
@@ -38,6 +39,8 @@ from poros.streams import StreamContext
 from poros.walk import Action
 
 logger = logging.getLogger(__name__)
+
+_DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class Takeover:
@@ -82,7 +85,11 @@ class Takeover:
             self._attach_layers(inventory, layouts, policy.block_size)
             self._adjust(model, inventory)
         except BaseException:
-            self._revert()
+            try:
+                self._move_back()
+            finally:
+                self._undo.close()
+                self.host.unpin()
             raise
 
     def revert(self) -> None:
@@ -90,17 +97,17 @@ class Takeover:
 
         Tensors that came from host memory stay where they are: in the memory of the store.
         """
-        self.manager.drain()
-        self._revert()
+        self._move_back()
+        self._undo.close()
         self.host.unpin()
 
-    def _revert(self) -> None:
+    def _move_back(self) -> None:
+        # All new places first: if one cannot be had, nothing has moved.
         staged = [
             (part, part.get().to(origin))
             for part, origin in self._moved
             if part.get().device != origin
         ]
-        self._undo.close()
         for part, tensor in staged:
             _put(part, tensor)
         self._moved.clear()
@@ -108,8 +115,13 @@ class Takeover:
     def _move_to_host(self, inventory: Inventory, layouts: Sequence[BlockLayout]) -> None:
         host = torch.device("cpu")
         for tensors, layout, slab in zip(inventory.blocks, layouts, self.host.slabs, strict=True):
-            for part, before in move_to_slab(tensors, layout, slab.tensor):
-                self._moved.append((part, before.device))
+            parts = [part for each in tensors for part in each.parts()]
+            for part, spec in zip(parts, layout.tensors, strict=True):
+                target = slab.tensor(spec)
+                with torch.no_grad():
+                    target.copy_(part.get())
+                self._moved.append((part, part.get().device))
+                part.put(target)
             for each in tensors:
                 if each.is_4bit:
                     self._place(constant_parts(each.name, each.tensor), host)
@@ -129,13 +141,14 @@ class Takeover:
         for part in parts:
             before = part.get()
             if before.device != device:
-                _put(part, before.to(device))
+                after = before.to(device)
                 self._moved.append((part, before.device))
+                _put(part, after)
 
     def _attach_layers(
         self, inventory: Inventory, layouts: Sequence[BlockLayout], block_size: int
     ) -> None:
-        recorded_outputs = _output_recorder()
+        regions = AutocastRegions(self.device)
         classes: dict[type[nn.Module], type[nn.Module]] = {}
         for block, (tensors, layout) in enumerate(zip(inventory.blocks, layouts, strict=True)):
             slot = self.ring.slot(block).buffer
@@ -143,21 +156,24 @@ class Takeover:
             first = block * block_size
             for index in range(first, min(first + block_size, len(inventory.layers))):
                 layer = inventory.layers[index]
-                bindings: list[Binding] = list(by_layer.get(index, []))
                 runtime = LayerRuntime(
                     layer,
+                    index,
                     inventory.layer_name(index),
                     block,
                     self.device,
                     self.manager,
-                    LayerBindings(bindings),
+                    LayerBindings(by_layer.get(index, [])),
                     is_adapter_module=is_adapter_module,
-                    recorded_outputs=recorded_outputs,
+                    recorded_outputs=_recorded_outputs,
+                    regions=regions,
                     tied_adapters=inventory.tied_adapters,
                 )
                 base = type(layer)
-                attach(layer, runtime, classes.setdefault(base, streamed_class(base)))
+                if base not in classes:
+                    classes[base] = streamed_class(base)
                 self._undo.callback(_call_if_alive, weakref.ref(layer), detach)
+                attach(layer, runtime, classes[base])
 
     def _adjust(self, model: nn.Module, inventory: Inventory) -> None:
         """Settings around the layers that would get in the way."""
@@ -175,15 +191,29 @@ class Takeover:
                     self._set(module, "support_avx512bf16_for_cpu", False)
         if getattr(inventory.base, "hf_device_map", None):
             self._set(inventory.base, "hf_device_map", {"": self.device})
+        self._hide_from_ddp(model, inventory)
         guards = Guards()
         self._undo.callback(guards.remove)
         guards.install(ancestors, self.device)
+
+    def _hide_from_ddp(self, model: nn.Module, inventory: Inventory) -> None:
+        """DDP would broadcast the frozen tensors at its start, writing to the host copies."""
+        streamed = {each.name for block in inventory.blocks for each in block}
+        before = getattr(model, _DDP_IGNORED, None)
+        self._undo.callback(_call_if_alive, weakref.ref(model), partial(_put_back, before=before))
+        model.__dict__[_DDP_IGNORED] = sorted(streamed | set(before or ()))
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         before = getattr(module, name)
         setattr(module, name, value)
         reference = weakref.ref(module)
         self._undo.callback(_call_if_alive, reference, lambda module: setattr(module, name, before))
+
+
+def _put_back(model: nn.Module, before: object) -> None:
+    del model.__dict__[_DDP_IGNORED]
+    if before is not None:
+        model.__dict__[_DDP_IGNORED] = before
 
 
 def _put(part: Part, tensor: torch.Tensor) -> None:
@@ -209,21 +239,13 @@ def _call_if_alive(reference: Any, action: Any) -> None:
         action(module)
 
 
-def _output_recorder() -> Any:
-    """A function that names what transformers records inside layers at the moment.
+def _recorded_outputs() -> Sequence[str]:
+    """What transformers records inside layers at the moment.
 
     ``hidden_states`` are recorded from what layers return, which is safe. Attention weights and
     router logits come from inside a layer.
     """
-    try:
-        from transformers.utils.output_capturing import _active_collector as collector
-    except ImportError:  # an older transformers passes output_attentions down as a keyword
-        return lambda: ()
-
-    def recorded() -> Sequence[str]:
-        collected = collector.get()
-        if not collected:
-            return ()
-        return [key for key in collected if key != "hidden_states" and not key.startswith("_")]
-
-    return recorded
+    collected = _active_collector.get()
+    if not collected:
+        return ()
+    return [key for key in collected if key != "hidden_states" and not key.startswith("_")]

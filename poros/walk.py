@@ -45,9 +45,7 @@ def predict(block: int, phase: Phase, num_blocks: int) -> Iterator[int]:
     return chain(range(block + 1, num_blocks), range(num_blocks))
 
 
-def missing(
-    contents: Sequence[int | None], in_use: int | None, expected: Iterable[int]
-) -> Iterator[int]:
+def missing(contents: Sequence[int | None], in_use: int, expected: Iterable[int]) -> Iterator[int]:
     """The blocks to load now, in the order they will be needed.
 
     Looks ahead until a block needs a slot that is in use or promised to an earlier visit: loading
@@ -55,7 +53,7 @@ def missing(
 
     Args:
         contents: The block each slot holds or is being filled with.
-        in_use: The slot whose block computes now, if any.
+        in_use: The slot whose block computes now.
         expected: Upcoming visits, nearest first.
     """
     num_slots = len(contents)
@@ -91,7 +89,6 @@ def walk(visits: Iterable[tuple[int, Phase]], num_blocks: int, num_slots: int) -
         yield Action("acquire", block)
         yield from load(list(missing(contents, slot, predict(block, phase, num_blocks))))
         yield Action("release", block)
-        yield from load(list(missing(contents, None, predict(block, phase, num_blocks))))
 
 
 def training_visits(num_blocks: int, num_steps: int) -> Iterator[tuple[int, Phase]]:

@@ -1,0 +1,152 @@
+"""The command line: ``poros demo`` and ``poros check``.
+
+Exit codes: 0 when everything that a command claims held, 1 when something did not, 2 for bad input.
+Whatever is slow to import is imported inside the command that needs it.
+"""
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from poros.config import StreamingPolicy
+from poros.errors import PorosError
+
+NOT_HELD = 1
+BAD_INPUT = 2
+
+_POLICY = StreamingPolicy()
+
+app = typer.Typer(
+    help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from poros import __version__
+
+        typer.echo(f"poros {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Empty or new folder to write to.", show_default="a temporary folder"),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Fine-tuning steps.", show_default="90")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+) -> None:
+    """Show the whole on real text, offline, in a few minutes: load, check, fine-tune, compare.
+
+    Exit code: 0 if no bit differs and the loss fell, 1 if not, 2 for bad input.
+    """
+    from dataclasses import replace
+
+    from poros.demo import DemoSettings, run_demo
+    from poros.demo_report import render
+
+    _quieten_libraries()
+    settings = DemoSettings()
+    if steps is not None:
+        settings = replace(settings, num_steps=steps)
+    with _readable_errors():
+        out_dir = out or Path(tempfile.mkdtemp(prefix="poros-demo-"))
+        report = run_demo(out_dir, settings=settings, device=device)
+    render(report)
+    raise typer.Exit(0 if report.passed else NOT_HELD)
+
+
+@app.command()
+def check(
+    model_dir: Annotated[
+        Path | None, typer.Argument(help="Checkpoint folder to check.", show_default=False)
+    ] = None,
+    architecture: Annotated[
+        str | None,
+        typer.Option(help="Check a small random model of this architecture, such as qwen2."),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Optimizer steps.", show_default="20; 3 for a checkpoint"),
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Device slots.")] = _POLICY.slots,
+    block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = _POLICY.block_size,
+    out: Annotated[Path | None, typer.Option(help="Write the report here as JSON.")] = None,
+) -> None:
+    """Train resident and streamed from the same bytes and compare every bit, on this machine.
+
+    Exit code: 0 if no bit differs, 1 if one does, 2 for bad input.
+    """
+    if (model_dir is None) == (architecture is None):
+        raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
+
+    from poros.gates import parity
+    from poros.gates.report import render
+
+    _quieten_libraries()
+    settings: dict[str, Any] = {"slots": slots, "block_size": block_size}
+    if steps is not None:
+        settings["num_steps"] = steps
+    with _readable_errors():
+        # Inside the gate a policy that cannot work would count as a failure of streaming.
+        StreamingPolicy(slots=slots, block_size=block_size)
+        if model_dir is not None:
+            report = parity.check_model_dir(model_dir, **settings)
+        else:
+            report = parity.check_architecture(str(architecture), **settings)
+    render(report)
+    if out is not None:
+        report.write(out)
+        typer.echo(f"report: {out}")
+    raise typer.Exit(0 if report.exact else NOT_HELD)
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """Print an error that Poros raises on purpose as one message, without a traceback."""
+    try:
+        yield
+    except PorosError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from error
+
+
+def _quieten_libraries() -> None:
+    """Silence what no reader of these commands can act on.
+
+    Without an optional package bitsandbytes warns that it uses its own CPU kernel, and PEFT asks
+    transformers for a property by the name it had before.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)

@@ -5,22 +5,26 @@ prepared, and run by the same function. One model is alive at a time: the peak i
 two trajectories, which lie in host memory (see ``poros.gates.reference``).
 
 A gate is only worth its power to fail. An exception in an arm is a failure; so is a comparison that
-could not have failed: no gradient but zero, a loss that is not finite, or a runtime that loaded
-nothing. After a difference the resident arm is run once more, because a machine that does not
-repeat its own results can show nothing about streaming.
+could not have failed: a loss or gradient that is not finite, an adapter parameter without a
+gradient, a layer that was not streamed. After a difference the resident arm is run once more,
+because a machine that does not repeat its own results can show nothing about streaming.
 """
 
 import gc
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poros.errors import PorosError
 from poros.gates.compare import differing_digests
 from poros.gates.reference import Trajectory, compare_steps, hash_digests, start_digests
 from poros.gates.report import START_BYTES, ParityReport, environment, plain
+
+if TYPE_CHECKING:
+    from poros.api import Runtime
 
 Prepare = Callable[..., Any]
 
@@ -32,6 +36,8 @@ def compare_arms(
     *,
     report: ParityReport,
     repeat_resident: bool = True,
+    is_control: bool = False,
+    expected_loads: "Callable[[Runtime], int] | None" = None,
 ) -> ParityReport:
     """Run both arms and fill the report.
 
@@ -43,6 +49,8 @@ def compare_arms(
         report: An empty report with subject and settings; filled in place.
         repeat_resident: After a difference, run a third model resident and say whether it equals
             the first.
+        is_control: The second arm is not streamed, on purpose.
+        expected_loads: Block loads that the second arm makes if it streams as the walk says.
 
     Returns:
         ``report``. A failure is in it, as differences or as ``error``; it is not raised.
@@ -72,7 +80,10 @@ def compare_arms(
             return report
         model = prepare(model)
         streamed = run_arm(model)
-        report.stats = _runtime_stats(model)
+        unstreamed = None
+        if not is_control:
+            report.stats = _runtime_stats(model)
+            unstreamed = _unstreamed(model, expected_loads)
     except Exception as error:
         return _failed(report, "streamed", error)
     del model
@@ -82,7 +93,7 @@ def compare_arms(
         report.wall_ms[name] = round(trajectory.wall_ms, 3)
     for comparison in compare_steps(resident, streamed):
         report.add(*comparison)
-    report.error = _vacuity(resident, report.stats)
+    report.error = _vacuity(resident) or unstreamed
     if report.num_differences and repeat_resident:
         again = run_arm(make_model())
         report.resident_repeats = all(c.difference is None for c in compare_steps(resident, again))
@@ -102,29 +113,53 @@ def _failed(report: ParityReport, arm: str, error: Exception) -> ParityReport:
     return report
 
 
-def _vacuity(resident: Trajectory, stats: Mapping[str, Any]) -> str | None:
+def _vacuity(resident: Trajectory) -> str | None:
     """Say why an equality of this run would prove nothing; None if it would prove something."""
     losses = [loss for step in resident.steps for loss in step.losses]
     if not losses:
         return "the resident run recorded no loss, so there is nothing to compare"
     if not all(bool(torch.isfinite(loss)) for loss in losses):
         return "the resident run's loss is not finite, so equal bits would prove nothing"
-    gradients = [gradient for step in resident.steps for gradient in step.gradients.values()]
-    if not any(bool(gradient.any()) for gradient in gradients):
-        return "every gradient of the resident run is zero, so equal bits would prove nothing"
-    if stats and not stats.get("num_loads"):
-        return "the runtime loaded no block, so nothing was streamed"
+    moved: dict[str, bool] = {}
+    for step in resident.steps:
+        for name, gradient in step.gradients.items():
+            if not bool(torch.isfinite(gradient).all()):
+                return f"the resident run's gradient of {name} is not finite in step {step.index}"
+            moved[name] = moved.get(name, False) or bool(gradient.any())
+    still = [name for name, has_moved in moved.items() if not has_moved]
+    if still or not moved:
+        return (
+            f"{len(still)} of {len(moved)} adapter parameters ({', '.join(still[:3])}) only have "
+            "zero gradients in the resident run, so equal bits would prove nothing about them"
+        )
+    return None
+
+
+def _unstreamed(
+    model: torch.nn.Module, expected_loads: "Callable[[Runtime], int] | None"
+) -> str | None:
+    """Say what of the second arm was not streamed; None if all of it was."""
+    from poros.api import runtime
+    from poros.block import is_streamed
+
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    resident = sum(not is_streamed(layer) for layer in layers)
+    if resident:
+        return f"{resident} of {len(layers)} decoder layers of the streamed arm were not streamed"
+    found = runtime(model)
+    num_loads = found.stats()["num_loads"]
+    if expected_loads is not None and num_loads != expected_loads(found):
+        return f"the streamed arm loaded {num_loads} blocks, the walk {expected_loads(found)}"
     return None
 
 
 def _runtime_stats(model: torch.nn.Module) -> dict[str, Any]:
-    """Counters and sizes of the model's runtime; empty if it has none (a control arm)."""
+    """Counters and sizes of the model's runtime."""
     from poros.api import runtime
 
-    try:
-        found = runtime(model)
-    except PorosError:
-        return {}
+    found = runtime(model)
     shape = {"num_blocks": found.num_blocks, "num_slots": found.num_slots}
     return plain({**shape, **found.stats()})
 

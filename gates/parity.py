@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,10 @@ from poros.gates import tiny
 from poros.gates.arms import Prepare, compare_arms, poros_prepare
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport, plain, render
+from poros.walk import count, training_visits, walk
+
+if TYPE_CHECKING:
+    from poros.api import Runtime
 
 __all__ = ["ParityReport", "check_architecture", "check_model_dir", "render", "run_parity"]
 
@@ -31,6 +35,7 @@ def run_parity(
     subject: str = "model",
     settings: Mapping[str, Any] | None = None,
     repeat_resident: bool = True,
+    is_control: bool = False,
 ) -> ParityReport:
     """Train a model resident and streamed from the same bytes and compare the runs bit for bit.
 
@@ -45,6 +50,7 @@ def run_parity(
         settings: More settings to keep in the report, as plain values.
         repeat_resident: After a difference, train a third model resident and report whether it
             equals the first.
+        is_control: The second arm is not streamed, on purpose; else that is a failure.
 
     Returns:
         The report. A failure is in it, as differences or as ``error``; it is not raised.
@@ -55,8 +61,20 @@ def run_parity(
     report = ParityReport(subject)
     report.settings = {**(settings or {}), "training": plain(asdict(spec))}
     run_arm = partial(train, batches=batches, spec=spec)
+    num_passes = spec.num_steps * spec.accumulation
+
+    def expected_loads(runtime: "Runtime") -> int:
+        visits = training_visits(runtime.num_blocks, num_passes)
+        return count(walk(visits, runtime.num_blocks, runtime.num_slots), "prefetch")
+
     return compare_arms(
-        make_model, run_arm, prepare, report=report, repeat_resident=repeat_resident
+        make_model,
+        run_arm,
+        prepare,
+        report=report,
+        repeat_resident=repeat_resident,
+        is_control=is_control,
+        expected_loads=expected_loads,
     )
 
 

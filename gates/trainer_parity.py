@@ -105,18 +105,20 @@ def run_trainer_parity(
     eval_dataset: Any = None,
     subject: str = "HF Trainer",
     repeat_resident: bool = True,
+    is_control: bool = False,
     **overrides: Any,
 ) -> ParityReport:
     """Run the parity gate with the HF Trainer as the loop of both arms.
 
     Args:
-        make_model: As in ``poros.gates.arms.compare_arms``, like ``prepare`` and
-            ``repeat_resident``.
+        make_model: As in ``poros.gates.arms.compare_arms``, like ``prepare``,
+            ``repeat_resident`` and ``is_control``.
         train_dataset: As in ``train_with_trainer``, like ``eval_dataset``.
         prepare: See ``make_model``.
         eval_dataset: See ``train_dataset``.
         subject: Name of what is checked, for the report.
         repeat_resident: See ``make_model``.
+        is_control: See ``make_model``.
         **overrides: Of ``trainer_arguments``.
 
     Returns:
@@ -130,7 +132,12 @@ def run_trainer_parity(
             return train_with_trainer(model, arguments, train_dataset, eval_dataset=eval_dataset)
 
     return compare_arms(
-        make_model, run_arm, prepare, report=report, repeat_resident=repeat_resident
+        make_model,
+        run_arm,
+        prepare,
+        report=report,
+        repeat_resident=repeat_resident,
+        is_control=is_control,
     )
 
 

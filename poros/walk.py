@@ -60,8 +60,11 @@ def missing(contents: Sequence[int | None], in_use: int, expected: Iterable[int]
     promised: dict[int, int] = {}
     for block in expected:
         slot = block % num_slots
-        if promised.setdefault(slot, block) != block:
-            return
+        if slot in promised:
+            if promised[slot] != block:
+                return
+            continue
+        promised[slot] = block
         if contents[slot] != block:
             if slot == in_use:
                 return

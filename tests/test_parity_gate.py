@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 import poros
+from poros.block import detach
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.parity import check_architecture, check_model_dir, run_parity
@@ -41,6 +42,7 @@ def gate(
     prepare: Callable[..., Any], make_model: Callable[[], Any] = build, **options: Any
 ) -> ParityReport:
     spec = TrainingSpec(num_steps=2)
+    options.setdefault("is_control", prepare in (same, flip_nibble))
     return run_parity(make_model, tiny.make_batches(2), spec, prepare, **options)
 
 
@@ -98,11 +100,30 @@ def test_gate_rejects_one_flipped_bit_in_the_host_copy_of_a_streamed_base() -> N
     assert corrupted.differences[0].name.startswith("step 0, ")
 
 
-def test_gate_refuses_a_runtime_that_streamed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_refuses_a_second_arm_that_is_not_streamed() -> None:
+    report = gate(same, is_control=False)
+    assert not report.exact and "PreparedModelError" in (report.error or "")
+
+
+def test_gate_refuses_an_arm_of_which_one_layer_is_not_streamed() -> None:
+    def prepare_all_but_one(model: Any) -> Any:
+        detach(poros.prepare(model).get_base_model().model.layers[1])
+        return model
+
+    report = gate(prepare_all_but_one)
+    assert report.num_differences == 0 and not report.exact
+    assert "1 of 2 decoder layers" in (report.error or "")
+
+
+def test_gate_refuses_other_loads_than_the_walk_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = poros.Runtime.stats
-    monkeypatch.setattr(poros.Runtime, "stats", lambda self: {**stats(self), "num_loads": 0})
+    monkeypatch.setattr(
+        poros.Runtime,
+        "stats",
+        lambda self: {**stats(self), "num_loads": stats(self)["num_loads"] + 1},
+    )
     report = gate(poros.prepare)
-    assert not report.exact and "loaded no block" in (report.error or "")
+    assert not report.exact and "loaded 3 blocks, the walk 2" in (report.error or "")
 
 
 def test_gate_rejects_arms_that_start_from_different_bytes() -> None:
@@ -143,7 +164,9 @@ def test_gate_calls_an_unrepeatable_machine_undecided() -> None:
     assert report.verdict().startswith("UNDECIDED")
 
 
-@pytest.mark.parametrize(("value", "reason"), [(0.0, "is zero"), (float("nan"), "not finite")])
+@pytest.mark.parametrize(
+    ("value", "reason"), [(0.0, "only have zero gradients"), (float("nan"), "not finite")]
+)
 def test_gate_refuses_an_equality_that_could_not_have_failed(value: float, reason: str) -> None:
     def make_model() -> Any:
         model = build()
@@ -160,7 +183,7 @@ def test_check_architecture_passes_the_policy_on() -> None:
 
     def note(model: Any, **policy: Any) -> Any:
         seen.update(policy)
-        return model
+        return poros.prepare(model, **policy)
 
     report = check_architecture("llama", num_steps=1, num_layers=2, prepare=note, block_size=2)
     assert report.exact and report.subject == "llama"
@@ -172,8 +195,12 @@ def test_check_architecture_passes_the_policy_on() -> None:
 def test_check_model_dir_checks_a_checkpoint_on_disk(tmp_path: Path) -> None:
     config = tiny.small_config("mistral", num_layers=2)
     tiny.write_checkpoint(config, tmp_path, dtype=torch.float32)
-    assert check_model_dir(tmp_path, num_steps=1, prepare=same).exact
-    report = check_model_dir(tmp_path, num_steps=1, prepare=flip_nibble)
+    assert check_model_dir(tmp_path, num_steps=1).exact
+
+    def flip_and_prepare(model: Any, **policy: Any) -> Any:
+        return poros.prepare(flip_nibble(model), **policy)
+
+    report = check_model_dir(tmp_path, num_steps=1, prepare=flip_and_prepare)
     assert not report.exact and report.differences[0].name.startswith("step 0, ")
 
 

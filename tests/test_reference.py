@@ -80,6 +80,20 @@ def test_gradients_are_recorded_before_clipping(expected: Trajectory) -> None:
         assert squares**0.5 == pytest.approx(float(step.grad_norm), rel=1e-5)
 
 
+def test_accumulated_gradients_are_the_mean_over_micro_batches() -> None:
+    first, second = tiny.make_batches(2)
+
+    def gradients_of(*batches: Any) -> dict[str, torch.Tensor]:
+        model = build(dtype=torch.float32, dropout=0.0)
+        spec = TrainingSpec(num_steps=1, accumulation=len(batches))
+        return train(model, batches, spec).steps[0].gradients
+
+    left, right = gradients_of(first), gradients_of(second)
+    for name, gradient in gradients_of(first, second).items():
+        mean = (left[name] + right[name]) / 2
+        torch.testing.assert_close(gradient, mean, rtol=1e-4, atol=1e-6)
+
+
 def test_moments_and_weights_follow_adamw(expected: Trajectory) -> None:
     """One step of AdamW, written out in double precision from the recorded quantities."""
     before, after = expected.steps[0], expected.steps[1]

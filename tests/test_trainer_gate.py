@@ -39,6 +39,7 @@ def test_trainer_gate_compares_evaluation_and_saved_files_too() -> None:
         build,
         rows(12, seed=0),
         lambda model: model,
+        is_control=True,
         eval_dataset=rows(4, seed=1),
         max_steps=4,
         gradient_accumulation_steps=2,
@@ -65,7 +66,7 @@ def test_trainer_gate_rejects_one_flipped_nibble() -> None:
         dict(model.named_parameters())[PACKED].data[1000] ^= 0x0F
         return model
 
-    report = run_trainer_parity(build, rows(12, seed=0), flip_nibble, max_steps=2)
+    report = run_trainer_parity(build, rows(12, seed=0), flip_nibble, is_control=True, max_steps=2)
     assert not report.exact and report.resident_repeats is True
     assert report.tallies[ADAPTER_FILES].num_differing_tensors == 1
     assert report.differences[0].name.startswith("step 0, ")

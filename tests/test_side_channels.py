@@ -1,6 +1,6 @@
 """What a recomputed layer cannot give exactly is refused, never trained on.
 
-Each test first shows that the plain model accepts the construct, so that the refusal is not vacuous.
+A test first shows that the plain model accepts the construct, so that the refusal says something.
 """
 
 import gc

@@ -1,0 +1,163 @@
+"""The command line: commands, exit codes, messages, and what it imports."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+import poros
+import poros.api
+import poros.demo
+from poros.cli import app
+from poros.config import StreamingPolicy
+from poros.demo import DemoSettings
+from poros.demo_report import DemoReport
+
+ROOT = Path(__file__).resolve().parents[1]
+TWO_STEPS = ("check", "--architecture", "qwen2", "--steps", "2")
+
+
+def poros_command(*arguments: str) -> Result:
+    """Run a command; an exception that is not an exit is raised, not swallowed."""
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def text(result: Result) -> str:
+    """What was printed, without the colors that some CI machines ask for."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+
+
+def options(command: str) -> dict[str, Any]:
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    return {parameter.name: parameter for parameter in found.params}
+
+
+def test_help_lists_exactly_the_commands_there_are() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert set(commands) == {"demo", "check"}
+    result = poros_command("--help")
+    assert result.exit_code == 0
+    assert all(name in text(result) for name in commands)
+
+
+def test_version() -> None:
+    result = poros_command("--version")
+    assert (result.exit_code, result.output) == (0, f"poros {poros.__version__}\n")
+
+
+def test_help_imports_nothing_slow() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from poros.cli import app; "
+        "result = CliRunner().invoke(app, ['check', '--help']); "
+        "slow = {'torch', 'transformers', 'peft', 'bitsandbytes', 'numpy'} & set(sys.modules); "
+        "sys.exit(f'{result.exit_code} {slow}' if result.exit_code or slow else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_defaults_in_the_help_are_the_real_ones() -> None:
+    policy = StreamingPolicy()
+    assert options("check")["slots"].default == policy.slots
+    assert options("check")["block_size"].default == policy.block_size
+    assert options("demo")["steps"].show_default == str(DemoSettings().num_steps)
+
+
+def test_check_of_an_exact_architecture_succeeds_and_writes_the_report(tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "report.json"
+    result = poros_command(*TWO_STEPS, "--slots", "3", "--block-size", "2", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "EXACT: qwen2: 0 differing bits" in text(result)
+    record = json.loads(out.read_text())
+    assert record["exact"] is True and record["num_differences"] == 0
+    assert record["settings"]["training"]["num_steps"] == 2
+    assert record["stats"]["num_blocks"] == 3 and record["stats"]["num_slots"] == 3
+
+
+def test_check_fails_when_a_streamed_bit_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prepare = poros.api.prepare
+
+    def broken(model: Any, **policy: Any) -> Any:
+        model = prepare(model, **policy)
+        poros.runtime(model).host_slab(1)[0] ^= 1
+        return model
+
+    monkeypatch.setattr(poros.api, "prepare", broken)
+    out = tmp_path / "report.json"
+    result = poros_command(*TWO_STEPS, "--out", str(out))
+    assert result.exit_code == 1, result.output
+    assert "DIFFERENT: qwen2" in text(result)
+    assert json.loads(out.read_text())["num_differences"] > 0
+
+
+def test_check_fails_when_the_streamed_run_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: Any, **policy: Any) -> Any:
+        raise poros.SlotStateError("deliberate")
+
+    monkeypatch.setattr(poros.api, "prepare", broken)
+    result = poros_command(*TWO_STEPS)
+    assert result.exit_code == 1
+    assert "FAILED: qwen2" in text(result) and "deliberate" in text(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--architecture", "no-such-model"], "error: expected an architecture that the gates"),
+        (["{folder}"], "error: expected a checkpoint folder with a config.json, found none at"),
+        (["{folder}/absent"], "error: expected a checkpoint folder with a config.json"),
+        (["--architecture", "qwen2", "--slots", "1"], "error: slots: expected an integer"),
+        (["--architecture", "qwen2", "--block-size", "0"], "error: block_size: expected an"),
+        (["--architecture", "qwen2", "--steps", "0"], "Invalid value"),
+        (["--architecture", "qwen2", "{folder}"], "either MODEL_DIR or --architecture NAME"),
+        ([], "either MODEL_DIR or --architecture NAME"),
+    ],
+)
+def test_bad_input_to_check_is_told_without_a_traceback(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    filled = [argument.format(folder=tmp_path) for argument in arguments]
+    result = poros_command("check", *filled)
+    assert result.exit_code == 2
+    assert message in text(result) and "Traceback" not in text(result)
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_the_demo_exits_by_its_result(
+    passed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The demo itself is in test_demo.py; here only what the command makes of its report."""
+    seen = []
+
+    class Report(DemoReport):
+        @property
+        def passed(self) -> bool:
+            return passed
+
+    def run_demo(out_dir: Path, *, settings: DemoSettings, device: str | None) -> DemoReport:
+        seen.append((out_dir, settings.num_steps, device))
+        return Report("cpu", {"checkpoint": out_dir})
+
+    monkeypatch.setattr(poros.demo, "run_demo", run_demo)
+    result = poros_command("demo", "--out", str(tmp_path), "--steps", "7", "--device", "cpu")
+    assert result.exit_code == (0 if passed else 1)
+    assert seen == [(tmp_path, 7, "cpu")]
+
+
+def test_bad_input_to_the_demo_is_told_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    result = poros_command("demo", "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert "error: expected an empty or new folder" in text(result)
+    assert "Traceback" not in text(result)

@@ -1,0 +1,279 @@
+"""The demo: its text and checkpoint, a small run of it end to end, and what makes it fail."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import poros
+from poros.demo import PROJECTIONS, DemoSettings, run_demo
+from poros.demo_data import (
+    DemoText,
+    ModelSize,
+    RowDataset,
+    documentation_topics,
+    pack_rows,
+    split_text,
+    spread,
+    train_base,
+    train_tokenizer,
+    write_checkpoint,
+)
+from poros.demo_report import MIN_LOSS_DROP, DemoReport, frozen_layer_num_bytes, render
+from poros.errors import PorosError
+from poros.gates import tiny
+
+# Enough to learn something.
+SMALL = DemoSettings(
+    size=ModelSize(num_layers=3, hidden_size=96, intermediate_size=192, vocab_size=512),
+    num_base_steps=100,
+    num_gate_steps=2,
+    num_steps=80,
+    learning_rate=1e-2,
+    num_eval_rows=32,
+    num_new_tokens=4,
+    max_shard_num_bytes=400_000,
+)
+# Enough where nothing has to be learned.
+SHORT = replace(SMALL, num_base_steps=4, num_steps=4)
+
+
+@pytest.fixture(scope="module")
+def text() -> DemoText:
+    return split_text(documentation_topics())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text: DemoText) -> PreTrainedTokenizerFast:
+    return train_tokenizer((*text.base, *text.train), SMALL.size.vocab_size)
+
+
+def short_demo(out_dir: Path, **changes: Any) -> DemoReport:
+    return run_demo(out_dir, settings=SHORT, device="cpu", console=quiet(), **changes)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def rendered(report: DemoReport) -> str:
+    console = quiet()
+    render(report, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoReport:
+    out_dir = tmp_path_factory.mktemp("demo")
+    return run_demo(out_dir, settings=SMALL, device="cpu", console=quiet())
+
+
+# Text, tokenizer, rows
+
+
+def test_no_paragraph_is_in_two_parts(text: DemoText) -> None:
+    parts = [*text.base, *text.train, *text.held_out]
+    assert len(parts) == len(set(parts))
+    topics = documentation_topics()
+    assert set(parts) == {p for t in topics.values() for p in t.split("\n\n") if p.strip()}
+
+
+def test_the_parts_are_large_enough_and_look_different(text: DemoText) -> None:
+    sizes = [sum(map(len, part)) for part in (text.base, text.train, text.held_out)]
+    assert sizes[0] > 100_000 and sizes[1] > 60_000 and sizes[1] / 16 < sizes[2] < sizes[1] / 4
+    assert not any(paragraph.startswith(" ") for paragraph in text.base)
+    assert all(paragraph.startswith(" ") for paragraph in (*text.train, *text.held_out))
+
+
+def test_the_split_does_not_depend_on_the_order_of_topics(text: DemoText) -> None:
+    topics = documentation_topics()
+    assert split_text(dict(reversed(topics.items()))) == text
+
+
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(PorosError, match=r"expected text for three parts, found 1 .* in 1 topics"):
+        split_text({"a title": "one paragraph"})
+
+
+def test_equal_text_gives_an_equal_tokenizer(
+    text: DemoText, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    again = train_tokenizer((*text.base, *text.train), SMALL.size.vocab_size)
+    assert len(tokenizer) == SMALL.size.vocab_size
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_rows_hold_the_text_in_order(text: DemoText, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = pack_rows(tokenizer, text.held_out, 32)
+    whole = "\n\n".join(text.held_out)
+    assert rows.shape[1] == 32 and rows.dtype == torch.int64
+    assert whole.startswith(tokenizer.decode(rows.flatten()))
+    assert len(whole) - len(tokenizer.decode(rows.flatten())) < 32 * 20
+    item = RowDataset(rows)[1]
+    assert torch.equal(item["input_ids"], rows[1]) and torch.equal(item["labels"], rows[1])
+
+
+def test_text_that_fills_no_row_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(PorosError, match="at least one row of 32 tokens, found"):
+        pack_rows(tokenizer, ["short"], 32)
+
+
+def test_spread_takes_rows_at_equal_distances() -> None:
+    rows = torch.arange(10)[:, None]
+    assert spread(rows, 3).flatten().tolist() == [0, 3, 6]
+    assert spread(rows, 20).flatten().tolist() == list(range(10))
+
+
+# Checkpoint
+
+
+def test_the_checkpoint_is_sharded_and_reads_back(
+    text: DemoText, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    rows = pack_rows(tokenizer, text.base, SMALL.size.num_tokens)
+    losses: list[float] = []
+    with torch.random.fork_rng(devices=[]):
+        model = train_base(rows, SMALL.size, num_steps=2, on_step=losses.append)
+    shards = write_checkpoint(model, tokenizer, tmp_path, max_shard_num_bytes=400_000)
+
+    assert len(losses) == 2
+    assert len(shards) >= 3
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {shard.name for shard in shards}
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert read.keys() == model.state_dict().keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
+
+    sample = "\n\n".join(text.held_out[:50]) + " caf\u00e9 \u6f22\u5b57"
+    ids = tokenizer(sample)["input_ids"]
+    read_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert read_tokenizer(sample)["input_ids"] == ids
+    assert read_tokenizer.decode(ids) == sample
+
+
+def test_frozen_bytes_are_those_of_the_format() -> None:
+    hidden, inner, num_layers = 64, 128, 2
+    model = tiny.make_model("qwen2", hidden_size=hidden, num_layers=num_layers, dtype=torch.float32)
+    half = hidden // 2  # two of four heads
+    shapes = [(hidden, hidden)] * 2 + [(half, hidden)] * 2 + [(inner, hidden)] * 3
+    num_bytes = 0
+    for rows, columns in shapes:
+        num_scales = rows * columns // 64
+        nested = 4 * -(-num_scales // 256)
+        num_bytes += rows * columns // 2 + num_scales + nested + 4 * (16 + 256 + 1)
+    num_bytes += 4 * (2 * hidden + hidden + 2 * half)  # two norms, the biases of q, k, v
+    assert frozen_layer_num_bytes(model) == num_layers * num_bytes
+
+
+# The whole
+
+
+def test_a_small_demo_holds_every_claim(demo: DemoReport) -> None:
+    assert demo.parity is not None and demo.parity.exact
+    assert demo.num_differing_bits == 0
+    assert demo.num_logits == SMALL.num_eval_rows * SMALL.size.num_tokens * SMALL.size.vocab_size
+    assert demo.same_outputs and demo.completions["streamed"] == demo.completions["resident"]
+    for part in ("train", "held_out"):
+        assert demo.loss_after[part] <= demo.loss_before[part] - MIN_LOSS_DROP
+    assert demo.passed
+    assert demo.stats["num_blocks"] == 3 and demo.stats["num_slots"] == 2
+    assert demo.stats["num_loads"] > SMALL.num_steps
+    assert 0 < demo.stats["device_num_bytes"] < demo.resident_num_bytes
+    summary = rendered(demo)
+    assert "PASSED" in summary and "FAILED" not in summary
+    assert f"{demo.loss_after['held_out']:.4f} after" in summary
+
+
+def test_the_adapter_is_saved_under_its_canonical_names(demo: DemoReport) -> None:
+    adapter = demo.files["adapter"]
+    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 16
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        names = set(file.keys())
+    module = {name: "self_attn" if name[0] in "qkvo" else "mlp" for name in PROJECTIONS}
+    assert names == {
+        f"base_model.model.model.layers.{layer}.{module[name]}.{name}.lora_{side}.weight"
+        for layer in range(3)
+        for name in PROJECTIONS
+        for side in "AB"
+    }
+
+
+def test_the_record_is_on_disk(demo: DemoReport) -> None:
+    record = json.loads(demo.files["report"].read_text())
+    assert record["passed"] is True and record["parity"]["exact"] is True
+    assert record["loss_after"] == demo.loss_after and record["num_differing_bits"] == 0
+    assert all(Path(path).exists() for path in record["files"].values())
+
+
+def test_two_demos_give_the_same_losses_and_files(tmp_path: Path) -> None:
+    first, again = (short_demo(tmp_path / "folder" / name) for name in ("first", "again"))
+    assert first.parity is not None and first.parity.exact
+    assert again.loss_before == first.loss_before and again.loss_after == first.loss_after
+    assert first.loss_after != first.loss_before
+    first_bytes, again_bytes = (
+        {
+            str(path.relative_to(folder)): path.read_bytes()
+            for folder in (report.files["checkpoint"], report.files["adapter"])
+            for path in folder.glob("*.safetensors")
+        }
+        for report in (first, again)
+    )
+    assert len(first_bytes) > 3 and again_bytes == first_bytes
+
+
+# What makes it fail
+
+
+def with_flipped_bit(model: Any) -> Any:
+    """Prepare the model, then flip a bit of its second block in host memory."""
+    model = poros.prepare(model)
+    poros.runtime(model).host_slab(1)[0] ^= 1
+    return model
+
+
+def test_a_flipped_bit_fails_the_gate_and_ends_the_demo(tmp_path: Path) -> None:
+    report = short_demo(tmp_path, prepare=with_flipped_bit)
+    assert report.num_differing_bits > 0 and not report.passed
+    assert "adapter" not in report.files and not report.loss_before
+    assert "FAILED: streamed and resident training" in rendered(report)
+
+
+def test_a_bit_flipped_after_the_gate_fails_the_comparison(tmp_path: Path) -> None:
+    calls = []
+
+    def prepare(model: Any) -> Any:
+        calls.append(model)
+        return poros.prepare(model) if len(calls) == 1 else with_flipped_bit(model)
+
+    report = short_demo(tmp_path, prepare=prepare)
+    assert report.parity is not None and report.parity.exact
+    assert report.logits_difference is not None and report.num_differing_bits > 0
+    assert not report.same_outputs and not report.passed
+    assert "FAILED: the reloaded resident model" in rendered(report)
+
+
+def test_a_loss_that_hardly_falls_is_a_failure(demo: DemoReport) -> None:
+    after = {**demo.loss_after, "held_out": demo.loss_before["held_out"] - MIN_LOSS_DROP / 2}
+    report = replace(demo, loss_after=after)
+    assert not report.loss_fell and not report.passed
+    assert "FAILED: a loss did not fall" in rendered(report)
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    with pytest.raises(PorosError, match="expected an empty or new folder"):
+        short_demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PorosError, match=r"device: expected 'cpu', or 'cuda'.*found 'abacus'"):
+        run_demo(tmp_path / "out", settings=SHORT, device="abacus")
+    assert not (tmp_path / "out").exists()

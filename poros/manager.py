@@ -47,7 +47,9 @@ class BlockManager:
 
         Raises:
             SlotStateError: If the slot is in use by another block.
+            ValueError: If ``block`` is out of range.
         """
+        self._require_in_range(block)
         slot = self._ring.slot(block)
         if slot.block == block:
             return
@@ -79,8 +81,7 @@ class BlockManager:
             SlotStateError: If the block's slot is in use already.
             ValueError: If ``block`` is out of range.
         """
-        if not 0 <= block < self.num_blocks:
-            raise ValueError(f"block {block} is out of range: there are {self.num_blocks} blocks")
+        self._require_in_range(block)
         slot = self._ring.slot(block)
         if slot.state is SlotState.IN_USE:
             raise _bad_state("acquire", block, slot, "free, loading or ready")
@@ -89,11 +90,17 @@ class BlockManager:
         if is_new_visit and slot.block == block and slot.state is SlotState.READY:
             self.num_hits += 1
         self.prefetch(block)
-        self._streams.wait(slot.ready)
         self._note("acquire", block)
-        self._prefetch_next(block, phase, in_use=slot.index)
+        # Held before anything else is loaded, so that a wrong prediction cannot take the slot; and
+        # not held if that fails, because the caller never gets to release what it did not get.
+        before, slot.state = slot.state, SlotState.IN_USE
+        try:
+            self._prefetch_next(block, phase, in_use=slot.index)
+            self._streams.wait(slot.ready)
+        except BaseException:
+            slot.state = before
+            raise
         self._visit = (block, phase)
-        slot.state = SlotState.IN_USE
         return slot
 
     def release(self, block: int) -> None:
@@ -112,6 +119,10 @@ class BlockManager:
         slot.released = self._streams.record()
         slot.state = SlotState.READY
         self._note("release", block)
+
+    def _require_in_range(self, block: int) -> None:
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"block {block} is out of range: there are {self.num_blocks} blocks")
 
     def _prefetch_next(self, block: int, phase: Phase, in_use: int) -> None:
         contents = [slot.block for slot in self._ring.slots]

@@ -22,7 +22,7 @@ class SlotState(Enum):
     """What a slot's bytes are. Only ``poros.manager`` changes it."""
 
     FREE = "free"
-    """From allocation or eviction: the bytes mean nothing."""
+    """From allocation, or a load that failed: the bytes mean nothing."""
     LOADING = "loading"
     """From the moment a copy is queued: the bytes are those of ``block`` behind ``ready``."""
     READY = "ready"

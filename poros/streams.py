@@ -82,7 +82,6 @@ class CudaStreams(StreamContext):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         memory.record_stream(self._copies())
-        memory.record_stream(self._compute())
         self._memories.add(memory)
         return memory
 

@@ -1,0 +1,241 @@
+"""Streaming under the worst copy engine: cells stay exact, and every read is of its own block.
+
+Copies are as late and overwrites as early as the events allow (see ``poros.gates.adversary``), and
+every operator's reads are observed.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slots import Slots
+from support import AdversarialPrepare
+
+import poros
+from poros.gates import tiny
+from poros.gates.adversary import AdversarialStreams
+from poros.gates.parity import check_architecture
+from poros.gates.report import ParityReport
+from poros.ring import SlotState
+from poros.walk import Phase, count, training_visits, walk
+
+NUM_LAYERS = 6
+AUTOCAST = {"dtype": torch.float32, "autocast_dtype": torch.bfloat16}
+
+
+def expected_loads(num_blocks: int, num_slots: int, num_passes: int) -> int:
+    """2K - S for the first forward and backward, 2 (K - S) for each one after it."""
+    return 2 * num_blocks - num_slots + (num_passes - 1) * 2 * (num_blocks - num_slots)
+
+
+def check_cell(
+    architecture: str, *, num_layers: int = NUM_LAYERS, watched: bool = True, **options: Any
+) -> ParityReport:
+    prepare = AdversarialPrepare()
+    # The resident arm is observed like the other: under autocast an observed 4-bit matmul computes
+    # in another precision, because autocast ends where the observation begins.
+    with prepare.watching() if watched else nullcontext():
+        report = check_architecture(
+            architecture,
+            num_layers=num_layers,
+            hidden_size=64,
+            num_tokens=12,
+            num_steps=2,
+            dropout=0.05,
+            prepare=prepare,
+            **options,
+        )
+    assert report.exact, report.verdict()
+    assert report.num_differences == 0 and report.error is None
+    stats = report.stats
+    num_blocks, num_slots = stats["num_blocks"], stats["num_slots"]
+    assert num_blocks == -(-num_layers // options.get("block_size", 1))
+    assert num_slots == min(options.get("slots", 2), num_blocks)
+    passes = 2 * options.get("accumulation", 1)
+    loads = expected_loads(num_blocks, num_slots, passes)
+    # Three that count for themselves: the runtime, the copy stream, and the walk.
+    assert stats["num_loads"] == prepare.streams.num_copies == loads
+    assert stats["h2d_num_bytes"] == prepare.streams.num_bytes
+    plan = walk(training_visits(num_blocks, passes), num_blocks, num_slots)
+    assert count(plan, "prefetch") == count(prepare.journal, "prefetch") == loads
+    assert stats["num_hits"] == 2 * num_blocks * passes - loads
+    return report
+
+
+@pytest.mark.parametrize("slots", [2, 3, pytest.param(NUM_LAYERS, id="all")])
+@pytest.mark.parametrize("block_size", [1, 2, 3, pytest.param(NUM_LAYERS, id="all")])
+def test_every_block_size_and_number_of_slots_is_exact(block_size: int, slots: int) -> None:
+    check_cell("qwen2", block_size=block_size, slots=slots)
+
+
+@pytest.mark.parametrize("architecture", [each for each in tiny.ARCHITECTURES if each != "qwen2"])
+def test_every_architecture_is_exact(architecture: str) -> None:
+    check_cell(architecture, num_layers=4, block_size=1, slots=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"accumulation": 2, "slots": 3}, id="accumulation"),
+        pytest.param(AUTOCAST, id="autocast"),
+        pytest.param({**AUTOCAST, "watched": False}, id="autocast, unwatched"),
+        pytest.param({"watched": False}, id="unwatched"),
+        pytest.param({"block_size": 4}, id="blocks of 4 and 2 layers"),
+    ],
+)
+def test_other_settings_are_exact(options: dict[str, Any]) -> None:
+    check_cell("qwen2", **options)
+
+
+# What is loaded.
+
+
+@pytest.mark.parametrize(("block_size", "slots"), [(1, 2), (1, 4), (2, 2), (1, 6), (3, 2)])
+def test_a_warm_forward_and_backward_loads_exactly_2_k_minus_s_blocks(
+    block_size: int, slots: int
+) -> None:
+    """By the runtime's own counters and by those of the copy stream, in blocks and in bytes."""
+    prepare = AdversarialPrepare()
+    model = tiny.make_model("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
+    prepare(model, block_size=block_size, slots=slots)
+    runtime, streams = poros.runtime(model), prepare.streams
+    num_blocks, num_slots = runtime.num_blocks, runtime.num_slots
+    model.train()
+    (batch,) = tiny.make_batches(1, num_tokens=8)
+    counted = []
+    for _ in range(4):
+        before = runtime.stats(), streams.num_copies, streams.num_bytes
+        model(**batch).loss.backward()
+        after = runtime.stats(), streams.num_copies, streams.num_bytes
+        counted.append(
+            (
+                after[0]["num_loads"] - before[0]["num_loads"],
+                after[1] - before[1],
+                after[0]["h2d_num_bytes"] - before[0]["h2d_num_bytes"],
+                after[2] - before[2],
+            )
+        )
+    sizes = [runtime.host_slab(block).numel() for block in range(num_blocks)]
+    forward, backward = sizes[num_slots:], sizes[: num_blocks - num_slots]
+    loads, num_bytes = 2 * (num_blocks - num_slots), sum(forward) + sum(backward)
+    assert len(forward) + len(backward) == loads
+    assert counted[1:] == [(loads, loads, num_bytes, num_bytes)] * 3
+    assert counted[0][:2] == (2 * num_blocks - num_slots,) * 2
+
+
+# Any walk at all.
+
+
+class Interrupted(Exception):
+    """Something in a layer that is none of the runtime's business."""
+
+
+class Layers:
+    """Layers in blocks, visited in ways that nothing predicts; every read is checked."""
+
+    def __init__(self, num_layers: int, block_size: int, num_slots: int) -> None:
+        self.blocks = [layer // block_size for layer in range(num_layers)]
+        self.streams = AdversarialStreams()
+        self.slots = Slots(self.blocks[-1] + 1, num_slots, self.streams)
+
+    def visit(self, layer: int, phase: Phase) -> None:
+        block = self.blocks[layer]
+        with self.slots.visiting(block, phase):
+            self.slots.read(block)
+            states = [state for state, _ in self.slots.states()]
+            assert states.count(SlotState.IN_USE) == 1
+            self.slots.check_ready_bytes()
+            self.slots.read(block)
+
+    def forward(self, phase: Phase = Phase.FORWARD, stop: int | None = None) -> None:
+        for layer in range(len(self.blocks))[:stop]:
+            self.visit(layer, phase)
+
+    def backward(self, stop: int | None = None) -> None:
+        for layer in list(reversed(range(len(self.blocks))))[:stop]:
+            self.visit(layer, Phase.BACKWARD)
+
+    def interrupt(self, layer: int, phase: Phase, reads: bool) -> None:
+        """A pass up to a layer in whose visit something raises."""
+        if phase is Phase.BACKWARD:
+            self.forward()
+            self.backward(len(self.blocks) - 1 - layer)
+        else:
+            self.forward(phase, layer)
+        block = self.blocks[layer]
+        with pytest.raises(Interrupted), self.slots.visiting(block, phase):
+            if reads:
+                self.slots.read(block)
+            raise Interrupted
+
+    def act(self, what: str, layer: int, phase: Phase, flag: bool) -> None:
+        match what:
+            case "train":
+                self.forward()
+                self.backward()
+            case "evaluate between forward and backward":
+                self.forward()
+                self.forward(Phase.INFERENCE, layer + 1 if flag else None)
+                self.backward()
+            case "two forwards, then two backwards":
+                self.forward()
+                self.forward()
+                self.backward()
+                self.backward()
+            case "part of a pass":
+                self.forward(phase, layer)
+                self.backward(layer if flag else 0)
+            case "interrupt":
+                self.interrupt(layer, phase, reads=flag)
+            case "one layer":
+                self.visit(layer, phase)
+            case "prefetch":
+                self.slots.manager.prefetch(self.blocks[layer])
+
+    def require_idle(self) -> None:
+        assert SlotState.IN_USE not in [state for state, _ in self.slots.states()]
+        self.slots.check_ready_bytes()
+
+
+ACTIONS = (
+    "train",
+    "evaluate between forward and backward",
+    "two forwards, then two backwards",
+    "part of a pass",
+    "interrupt",
+    "one layer",
+    "prefetch",
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_no_walk_reads_a_slot_that_does_not_hold_its_block(data: st.DataObject) -> None:
+    block_size = data.draw(st.integers(1, 3), label="block_size")
+    num_blocks = data.draw(st.integers(1, 6), label="blocks")
+    # The last block may be smaller.
+    num_layers = block_size * num_blocks - data.draw(st.integers(0, block_size - 1), label="less")
+    num_slots = data.draw(st.integers(2, num_blocks + 1), label="slots")
+    layers = Layers(num_layers, block_size, num_slots)
+    action = st.tuples(
+        st.sampled_from(ACTIONS),
+        st.integers(0, num_layers - 1),
+        st.sampled_from(Phase),
+        st.booleans(),
+    )
+    with layers.streams.watch():
+        for what, layer, phase, flag in data.draw(st.lists(action, max_size=8), label="actions"):
+            layers.act(what, layer, phase, flag)
+            layers.require_idle()
+        # Whatever happened, one healthy step later the walk is warm.
+        manager = layers.slots.manager
+        layers.act("train", 0, Phase.FORWARD, False)
+        before = manager.num_loads, layers.streams.num_copies
+        layers.act("train", 0, Phase.FORWARD, False)
+        layers.require_idle()
+    loads = 2 * (manager.num_blocks - len(layers.slots.ring.slots))
+    assert (manager.num_loads - before[0], layers.streams.num_copies - before[1]) == (loads,) * 2
+    assert manager.num_loads == layers.streams.num_copies == count(layers.slots.journal, "prefetch")

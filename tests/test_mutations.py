@@ -1,0 +1,253 @@
+"""Every wait and every record is needed: take one away, and a test fails, every time.
+
+The mutations come from the source itself (see ``mutants``), so that a wait which is added later has
+to earn its place here too.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import mutants
+import pytest
+import torch
+from fake_cuda import FakeCuda, FakeStream, FakeTensor
+from slots import Slots
+from support import AdversarialPrepare, same_bits
+
+from poros import streams as streams_module
+from poros.gates import tiny
+from poros.gates.adversary import AdversarialStreams, SlotHazard
+from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from poros.ring import SlotState
+from poros.streams import CudaStreams
+from poros.walk import Phase, training_visits
+
+CONTEXT_MUTATIONS = mutants.stream_context_mutations()
+CUDA_MUTATIONS = mutants.cuda_mutations()
+
+Problem = str | None
+
+
+# With the adversarial streams: blocks of bytes, and a small model.
+
+
+def build() -> torch.nn.Module:
+    model: torch.nn.Module = tiny.make_model("qwen2", num_layers=3, hidden_size=64, dropout=0.05)
+    return model
+
+
+def run(model: torch.nn.Module) -> Trajectory:
+    return train(model, tiny.make_batches(2, num_tokens=8), TrainingSpec(num_steps=2))
+
+
+@pytest.fixture(scope="module")
+def resident() -> Trajectory:
+    return run(build())
+
+
+def visit_blocks(streams: AdversarialStreams, _: Trajectory) -> Problem:
+    """Two training steps with an evaluation in between."""
+    slots = Slots(5, 2, streams)
+    slots.train()
+    slots.infer()
+    slots.train()
+    return None
+
+
+def train_a_model(streams: AdversarialStreams, resident: Trajectory) -> Problem:
+    """Two training steps compared with the resident ones."""
+    model = AdversarialPrepare(lambda: streams)(build())
+    differences = compare_trajectories(resident, run(model))
+    return str(differences[0]) if differences else None
+
+
+Scenario = Callable[[AdversarialStreams, Trajectory], Problem]
+
+
+def problem_of(scenario: Scenario, resident: Trajectory, watched: bool) -> Problem:
+    """What goes wrong, in words: a hazard, other bytes or other results; None if nothing does.
+
+    Any other exception is not what a missing wait looks like, and is raised.
+    """
+    streams = AdversarialStreams()
+    try:
+        with streams.watch() if watched else nullcontext():
+            return scenario(streams, resident)
+    except SlotHazard as hazard:
+        return f"SlotHazard: {hazard}"
+    except AssertionError as error:
+        if "other bytes" not in str(error):
+            raise
+        return str(error)
+
+
+scenarios = pytest.mark.parametrize(
+    "scenario", (visit_blocks, train_a_model), ids=lambda each: each.__name__
+)
+watched_or_not = pytest.mark.parametrize("watched", (True, False), ids=("watched", "unwatched"))
+
+
+@watched_or_not
+@scenarios
+def test_the_source_as_it_is_passes(
+    scenario: Scenario, watched: bool, resident: Trajectory
+) -> None:
+    assert problem_of(scenario, resident, watched) is None
+
+
+@watched_or_not
+@scenarios
+@pytest.mark.parametrize("mutation", CONTEXT_MUTATIONS, ids=str)
+def test_a_mutation_is_noticed(
+    mutation: mutants.Mutation,
+    scenario: Scenario,
+    watched: bool,
+    resident: Trajectory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mutation.apply(monkeypatch)
+    assert problem_of(scenario, resident, watched), f"nothing notices that {mutation}"
+
+
+def test_every_point_of_order_is_mutated() -> None:
+    changes = [str(each) for each in CONTEXT_MUTATIONS]
+    for wanted in (
+        "ring.DeviceRing.__init__: streams.record() replaced by an older event",
+        "manager.BlockManager.prefetch: after=slot.released replaced by after=None",
+        "manager.BlockManager.acquire: self._streams.wait(slot.ready) removed",
+    ):
+        assert wanted in changes
+    assert any("manager" in each and "record() replaced by None" in each for each in changes)
+    assert any("manager" in each and "an older event" in each for each in changes)
+    assert len({str(each) for each in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
+    # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``.
+    assert mutants.modules_that_order_streams() == set(mutants.MANAGED)
+    methods = {each.change.split("(")[0].split(".")[-1] for each in CUDA_MUTATIONS}
+    assert methods | {"removed"} >= set(mutants.STREAM_METHODS)
+    assert len(CUDA_MUTATIONS) >= 6
+
+
+# With CUDA streams, on a CUDA whose every unordered pair of accesses collides.
+
+
+class CudaSlots(Slots):
+    """``Slots`` whose reads are kernels of the fake device."""
+
+    def read(self, block: int) -> None:
+        slot = self.ring.slot(block)
+        assert (slot.state, slot.block) == (SlotState.IN_USE, block)
+        source = self.host.slabs[block].bytes
+        buffer: object = slot.buffer
+        assert isinstance(buffer, FakeTensor)
+        assert same_bits(buffer[: source.numel()].read(), source), f"block {block}: other bytes"
+
+    def buffers(self) -> list[FakeTensor]:
+        buffers: list[object] = [slot.buffer for slot in self.ring.slots]
+        return [each for each in buffers if isinstance(each, FakeTensor)]
+
+
+def cuda_slots(num_blocks: int = 5) -> CudaSlots:
+    return CudaSlots(num_blocks, 2, CudaStreams(torch.device("cuda", 0)))
+
+
+def train_in_used_memory(cuda: FakeCuda) -> None:
+    """The slots lie where kernels that are still queued read and write."""
+    before = [cuda.empty(1024, dtype=torch.uint8, device=None) for _ in range(2)]
+    for tensor in before:
+        tensor.fill_(1)
+        tensor.read()
+        cuda.free(tensor)
+    slots = cuda_slots()
+    assert [each.block for each in slots.buffers()] == [each.block for each in before]
+    slots.train(2)
+    slots.infer()
+    slots.train()
+
+
+def move_between_streams(cuda: FakeCuda) -> None:
+    """Each layer of a block computes on another stream, without a word to anyone."""
+    slots = cuda_slots()
+    others = [cuda.compute, FakeStream(name="second stream"), FakeStream(name="third stream")]
+    for block, phase in training_visits(slots.num_blocks, 2):
+        for stream in others:
+            with cuda.on(stream):
+                slots.visit(block, phase)
+
+
+def give_to_the_next(cuda: FakeCuda, slots: CudaSlots) -> None:
+    """The model is gone, restored or collected; its slots go to whoever allocates next."""
+    for buffer in slots.buffers():
+        cuda.free(buffer)
+        following = cuda.empty(buffer.numel(), dtype=torch.uint8, device=None)
+        assert following.block is buffer.block
+        following.fill_(1)
+
+
+def drop_with_copies_queued(cuda: FakeCuda) -> None:
+    """In the middle of a step, when the copy stream still writes."""
+    slots = cuda_slots()
+    slots.visit(0, Phase.FORWARD)
+    assert SlotState.LOADING in [state for state, _ in slots.states()]
+    give_to_the_next(cuda, slots)
+
+
+def drop_after_another_stream(cuda: FakeCuda) -> None:
+    """The last reads were queued on another stream than the memory came from."""
+    slots = cuda_slots()
+    slots.train()
+    with cuda.on(FakeStream(name="second stream")):
+        slots.train()
+    give_to_the_next(cuda, slots)
+
+
+def allocate_on_another_stream(cuda: FakeCuda) -> None:
+    """Prepared under a stream of its own, used and dropped on the ordinary one."""
+    with cuda.on(FakeStream(name="second stream")):
+        slots = cuda_slots()
+    slots.train()
+    with cuda.on(slots.buffers()[0].block.stream):
+        give_to_the_next(cuda, slots)
+
+
+CUDA_SCENARIOS = (
+    train_in_used_memory,
+    move_between_streams,
+    drop_with_copies_queued,
+    drop_after_another_stream,
+    allocate_on_another_stream,
+)
+
+
+def hazard_of(scenario: Callable[[FakeCuda], None], monkeypatch: pytest.MonkeyPatch) -> Problem:
+    cuda = FakeCuda()
+    monkeypatch.setattr(streams_module, "torch", cuda.torch)
+    try:
+        scenario(cuda)
+    except SlotHazard as hazard:
+        return str(hazard)
+    return None
+
+
+@pytest.mark.parametrize("scenario", CUDA_SCENARIOS, ids=lambda each: each.__name__)
+def test_cuda_streams_as_they_are_pass(
+    scenario: Callable[[FakeCuda], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hazard_of(scenario, monkeypatch) is None
+
+
+# An event from before the allocation is as good if nothing was queued in between, and nothing is:
+# that mutation is no hazard here. The adversarial streams are stricter and report it.
+HARMLESS = "ring.DeviceRing.__init__: streams.record() replaced by an older event"
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [each for each in CUDA_MUTATIONS + CONTEXT_MUTATIONS if str(each) != HARMLESS],
+    ids=str,
+)
+def test_a_mutation_is_a_hazard_on_cuda(
+    mutation: mutants.Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation.apply(monkeypatch)
+    hazards = [hazard_of(scenario, monkeypatch) for scenario in CUDA_SCENARIOS]
+    assert any(hazards), f"nothing notices that {mutation}"

@@ -65,6 +65,11 @@ class Runtime:
             "fallbacks": list(takeover.host.fallbacks),
         }
 
+    def has_trainable_parameter(self) -> bool:
+        """Whether any parameter of the model requires a gradient now."""
+        model = self._takeover.model()
+        return model is not None and any(each.requires_grad for each in model.parameters())
+
     def host_slab(self, block: int) -> torch.Tensor:
         """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
         return self._takeover.host.slabs[block].bytes

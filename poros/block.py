@@ -86,11 +86,14 @@ class LayerRuntime:
         """The layer's forward as its caller sees it."""
         if not torch.is_grad_enabled():
             self._refuse_dropped_cache(kwargs.get(_CACHE))
+            self.tree()
             with self.visit(Phase.INFERENCE, ()):
                 return self.run(args, kwargs)
         self._refuse_recorded_outputs()
         kwargs = self._without_cache(kwargs)
         call = LayerCall(self, args, kwargs)
+        if not call.parameters:
+            self._refuse_frozen_adapters()
         if not call.needs_gradient:
             with self.visit(Phase.INFERENCE, ()):
                 return self.run(args, kwargs)
@@ -132,7 +135,17 @@ class LayerRuntime:
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
         if not self._tree.is_current():
-            self._take_stock(self._tree.modules()[0])
+            layer = self._tree.modules()[0]
+            tables = (t for each in layer.modules() for t in (each._parameters, each._buffers))
+            self.bindings.require_owners({id(table) for table in tables})
+            self._take_stock(layer)
+        for module in self._tree.adapter_modules:
+            if module.merged:
+                raise PreparedModelError(
+                    f"{self.name}: expected separate adapters, found {module.merged_adapters} "
+                    "merged into the base, which the slots do not see. Call poros.restore(model) "
+                    "before merging"
+                )
         return self._tree
 
     def put_back(self) -> None:
@@ -163,6 +176,20 @@ class LayerRuntime:
             raise UnsupportedModelError(
                 f"{self.name}: expected a new KV cache, found the one of a forward with gradients, "
                 "which was left empty. Run the whole of a decoding under torch.no_grad()"
+            )
+
+    def _refuse_frozen_adapters(self) -> None:
+        """Nothing to train in the first layer, in training: is there anywhere?"""
+        if self._index > 0 or not self._tree.modules()[0].training:
+            return
+        if any(tuner.disable_adapters for tuner in self._tree.adapter_modules):
+            return
+        if not self.owner.has_trainable_parameter():
+            raise PreparedModelError(
+                f"{self.name}: expected a trainable adapter in the model, found none. "
+                "prepare_model_for_kbit_training freezes all of them: call it before "
+                "get_peft_model and poros.prepare. To run the model without training it, use "
+                "model.eval() or torch.no_grad(); to change it, poros.restore(model)"
             )
 
     def _refuse_recorded_outputs(self) -> None:

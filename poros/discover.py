@@ -17,7 +17,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.frozen import FrozenTensor, is_4bit
@@ -104,7 +107,11 @@ def _base_model(model: nn.Module) -> PreTrainedModel:
     if (
         base.config.is_encoder_decoder
         or type(base).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        or getattr(base.config, "is_decoder", True) is False
+        # Only where a model type is both: GPT-NeoX says is_decoder=False and means nothing by it.
+        or (
+            base.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+            and getattr(base.config, "is_decoder", True) is False
+        )
     ):
         raise UnsupportedModelError(
             f"expected a decoder-only causal language model (AutoModelForCausalLM), found "

@@ -17,7 +17,7 @@ few bytes and stay on the device.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,11 +89,25 @@ class LayerBindings:
             for each in bindings
             if isinstance(each.at_rest, torch.Tensor)
         ]
+        self._states = [
+            (each, [(part.data_ptr(), part._version) for part in _scales(each.at_rest)])
+            for each in bindings
+            if each.key == "quant_state"
+        ]
         self._biases = [
             (each.twin, each.twin.detach())
             for each in bindings
             if each.key == "bias" and isinstance(each.twin, nn.Parameter)
         ]
+
+    def require_owners(self, owners: Collection[int]) -> None:
+        """Raise ``PreparedModelError`` unless every frozen tensor hangs in one of ``owners``."""
+        for binding, _, _ in self._resting:
+            if id(binding.owner) not in owners:
+                raise PreparedModelError(
+                    f"{binding.name}: expected its module in the model, found it replaced. Call "
+                    "poros.restore(model) before replacing modules, then prepare again"
+                )
 
     @property
     def tensor_ids(self) -> set[int]:
@@ -119,6 +133,17 @@ class LayerBindings:
                         "prepare_model_for_kbit_training, loading weights), then prepare again"
                     )
 
+            for binding, scales in self._states:
+                now = binding.owner.get(binding.key)
+                if now is not binding.at_rest or scales != [
+                    (part.data_ptr(), part._version) for part in _scales(now)
+                ]:
+                    raise PreparedModelError(
+                        f"{binding.name}: expected the quantization state that poros.prepare took "
+                        "over, found it replaced or written. Call poros.restore(model) before "
+                        "changing the base, then prepare again"
+                    )
+
     def swap_in(self) -> None:
         """Put the twins in place."""
         for binding in self._bindings:
@@ -127,7 +152,9 @@ class LayerBindings:
     def require_twins(self) -> None:
         """Raise ``PreparedModelError`` if the layer's own forward exchanged a frozen tensor."""
         for binding in self._bindings:
-            if binding.owner.get(binding.key) is not binding.twin:
+            now = binding.owner.get(binding.key)
+            # PEFT's DoRA puts an alias of a 4-bit weight in its place on a CPU.
+            if now is not binding.twin and not _is_alias(now, binding.twin):
                 raise PreparedModelError(
                     f"{binding.name}: expected the layer's forward to leave it in place, found it "
                     "replaced (a counter, a running statistic?); the new value would be lost"
@@ -147,6 +174,20 @@ class LayerBindings:
         """Take parameters and buffers out of their modules, until ``swap_out``."""
         for binding, _, _ in self._resting:
             binding.owner[binding.key] = None
+
+
+def _scales(state: Any) -> list[torch.Tensor]:
+    return [state.absmax, state.state2.absmax] if state.nested else [state.absmax]
+
+
+def _is_alias(now: Any, twin: Any) -> bool:
+    return (
+        isinstance(now, torch.Tensor)
+        and isinstance(twin, torch.Tensor)
+        and now.data_ptr() == twin.data_ptr()
+        and now.dtype == twin.dtype
+        and now.shape == twin.shape
+    )
 
 
 class DeviceConstants:

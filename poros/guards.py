@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -41,6 +41,11 @@ class Guards:
                 for method in _CHECKPOINTING:
                     if hasattr(module, method):
                         self._put(module, method, _skip_checkpointing(method))
+
+        for module in ancestors[-1][1].modules():
+            if isinstance(module, BaseTunerLayer):
+                for method in ("merge", "unmerge"):
+                    self._put(module, method, _refuse_merging(method))
 
     def remove(self) -> None:
         """Take every guard off."""

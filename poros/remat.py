@@ -24,7 +24,9 @@ What may change between a forward and its backward:
 - the layer's module tree, or the hooks inside it: ``RematerializationError``.
 
 Hooks on modules inside a layer run twice per step, as under activation checkpointing. Hooks on
-parameters run once.
+parameters run once. An edit that PyTorch does not count (a fused optimizer's step, an assignment of
+the same memory through ``.data``) between a forward and its backward is not seen, here or by
+autograd.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from poros.ambient import AmbientState, adapter_state
 from poros.audit import GraphAudit, HandedBack
@@ -86,6 +88,8 @@ class LayerCall:
         distinct = {id(each.parameter): each for each in self.adapters}
         self.parameters = [each.parameter for each in distinct.values()]
         self.stand_ins = [each.stand_in for each in distinct.values()]
+        # Autograd's own check is off under saved-tensor hooks (save_on_cpu).
+        self._versions = [each._version for each in self.parameters]
         self.ambient = AmbientState.capture(layer.device, self._tree.modules())
         self.is_pending = True
         """Whether no backward has passed yet."""
@@ -171,6 +175,11 @@ class LayerCall:
                 f"{name}: expected the adapters that were active at the forward, found another "
                 "choice (or scaling, or merge) at its backward; call backward first"
             )
+        if [each._version for each in self.parameters] != self._versions:
+            raise RematerializationError(
+                f"{name}: expected its adapters as they were at the forward, found one edited in "
+                "place between forward and backward; edit it after backward"
+            )
         for adapter in self.adapters:
             now = adapter.owner.get(adapter.key)
             if now is not adapter.parameter or not shares_memory(now, adapter.stand_in):
@@ -214,9 +223,14 @@ class RematerializeLayer(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: LayerCall = ctx.call
+        # once_differentiable lets a constant incoming gradient pass, and drops the second order.
+        if torch.is_grad_enabled():
+            raise RematerializationError(
+                f"{call.layer.name}: expected a backward without create_graph, found one that asks "
+                "for gradients of gradients, which recomputation does not give"
+            )
         tensors = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
         inputs = _leaves(tensors[: call.num_tensors])

@@ -67,6 +67,7 @@ class Takeover:
         journal: list[Action] | None = None,
     ) -> None:
         self.device = streams.device
+        self.model = weakref.ref(model)
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
         layouts = [

@@ -1,0 +1,171 @@
+"""What the lifecycle tests share: small models, short runs, and pictures of a model.
+
+A picture holds everything that makes a model what it is: module objects and classes, their
+attributes and hooks, parameter objects, and every bit, those of quantization states included. Two
+pictures of one model are equal when nothing was touched in between.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import poros
+from poros.gates import tiny
+from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+
+NUM_LAYERS = 3
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_SLOTS = ("_parameters", "_buffers", "_modules")
+
+
+def build(architecture: str = "qwen2", **changes: Any) -> Any:
+    """A small model with LoRA; equal arguments give equal bytes."""
+    options = {"num_layers": NUM_LAYERS, "hidden_size": 64, "dropout": 0.05, **changes}
+    model = tiny.make_model(architecture, **options)  # type: ignore[arg-type]
+    # The temporary folder it was loaded from is the one thing that two equal models do not share.
+    for module in model.modules():
+        if "name_or_path" in module.__dict__:
+            module.name_or_path = architecture
+    return model
+
+
+def batches(num_batches: int = 2) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of 2 rows of 12 tokens, the second with padding."""
+    return tiny.make_batches(num_batches, num_tokens=12)
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The decoder layers of a PEFT model or of its base."""
+    return model.get_submodule(layers_name(model))  # type: ignore[no-any-return]
+
+
+def layers_name(model: nn.Module) -> str:
+    """The qualified name of the ModuleList of decoder layers."""
+    return next(name for name, _ in model.named_modules() if name.split(".")[-1] == "layers")
+
+
+def run(model: nn.Module, num_steps: int = 2, **spec: Any) -> Trajectory:
+    """A short training run that records everything."""
+    return train(model, batches(), TrainingSpec(num_steps=num_steps, **spec))
+
+
+def assert_same_run(expected: Trajectory, found: Trajectory) -> None:
+    """Every recorded bit agrees, and gradients were not all zero."""
+    assert any(gradient.any() for gradient in expected.steps[0].gradients.values())
+    assert [str(each) for each in compare_trajectories(expected, found)] == []
+
+
+def digest(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], str]:
+    """Type, shape and SHA-256 of the bytes."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return tensor.dtype, tuple(tensor.shape), hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def bits_of(model: nn.Module) -> dict[str, object]:
+    """Digests of all parameters, buffers (unsaved ones too), gradients and quantization states."""
+    found: dict[str, object] = {}
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            found[name] = "meta" if tensor.is_meta else digest(tensor)
+            if tensor.grad is not None:
+                found[f"{name} gradient"] = digest(tensor.grad)
+            found.update(_quant_state_bits(name, getattr(tensor, "quant_state", None)))
+    return found
+
+
+def picture(model: nn.Module, *, identity: bool = True) -> dict[str, object]:
+    """Everything about ``model``; without ``identity``, comparable between two equal models."""
+
+    def fact(value: object) -> object:
+        if isinstance(value, _PLAIN):
+            # The number of a hook comes from a counter of the whole process.
+            return value if identity or type(value) is not int else "int"
+        return (type(value), id(value)) if identity else type(value).__qualname__
+
+    found = bits_of(model)
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[f"{name} class"] = type(module) if identity else type(module).__qualname__
+        for key, value in module.__dict__.items():
+            found[f"{name} {key}"] = (
+                [(fact(each), fact(value[each])) for each in value]
+                if _is_table(key, value)
+                else fact(value)
+            )
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                attributes = {each: fact(value) for each, value in parameter.__dict__.items()}
+                found[f"{name}.{key} object"] = (fact(parameter), parameter.requires_grad)
+                found[f"{name}.{key} attributes"] = attributes
+    if hasattr(model, "config"):
+        config = model.config
+        found["config"] = str(config if isinstance(config, Mapping) else config.to_dict())
+    return found
+
+
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, object]:
+    """The entries that differ, for an assertion that shows only them."""
+    keys = [*before, *(key for key in after if key not in before)]
+    return {
+        key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)
+    }
+
+
+def no_context() -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def bf16() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def step(
+    model: Any,
+    *,
+    around_forward: Callable[[], AbstractContextManager[Any]] = no_context,
+    around_backward: Callable[[], AbstractContextManager[Any]] = no_context,
+    between: Callable[[Any], object] = lambda model: None,
+) -> dict[str, object]:
+    """One forward and backward in training mode; digests of everything that comes out of it."""
+    model.train()
+    torch.manual_seed(5)
+    with around_forward():
+        loss = model(**batches()[1]).loss
+    between(model)
+    with around_backward():
+        loss.backward()
+    return {"loss": digest(loss), **outcome(model)}
+
+
+def outcome(model: Any) -> dict[str, object]:
+    found: dict[str, object] = {
+        name: digest(each.grad) for name, each in model.named_parameters() if each.grad is not None
+    }
+    assert found
+    return {**found, "random state": digest(torch.get_rng_state())}
+
+
+def assert_same_step(make: Callable[[], Any] = build, **options: Any) -> None:
+    expected, found = step(make(), **options), step(poros.prepare(make()), **options)
+    assert changes(expected, found) == {}
+
+
+def _is_table(key: str, value: object) -> bool:
+    return key in _SLOTS or (key.endswith("hooks") and isinstance(value, Mapping))
+
+
+def _quant_state_bits(name: str, state: Any) -> dict[str, object]:
+    if state is None:
+        return {}
+    found: dict[str, object] = {
+        f"{name} {field}": digest(getattr(state, field))
+        for field in ("absmax", "code", "offset")
+        if isinstance(getattr(state, field), torch.Tensor)
+    }
+    found[f"{name} form"] = (state.shape, state.dtype, state.blocksize, state.quant_type)
+    if state.nested:
+        found.update(_quant_state_bits(f"{name} nested", state.state2))
+    return found

@@ -1,0 +1,254 @@
+"""``restore`` gives the original back, and a ``prepare`` that fails has never happened."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from snapshots import assert_same_run, batches, build, changes, layers_of, picture, run
+from support import same_bits
+
+import poros
+from poros.api import prepare_with
+from poros.errors import HostMemoryError, PreparedModelError
+from poros.gates import tiny
+from poros.host import HostSlab
+from poros.streams import EagerStreams
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("quantize", [True, False])
+def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> None:
+    model = build(architecture, quantize=quantize)
+    before = picture(model)
+    assert poros.restore(poros.prepare(model, block_size=2)) is model
+    assert changes(before, picture(model)) == {}
+    with pytest.raises(PreparedModelError):
+        poros.runtime(model)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
+def test_restore_after_training_equals_a_model_that_was_never_prepared(architecture: str) -> None:
+    twin, model = build(architecture), poros.prepare(build(architecture))
+    assert_same_run(run(twin), run(model))
+    poros.restore(model)
+    assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
+    for each in (twin, model):
+        each.eval()
+    with torch.no_grad():
+        for batch in batches():
+            assert same_bits(twin(**batch).logits, model(**batch).logits)
+    assert_same_run(run(twin), run(model))
+    assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
+
+
+def test_everything_works_on_the_restored_model() -> None:
+    def use(model: Any) -> Any:
+        base = model.get_base_model()
+        base.gradient_checkpointing_enable()
+        model.merge_adapter()
+        model.unmerge_adapter()
+        base.activation_checkpointing_disable()
+        return model.merge_and_unload()
+
+    twin, model = build(), poros.prepare(build())
+    model(**batches()[0])
+    merged = [use(each) for each in (twin, poros.restore(model))]
+    assert changes(*(picture(each, identity=False) for each in merged)) == {}
+    assert not any("lora" in name for name, _ in merged[1].named_modules())
+
+
+def test_hooks_of_the_user_survive() -> None:
+    model = build()
+    seen: list[str] = []
+    layer = layers_of(model)[1]
+    layer.register_forward_hook(lambda *_: seen.append("forward"))
+    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    layer.register_state_dict_post_hook(lambda *_: None)
+    before = picture(model)
+    poros.prepare(model)
+    model(**batches()[0]).loss.backward()
+    assert seen == ["before", "forward", "backward"]
+    model.zero_grad()
+    poros.restore(model)
+    assert changes(before, picture(model)) == {}
+    model(**batches()[0]).loss.backward()
+    assert seen == ["before", "forward", "backward"] * 2
+
+
+def test_restore_then_prepare_again_with_other_options() -> None:
+    model, twin = build(), build()
+    for options in ({"block_size": 1}, {"block_size": 3}, {"block_size": 2, "slots": 3}, {}):
+        poros.prepare(model, **options)
+        assert poros.runtime(model).policy == poros.StreamingPolicy(**options)
+        assert_same_run(run(twin), run(model))
+        poros.restore(model)
+    assert_same_run(run(twin), run(model))
+
+
+def test_restore_with_a_graph_alive_never_gives_another_gradient() -> None:
+    def gradients(model: Any) -> dict[str, torch.Tensor]:
+        named = model.named_parameters()
+        return {name: each.grad for name, each in named if each.grad is not None}
+
+    twin, model = build(dropout=0.0), poros.prepare(build(dropout=0.0))
+    twin(**batches()[0]).loss.backward()
+    loss = model(**batches()[0]).loss
+    poros.restore(model)
+    # Either the exact gradient or a typed error; in both cases the model goes on.
+    try:
+        loss.backward()
+    except poros.PorosError:
+        pass
+    else:
+        found = gradients(model)
+        assert [n for n, each in gradients(twin).items() if not same_bits(each, found[n])] == []
+    assert_same_run(run(twin), run(model))
+
+
+def test_restore_after_a_failed_step() -> None:
+    model = build()
+    handle = layers_of(model)[1].mlp.register_forward_hook(_raise(KeyError("a user's hook")))
+    poros.prepare(model)
+    with pytest.raises(KeyError):
+        model(**batches()[0])
+    handle.remove()
+    poros.restore(model)
+    twin = build()
+    assert_same_run(run(twin), run(model))
+    assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
+
+
+def test_restore_gives_the_slots_back() -> None:
+    model = poros.prepare(build())
+    model(**batches()[0]).loss.backward()
+    takeover = poros.runtime(model)._takeover
+    references = [weakref.ref(slot.buffer) for slot in takeover.ring.slots]
+    references += [weakref.ref(takeover.ring), weakref.ref(takeover.manager)]
+    del takeover
+    poros.restore(model)
+    gc.collect()
+    assert [each() for each in references if each() is not None] == []
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return raising
+
+
+def _raise_at(call: int, error: BaseException, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, but call number ``call`` (from 1) raises instead."""
+    count = 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise error
+        return original(*args, **kwargs)
+
+    return counting
+
+
+FAILURES = {
+    "host store": ("poros.host.HostStore.allocate", 1, HostMemoryError("none left")),
+    "second slab": ("poros.host.HostSlab.__init__", 2, HostMemoryError("none left")),
+    "first tensor's move": ("poros.host.HostSlab.tensor", 1, RuntimeError("no tensor")),
+    "move in the middle": ("poros.host.HostSlab.tensor", 30, RuntimeError("no tensor")),
+    "ring": ("poros.ring.DeviceRing.__init__", 1, MemoryError("no slots")),
+    "second slot": ("poros.streams.EagerStreams.allocate", 2, RuntimeError("out of memory")),
+    "manager": ("poros.manager.BlockManager.__init__", 1, RuntimeError("no manager")),
+    "twin in the middle": ("poros.frozen.DeviceConstants.get", 7, RuntimeError("no constants")),
+    "bindings of block 3": ("poros.frozen.LayerBindings.__init__", 3, RuntimeError("block 3")),
+    "layer 3": ("poros.block.LayerRuntime.__init__", 3, RuntimeError("layer 3")),
+    "guards": ("poros.guards.Guards.install", 1, RuntimeError("no guards")),
+    "guards half-way": ("poros.guards.Guards._put", 4, RuntimeError("no guards")),
+    "interrupt": ("poros.frozen.LayerBindings.__init__", 2, KeyboardInterrupt()),
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, call, error = FAILURES[where]
+    model = build()
+    # So that there is something to put back: a checkpointing flag, and the AVX512 switch.
+    model.get_base_model().gradient_checkpointing_enable()
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = True
+    model(**batches()[0]).loss.backward()
+    before = picture(model)
+    with monkeypatch.context() as patch:
+        owner, name = target.rsplit(".", 1)
+        original = _resolve(owner).__dict__[name]
+        function = getattr(original, "__func__", original)
+        failing = _raise_at(call, error, function)
+        patch.setattr(target, classmethod(failing) if function is not original else failing)
+        with pytest.raises(type(error)) as caught:
+            poros.prepare(model)
+        assert caught.value is error
+    assert changes(before, picture(model)) == {}
+    with pytest.raises(PreparedModelError):
+        poros.runtime(model)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    model.zero_grad()
+    twin = build()
+    assert_same_run(run(twin), run(model))
+    model.get_base_model().activation_checkpointing_disable()
+    assert_same_run(run(twin), run(poros.prepare(model)))
+
+
+def test_failures_are_injected_where_prepare_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: without the error, each place is reached that often."""
+    counts: dict[str, int] = dict.fromkeys(FAILURES, 0)
+    for where, (target, call, _) in FAILURES.items():
+        with monkeypatch.context() as patch:
+            owner, name = target.rsplit(".", 1)
+            original = _resolve(owner).__dict__[name]
+            function = getattr(original, "__func__", original)
+
+            def counting(
+                *args: Any, _where: str = where, _call: Any = function, **kwargs: Any
+            ) -> Any:
+                counts[_where] += 1
+                return _call(*args, **kwargs)
+
+            patch.setattr(target, classmethod(counting) if function is not original else counting)
+            poros.prepare(build())
+        assert counts[where] >= call
+
+
+def _resolve(path: str) -> Any:
+    from importlib import import_module
+
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def test_a_failed_allocation_of_slots_frees_the_host_store() -> None:
+    def slabs() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if type(each) is HostSlab}
+
+    class NoRoom(EagerStreams):
+        def allocate(self, num_bytes: int) -> torch.Tensor:
+            found.update(slabs() - earlier)
+            raise torch.OutOfMemoryError("no room for slots")
+
+    model = build()
+    before = picture(model)
+    earlier, found = slabs(), set[int]()
+    with suppress(torch.OutOfMemoryError):  # pytest.raises would keep the frames alive
+        prepare_with(model, poros.StreamingPolicy(), streams=NoRoom(torch.device("cpu")))
+    assert changes(before, picture(model)) == {}
+    assert len(found) == 3 and not slabs() & found

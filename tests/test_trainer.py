@@ -1,0 +1,196 @@
+"""The HF Trainer on a prepared model: bit for bit the run of the resident one, files included."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import AdversarialPrepare
+from trainer_arms import (
+    ACCUMULATION,
+    EVAL_EVERY,
+    FULL,
+    NUM_EVAL_BATCHES,
+    NUM_LAYERS,
+    NUM_STEPS,
+    RESUME_AT,
+    Arms,
+    check_not_vacuous,
+)
+
+import poros
+from poros.gates.compare import Difference, compare_mappings
+from poros.gates.reference import Trajectory, compare_trajectories
+from poros.rng import RngStash
+from poros.walk import Phase, count, training_visits, walk
+
+NUM_SLOTS = 2
+
+
+@pytest.fixture(scope="module")
+def arms(tmp_path_factory: pytest.TempPathFactory) -> Arms:
+    return Arms.make(tmp_path_factory.mktemp("trainer"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def resident(arms: Arms) -> Trajectory:
+    run = arms.run("resident", **FULL)
+    check_not_vacuous(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def streamed(arms: Arms) -> Trajectory:
+    run = arms.run("streamed", poros.prepare, **FULL)
+    check_loads(arms.model)
+    return run
+
+
+def check_loads(model: Any) -> None:
+    """As many loads as the walk of this run needs; checkpointing on top would add visits."""
+    visits: list[tuple[int, Phase]] = []
+    for _ in range(NUM_STEPS // EVAL_EVERY):
+        visits += training_visits(NUM_LAYERS, EVAL_EVERY * ACCUMULATION)
+        visits += [(block, Phase.INFERENCE) for block in range(NUM_LAYERS)] * NUM_EVAL_BATCHES
+    expected = count(walk(visits, NUM_LAYERS, NUM_SLOTS), "prefetch")
+    assert expected >= NUM_STEPS * ACCUMULATION * 2 * (NUM_LAYERS - NUM_SLOTS)
+    assert poros.runtime(model).stats()["num_loads"] == expected
+
+
+def differing_contents(expected: Path, found: Path) -> list[Difference]:
+    """Differences of what ``torch.load`` reads from two files."""
+    contents = [flat(torch.load(path, weights_only=False)) for path in (expected, found)]
+    assert contents[0]
+    return compare_mappings(*contents)
+
+
+def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor and plain value in nested containers, by path."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    if isinstance(value, dict):
+        items = [(str(key), each) for key, each in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(str(index), each) for index, each in enumerate(value)]
+    elif isinstance(value, bool | int | float):
+        return {path: torch.tensor(value, dtype=torch.float64)}
+    else:
+        return {f"{path} = {value!r}": torch.zeros(())}
+    return {k: v for key, each in items for k, v in flat(each, f"{path}/{key}").items()}
+
+
+def test_a_whole_run_is_bitwise_equal(
+    arms: Arms, resident: Trajectory, streamed: Trajectory
+) -> None:
+    assert compare_trajectories(resident, streamed) == []
+    assert streamed.hash() == resident.hash()
+    logs = arms.log_history("resident")
+    assert {"loss", "grad_norm", "learning_rate"} <= logs[0].keys()
+    assert len(logs) == NUM_STEPS + NUM_STEPS // EVAL_EVERY
+    assert arms.log_history("streamed") == logs
+
+
+def test_saved_adapters_are_byte_equal(
+    arms: Arms, resident: Trajectory, streamed: Trajectory
+) -> None:
+    for step in (RESUME_AT, NUM_STEPS):
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            expected, found = (
+                (arms.checkpoint(arm, step) / name).read_bytes() for arm in ("resident", "streamed")
+            )
+            assert len(expected) > 100 and found == expected, name
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(arms: Arms, streamed: Trajectory) -> None:
+    end = next(each.tensor for each in streamed.extras if each.name.endswith(".safetensors"))
+    saved = [
+        (arms.checkpoint("streamed", step) / "adapter_model.safetensors").read_bytes()
+        for step in (RESUME_AT, NUM_STEPS)
+    ]
+    assert saved[0] == end.numpy().tobytes() != saved[1]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_checkpoints_hold_equal_states(
+    arms: Arms, resident: Trajectory, streamed: Trajectory, name: str
+) -> None:
+    for step in (RESUME_AT, NUM_STEPS):
+        paths = [arms.checkpoint(arm, step) / name for arm in ("resident", "streamed")]
+        assert differing_contents(*paths) == []
+    paths = [arms.checkpoint("resident", step) / name for step in (RESUME_AT, NUM_STEPS)]
+    assert differing_contents(*paths), "the file never changes, so it shows nothing"
+
+
+def test_a_resumed_run_ends_as_the_straight_one(
+    arms: Arms, resident: Trajectory, streamed: Trajectory
+) -> None:
+    checkpoint = arms.checkpoint("streamed", RESUME_AT)
+    resumed = arms.run("resumed", poros.prepare, checkpoint, **FULL)
+    assert [step.index for step in resumed.steps] == list(range(RESUME_AT, NUM_STEPS))
+    assert {"after 15 steps", "after 20 steps"} <= {x.name.split(",")[0] for x in resumed.extras}
+    before = {f"step {step}" for step in range(RESUME_AT)}
+    before |= {f"after {step} steps" for step in range(0, RESUME_AT + 1, EVAL_EVERY)}
+    for straight in (resident, streamed):
+        differences = compare_trajectories(straight, resumed)
+        assert {each.kind for each in differences} == {"missing"}
+        assert {each.name.split(",")[0] for each in differences} <= before
+    assert arms.log_history("resumed") == arms.log_history("resident")
+
+
+def test_a_whole_run_under_adversarial_streams_is_bitwise_equal(arms: Arms) -> None:
+    adversary = AdversarialPrepare()
+    options = {**FULL, "max_steps": RESUME_AT}
+    # Under any dispatch mode autocast gives other bits, in a resident run too: watch both arms.
+    with adversary.watching():
+        expected = arms.run("watched", **options)
+        assert adversary.streams.num_copies == 0
+        found = arms.run("adversarial", adversary, **options)
+    check_not_vacuous(expected, RESUME_AT)
+    assert adversary.streams.num_copies == poros.runtime(arms.model).stats()["num_loads"] > 0
+    assert compare_trajectories(expected, found) == []
+    assert arms.log_history("adversarial", RESUME_AT) == arms.log_history("watched", RESUME_AT)
+
+
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_a_bf16_run_is_bitwise_equal(tmp_path: Path, block_size: int) -> None:
+    arms = Arms.make(tmp_path, torch.bfloat16)
+    expected = arms.run("resident", max_steps=10)
+    check_not_vacuous(expected, 10)
+
+    def prepare(model: Any, **options: Any) -> Any:
+        return poros.prepare(model, block_size=block_size, **options)
+
+    assert compare_trajectories(expected, arms.run("streamed", prepare, max_steps=10)) == []
+
+
+# Negative controls: a fault in the streamed arm has to show in the comparison.
+
+
+def test_control_one_flipped_nibble(arms: Arms, resident: Trajectory) -> None:
+    def flip_nibble(model: Any, **options: Any) -> Any:
+        poros.prepare(model, **options)
+        poros.runtime(model).host_slab(1)[1000] ^= 0x0F
+        return model
+
+    differences = compare_trajectories(resident, arms.run("flipped", flip_nibble, **FULL))
+    assert differences[0].name.startswith("step 0, ")
+    names = {each.name for each in differences}
+    assert {"after 5 steps, evaluation loss", "step 19, grad norm"} <= names
+    assert "end, file adapter_model.safetensors" in names
+    assert arms.log_history("flipped") != arms.log_history("resident")
+    paths = [arms.checkpoint(arm, NUM_STEPS) / "optimizer.pt" for arm in ("resident", "flipped")]
+    assert differing_contents(*paths)
+
+
+def test_control_random_states_not_restored(
+    arms: Arms, resident: Trajectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RngStash, "replay", lambda self: nullcontext())
+    with pytest.raises(poros.RematerializationError, match="random numbers"):
+        arms.run("unrestored", poros.prepare, **FULL)
+    # Without the runtime's own check, the comparison still finds it.
+    monkeypatch.setattr(RngStash, "equals", lambda self, other: True)
+    found = arms.run("unnoticed", poros.prepare, max_steps=EVAL_EVERY, bf16=True)
+    names = {each.name for each in compare_trajectories(resident, found) if each.kind == "value"}
+    assert any(name.startswith("step 0, gradient") for name in names)

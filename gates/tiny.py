@@ -29,6 +29,27 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "phi3": "phi3",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_shared_kv": "gemma4_text",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
+}
+
+# Sizes that only one family has, and what makes a variant of it.
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "global_head_dim": 48,
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 16,
+    },
+    "gemma4_shared_kv": {
+        "global_head_dim": 48,
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+    },
+    "mixtral": {"output_router_logits": True},
+    "qwen3_moe": {"output_router_logits": True},
 }
 
 VOCAB_SIZE = 512
@@ -90,10 +111,13 @@ def small_config(
     config_class = CONFIG_MAPPING[model_type]
     try:
         default = config_class()
+        # Not hasattr: sizes that vary by layer refuse to be read for the whole model.
+        known = default.to_dict()
         kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
         if kinds:
             wanted["layer_types"] = [kinds[layer % len(kinds)] for layer in range(num_layers)]
-        return config_class(**{key: wanted[key] for key in wanted if hasattr(default, key)})
+        usual = {key: wanted[key] for key in wanted if key in known}
+        return config_class(**usual, **_SPECIAL.get(architecture, {}))
     except Exception as error:
         raise UnsupportedModelError(
             f"expected a {architecture!r} configuration that takes small sizes, found "

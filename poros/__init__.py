@@ -29,6 +29,7 @@ _HOME = {
     "PorosError": "poros.errors",
     "UnsupportedModelError": "poros.errors",
     "UnvalidatedArchitectureError": "poros.errors",
+    "ParityError": "poros.errors",
     "PolicyError": "poros.errors",
     "RematerializationError": "poros.errors",
     "HostMemoryError": "poros.errors",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from poros.api import runtime as runtime
     from poros.config import StreamingPolicy as StreamingPolicy
     from poros.errors import HostMemoryError as HostMemoryError
+    from poros.errors import ParityError as ParityError
     from poros.errors import PolicyError as PolicyError
     from poros.errors import PorosError as PorosError
     from poros.errors import PreparedModelError as PreparedModelError

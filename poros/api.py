@@ -1,7 +1,7 @@
 """``prepare``, ``restore`` and ``runtime``: the public verbs."""
 
 import logging
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from poros.errors import PolicyError, PreparedModelError
 from poros.streams import StreamContext, streams_for
 from poros.takeover import Takeover
 from poros.walk import Action
+
+if TYPE_CHECKING:
+    from poros.gates.self_check import SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +30,13 @@ class Runtime:
         device: Where it trains.
     """
 
-    def __init__(self, policy: StreamingPolicy, takeover: Takeover) -> None:
+    def __init__(
+        self, policy: StreamingPolicy, takeover: Takeover, self_check: "SelfCheck | None"
+    ) -> None:
         self.policy = policy
         self.device = takeover.device
         self._takeover = takeover
+        self._self_check = self_check
 
     @property
     def num_blocks(self) -> int:
@@ -41,6 +47,14 @@ class Runtime:
     def num_slots(self) -> int:
         """Device slots in use: the policy's, or the number of blocks if that is less."""
         return len(self._takeover.ring.slots)
+
+    @property
+    def self_check(self) -> dict[str, Any]:
+        """Mode and status (pending, passed, failed or off), and the mismatch if any."""
+        check = self._self_check
+        if check is None:
+            return {"mode": "off", "status": "off", "message": None}
+        return {"mode": check.mode, "status": check.status, "message": check.message}
 
     def stats(self) -> dict[str, Any]:
         """What has happened since ``prepare``, as plain numbers.
@@ -135,10 +149,20 @@ def prepare_with(
     with torch.inference_mode(False):
         inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
         device = streams.device if streams is not None else _choose_device(model, policy)
-        takeover = Takeover(model, inventory, policy, streams or streams_for(device), journal)
-    runtime = Runtime(policy, takeover)
+        takeover = Takeover(
+            model, inventory, policy, streams or streams_for(device), prepare_with, journal
+        )
+        self_check = None
+        if policy.self_check != "off":
+            from poros.gates.self_check import SelfCheck
+
+            self_check = SelfCheck(takeover, inventory.layers, policy.self_check)
+        else:
+            logger.warning("poros: self_check is off: the first step will not be checked")
+    runtime = Runtime(policy, takeover, self_check)
     for layer in inventory.layers:
         runtime_of(layer).owner = runtime
+        runtime_of(layer).check = self_check.watch if self_check is not None else None
     stats = runtime.stats()
     if runtime.num_slots < policy.slots:
         logger.warning(

@@ -18,6 +18,7 @@ from torch import nn
 
 from poros.ambient import AutocastRegions
 from poros.audit import GraphAudit
+from poros.channels import RECORDABLE, recorded_outputs
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
 from poros.manager import BlockManager
@@ -26,6 +27,8 @@ from poros.tree import Adapter, ModuleTree
 from poros.walk import Phase
 
 logger = logging.getLogger(__name__)
+
+Check = Callable[[int, LayerCall, Callable[[], Any], tuple[Any, Any]], Any]
 
 _HOME = "_poros_layer"
 _CACHE = "past_key_values"
@@ -43,7 +46,6 @@ class LayerRuntime:
         manager: Moves the blocks.
         bindings: Its frozen tensors.
         is_adapter_module: Whether PEFT put a module there.
-        recorded_outputs: Names what transformers records inside layers at the moment.
         regions: Shared by the layers of a model.
         tied_adapters: Adapter parameters of the model that are used at several places.
     """
@@ -59,7 +61,6 @@ class LayerRuntime:
         bindings: LayerBindings,
         *,
         is_adapter_module: Callable[[nn.Module], bool],
-        recorded_outputs: Callable[[], Sequence[str]],
         regions: AutocastRegions,
         tied_adapters: Sequence[str],
     ) -> None:
@@ -68,13 +69,14 @@ class LayerRuntime:
         self.bindings = bindings
         self.owner: Any = None
         """The runtime of the model."""
+        self.check: Check | None = None
+        """Watches the layer's calls, if set."""
         self._layer = weakref.ref(layer)
         self._forward = type(layer).forward
         self._index = index
-        self._block = block
+        self.block = block
         self._manager = manager
         self._is_adapter_module = is_adapter_module
-        self._recorded_outputs = recorded_outputs
         self._regions = regions
         self._tied_adapters = tied_adapters
         self._dropped_cache: Callable[[], Any] = lambda: None
@@ -99,6 +101,8 @@ class LayerRuntime:
                 return self.run(args, kwargs)
         if call.ambient.is_autocast:
             self._refuse_shared_casts(call)
+        if self.check is not None:
+            return self.check(self._index, call, lambda: rematerialize(call), (args, kwargs))
         return rematerialize(call)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -117,7 +121,7 @@ class LayerRuntime:
             PreparedModelError: If a frozen tensor was changed at rest, or by the layer itself.
         """
         self.bindings.require_at_rest()
-        slot = self._manager.acquire(self._block, phase)
+        slot = self._manager.acquire(self.block, phase)
         try:
             version = slot.buffer._version
             self.bindings.swap_in()
@@ -130,7 +134,7 @@ class LayerRuntime:
             for adapter in adapters:
                 adapter.owner[adapter.key] = adapter.parameter
             self.bindings.swap_out()
-            self._manager.release(self._block)
+            self._manager.release(self.block)
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
@@ -193,7 +197,7 @@ class LayerRuntime:
             )
 
     def _refuse_recorded_outputs(self) -> None:
-        recorded = self._recorded_outputs()
+        recorded = [key for key in recorded_outputs() if key not in RECORDABLE]
         if recorded:
             raise UnsupportedModelError(
                 f"{self.name}: {', '.join(recorded)} cannot be recorded from inside a streamed "
@@ -296,6 +300,12 @@ def detach(layer: nn.Module) -> None:
 def is_streamed(module: nn.Module) -> bool:
     """Whether ``module`` is a streamed layer."""
     return isinstance(module, StreamedLayerMixin)
+
+
+def own_forward(layer: nn.Module) -> Callable[..., Any]:
+    """The forward of a streamed layer's own class."""
+    forward: Callable[..., Any] = type(layer).__mro__[2].forward  # type: ignore[attr-defined]
+    return forward
 
 
 def runtime_of(layer: Any) -> LayerRuntime:

@@ -6,6 +6,7 @@ from typing import Any
 from poros.errors import PolicyError
 
 MIN_SLOTS = 2
+SELF_CHECKS = ("strict", "warn", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,9 @@ class StreamingPolicy:
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
         allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
             warning, instead of refusing it.
+        self_check: ``"strict"`` checks every layer of the first training step against an ordinary
+            graph and raises ``ParityError`` if a bit differs; ``"warn"`` only logs it; ``"off"``
+            does not check, and says so.
 
     Raises:
         PolicyError: If a value cannot work; the message names the field.
@@ -28,6 +32,7 @@ class StreamingPolicy:
     slots: int = MIN_SLOTS
     device: str | None = None
     allow_unvalidated: bool = False
+    self_check: str = "strict"
 
     def __post_init__(self) -> None:
         _require_int("block_size", self.block_size, at_least=1)
@@ -35,6 +40,10 @@ class StreamingPolicy:
         if not isinstance(self.allow_unvalidated, bool):
             raise PolicyError(
                 f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}"
+            )
+        if self.self_check not in SELF_CHECKS:
+            raise PolicyError(
+                f"self_check: expected one of {', '.join(SELF_CHECKS)}, found {self.self_check!r}"
             )
 
     def override(self, **changes: Any) -> "StreamingPolicy":

@@ -30,6 +30,10 @@ class RematerializationError(PorosError, RuntimeError):
     """Backward cannot recompute a layer from the same bits as its forward."""
 
 
+class ParityError(PorosError, RuntimeError):
+    """The streamed step is not bit for bit the resident step."""
+
+
 class SlotStateError(PorosError, RuntimeError):
     """A device slot is not in the state that the operation needs."""
 

@@ -6,7 +6,7 @@ not changed anything yet; ``Guards.remove`` takes them off again.
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,15 @@ class Guards:
     def __init__(self) -> None:
         self._set: list[tuple[Callable[[], nn.Module | None], str]] = []
 
-    def install(self, ancestors: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
-        """Guard the modules above the layers, outermost first."""
+    def install(
+        self,
+        ancestors: Sequence[tuple[str, nn.Module]],
+        device: torch.device,
+        copiers: Mapping[str, Callable[..., Any]],
+    ) -> None:
+        """Guard the modules above the layers, outermost first; the outermost can be copied."""
+        for method, copier in copiers.items():
+            self._put(ancestors[0][1], method, copier)
         for name, module in ancestors:
             where = name or type(module).__name__
             self._put(module, "_apply", _ApplyGuard(module, where, device))

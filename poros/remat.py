@@ -38,6 +38,7 @@ from torch.autograd.function import FunctionCtx
 
 from poros.ambient import AmbientState, adapter_state
 from poros.audit import GraphAudit, HandedBack
+from poros.channels import SideChannels
 from poros.errors import RematerializationError
 from poros.pack import pack, unpack
 from poros.rng import RngStash
@@ -74,9 +75,11 @@ class LayerCall:
             pack(value, f"argument {index} of {layer.name}", tensors)
             for index, value in enumerate(args)
         ]
+        self._channels = SideChannels(kwargs, layer.name, tensors)
         self._kwargs = {
             key: pack(value, f"argument {key!r} of {layer.name}", tensors)
             for key, value in kwargs.items()
+            if key not in self._channels.names
         }
         self.tensors: Sequence[torch.Tensor] = tensors
         """Distinct tensors among the arguments. Empty once autograd keeps them."""
@@ -105,11 +108,12 @@ class LayerCall:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
-        results: list[torch.Tensor] = []
-        returned = self.layer.run(
-            tuple(unpack(each, tensors) for each in self._args),
-            {key: unpack(each, tensors) for key, each in self._kwargs.items()},
+        args = tuple(unpack(each, tensors) for each in self._args)
+        kwargs = {key: unpack(each, tensors) for key, each in self._kwargs.items()}
+        returned = self._channels.run(
+            lambda mappings: self.layer.run(args, {**kwargs, **mappings}), tensors
         )
+        results: list[torch.Tensor] = []
         self._result = pack(returned, f"result of {self.layer.name}", results)
         return results
 
@@ -153,9 +157,13 @@ class LayerCall:
             )
         return results
 
+    def unpack_results(self, values: Sequence[Any]) -> Any:
+        """Result, written and recorded values, with ``values`` in the places of their tensors."""
+        return unpack(self._result, values)
+
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The layer's result in its own form."""
-        return unpack(self._result, tensors)
+        """The layer's result in its own form; side results go to their places."""
+        return self._channels.publish(self.unpack_results(tensors))
 
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""

@@ -8,18 +8,18 @@ Note: Reversible, instance only
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils.output_capturing import _active_collector
 
 from poros.ambient import AutocastRegions
-from poros.block import LayerRuntime, attach, detach, streamed_class
+from poros.block import LayerRuntime, attach, detach, runtime_of, streamed_class
 from poros.config import StreamingPolicy
+from poros.copies import Prepare, copiers
 from poros.discover import Inventory, is_adapter_module
 from poros.frozen import (
     DeviceConstants,
@@ -51,6 +51,7 @@ class Takeover:
         inventory: What it found.
         policy: How to stream.
         streams: The device's streams, or a stand-in.
+        prepare: Prepares a copy of the model.
         journal: See ``BlockManager``.
 
     Raises:
@@ -64,10 +65,17 @@ class Takeover:
         inventory: Inventory,
         policy: StreamingPolicy,
         streams: StreamContext,
+        prepare: Prepare,
         journal: list[Action] | None = None,
     ) -> None:
         self.device = streams.device
         self.model = weakref.ref(model)
+        self._base = weakref.ref(inventory.base)
+        self._layers_name = inventory.layers_name
+        self._layers = [weakref.ref(layer) for layer in inventory.layers]
+        self.blocks = inventory.blocks
+        self.block_size = policy.block_size
+        self._copiers = copiers(self, policy, prepare)
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
         layouts = [
@@ -83,8 +91,7 @@ class Takeover:
             self.ring = DeviceRing(layouts, policy.slots, streams)
             self.manager = BlockManager(self.host, self.ring, streams, journal)
             self.constants = DeviceConstants(self.device)
-            self._attach_layers(inventory, layouts, policy.block_size)
-            self._adjust(model, inventory)
+            self._engage(self._make_runtimes(inventory, layouts), model)
         except BaseException:
             try:
                 self._move_back()
@@ -101,6 +108,19 @@ class Takeover:
         self._move_back()
         self._undo.close()
         self.host.unpin()
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """The model as if it were not prepared, its base at rest in host memory. For copying it."""
+        model = self.model()
+        layers = [layer for reference in self._layers if (layer := reference()) is not None]
+        held = [(layer, runtime_of(layer), type(layer)) for layer in layers]
+        self._undo.close()
+        try:
+            yield
+        finally:
+            if model is not None:
+                self._engage(held, model)
 
     def _move_back(self) -> None:
         # All new places first: if one cannot be had, nothing has moved.
@@ -146,16 +166,18 @@ class Takeover:
                 self._moved.append((part, before.device))
                 _put(part, after)
 
-    def _attach_layers(
-        self, inventory: Inventory, layouts: Sequence[BlockLayout], block_size: int
-    ) -> None:
+    def _make_runtimes(
+        self, inventory: Inventory, layouts: Sequence[BlockLayout]
+    ) -> list[tuple[nn.Module, LayerRuntime, type[nn.Module]]]:
+        """What each layer becomes, without changing it yet."""
         regions = AutocastRegions(self.device)
         classes: dict[type[nn.Module], type[nn.Module]] = {}
+        made = []
         for block, (tensors, layout) in enumerate(zip(inventory.blocks, layouts, strict=True)):
             slot = self.ring.slot(block).buffer
             by_layer = bind_block(tensors, layout, slot, self.constants)
-            first = block * block_size
-            for index in range(first, min(first + block_size, len(inventory.layers))):
+            first = block * self.block_size
+            for index in range(first, min(first + self.block_size, len(inventory.layers))):
                 layer = inventory.layers[index]
                 runtime = LayerRuntime(
                     layer,
@@ -166,19 +188,27 @@ class Takeover:
                     self.manager,
                     LayerBindings(by_layer.get(index, [])),
                     is_adapter_module=is_adapter_module,
-                    recorded_outputs=_recorded_outputs,
                     regions=regions,
                     tied_adapters=inventory.tied_adapters,
                 )
                 base = type(layer)
                 if base not in classes:
                     classes[base] = streamed_class(base)
-                self._undo.callback(_call_if_alive, weakref.ref(layer), detach)
-                attach(layer, runtime, classes[base])
+                made.append((layer, runtime, classes[base]))
+        return made
 
-    def _adjust(self, model: nn.Module, inventory: Inventory) -> None:
+    def _engage(
+        self, layers: Sequence[tuple[nn.Module, LayerRuntime, type[nn.Module]]], model: nn.Module
+    ) -> None:
+        """Make the layers stream, and see to everything around them."""
+        for layer, runtime, streamed in layers:
+            self._undo.callback(_call_if_alive, weakref.ref(layer), detach)
+            attach(layer, runtime, streamed)
+        self._adjust(model)
+
+    def _adjust(self, model: nn.Module) -> None:
         """Settings around the layers that would get in the way."""
-        ancestors = _ancestors(model, inventory.layers_name)
+        ancestors = _ancestors(model, self._layers_name)
         for _, module in ancestors:
             if getattr(module, "gradient_checkpointing", False):
                 logger.info(
@@ -190,16 +220,23 @@ class Takeover:
             for module in model.modules():
                 if getattr(module, "support_avx512bf16_for_cpu", False):
                     self._set(module, "support_avx512bf16_for_cpu", False)
-        if getattr(inventory.base, "hf_device_map", None):
-            self._set(inventory.base, "hf_device_map", {"": self.device})
-        self._hide_from_ddp(model, inventory)
+        for block in self.blocks:
+            for each in block:
+                for _, module in each.modules:
+                    # A deep copy of a 4-bit module has two equal states instead of one.
+                    if module.quant_state is not each.tensor.quant_state:  # type: ignore[attr-defined]
+                        self._set(module, "quant_state", each.tensor.quant_state)  # type: ignore[attr-defined]
+        base = self._base()
+        if base is not None and getattr(base, "hf_device_map", None):
+            self._set(base, "hf_device_map", {"": self.device})
+        self._hide_from_ddp(model)
         guards = Guards()
         self._undo.callback(guards.remove)
-        guards.install(ancestors, self.device)
+        guards.install(ancestors, self.device, self._copiers)
 
-    def _hide_from_ddp(self, model: nn.Module, inventory: Inventory) -> None:
+    def _hide_from_ddp(self, model: nn.Module) -> None:
         """DDP would broadcast the frozen tensors at its start, writing to the host copies."""
-        streamed = {each.name for block in inventory.blocks for each in block}
+        streamed = {each.name for block in self.blocks for each in block}
         before = getattr(model, _DDP_IGNORED, None)
         self._undo.callback(_call_if_alive, weakref.ref(model), partial(_put_back, before=before))
         model.__dict__[_DDP_IGNORED] = sorted(streamed | set(before or ()))
@@ -238,15 +275,3 @@ def _call_if_alive(reference: Any, action: Any) -> None:
     module = reference()
     if module is not None:
         action(module)
-
-
-def _recorded_outputs() -> Sequence[str]:
-    """What transformers records inside layers at the moment.
-
-    ``hidden_states`` are recorded from what layers return, which is safe. Attention weights and
-    router logits come from inside a layer.
-    """
-    collected = _active_collector.get()
-    if not collected:
-        return ()
-    return [key for key in collected if key != "hidden_states" and not key.startswith("_")]

@@ -20,7 +20,8 @@ class AdversarialPrepare:
         self.journal: list[Action] = []
 
     def __call__(self, model: Any, **overrides: Any) -> Any:
-        policy = StreamingPolicy().override(**overrides)
+        # Off: the faults that tests plant have to show in what is trained.
+        policy = StreamingPolicy(self_check="off").override(**overrides)
         return prepare_with(model, policy, streams=self.streams, journal=self.journal)
 
     @contextmanager

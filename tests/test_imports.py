@@ -17,11 +17,11 @@ MAX_LINES = 500
 # A module may import, at module level, its own layer and those before it; cycles are refused apart.
 LAYERS = [
     {"errors", "config", "layout", "walk"},
-    {"streams", "host", "ring", "rng", "ambient", "frozen", "pack", "audit", "tree", "kernels"},
+    {"streams", "host", "ring", "rng", "ambient", "frozen", "pack", "channels", "audit", "tree", "kernels"},
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},
-    {"guards", "takeover"},
+    {"guards", "copies", "takeover"},
     {"api", "trainer", "cli", "demo", "demo_data", "demo_report"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -72,7 +72,8 @@ class LayerRuntime:
         self.check: Check | None = None
         """Watches the layer's calls, if set."""
         self._layer = weakref.ref(layer)
-        self._forward = type(layer).forward
+        self.own_forward: Callable[..., Any] = type(layer).forward
+        """Takes the layer and its arguments; compiled if that was asked for."""
         self._index = index
         self.block = block
         self._manager = manager
@@ -106,8 +107,14 @@ class LayerRuntime:
         return rematerialize(call)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's own forward; only inside a visit."""
-        return self._forward(self._layer(), *args, **kwargs)
+        """The layer's own forward, compiled if that was asked for; only inside a visit."""
+        return self.own_forward(self._layer(), *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layer's own forward, as ``nn.Module.compile`` does for a resident layer."""
+        layer = self._layer()
+        if layer is not None:
+            self.own_forward = torch.compile(type(layer).__mro__[2].forward, *args, **kwargs)  # type: ignore[attr-defined]
 
     @contextmanager
     def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[None]:
@@ -239,8 +246,13 @@ class LayerRuntime:
 class StreamedLayerMixin:
     """Placed before the layer's own class: see "Interception"."""
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return runtime_of(self).forward(args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what is recomputed, not what streams: see ``LayerRuntime.compile``."""
+        runtime_of(self).compile(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves and casts reach what stays on the device; the frozen tensors stay at rest."""
@@ -300,12 +312,6 @@ def detach(layer: nn.Module) -> None:
 def is_streamed(module: nn.Module) -> bool:
     """Whether ``module`` is a streamed layer."""
     return isinstance(module, StreamedLayerMixin)
-
-
-def own_forward(layer: nn.Module) -> Callable[..., Any]:
-    """The forward of a streamed layer's own class."""
-    forward: Callable[..., Any] = type(layer).__mro__[2].forward  # type: ignore[attr-defined]
-    return forward
 
 
 def runtime_of(layer: Any) -> LayerRuntime:

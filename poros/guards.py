@@ -41,6 +41,7 @@ class Guards:
         for name, module in ancestors:
             where = name or type(module).__name__
             self._put(module, "_apply", _ApplyGuard(module, where, device))
+            self._put(module, "compile", _refuse_compiling)
             if isinstance(module, BaseTuner):
                 for method in _MERGING:
                     self._put(module, method, _refuse_merging(method))
@@ -90,6 +91,14 @@ def _refuse_merging(method: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+def _refuse_compiling(*args: Any, **kwargs: Any) -> Any:
+    raise PreparedModelError(
+        "compile: expected a call on each layer, found one on what holds them. Streaming happens "
+        "between layers, which one graph over all of them would not see; after poros.prepare, call "
+        "layer.compile() for every decoder layer"
+    )
 
 
 def _skip_checkpointing(method: str) -> Callable[..., None]:

@@ -111,10 +111,23 @@ class LayerRuntime:
         return self.own_forward(self._layer(), *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the layer's own forward, as ``nn.Module.compile`` does for a resident layer."""
+        """Compile the layer's own forward, as ``nn.Module.compile`` does for a resident layer.
+
+        Raises:
+            UnsupportedModelError: If the layer has dropout.
+        """
         layer = self._layer()
-        if layer is not None:
-            self.own_forward = torch.compile(type(layer).__mro__[2].forward, *args, **kwargs)  # type: ignore[attr-defined]
+        if layer is None:
+            return
+        for name, module in layer.named_modules():
+            rates = (getattr(module, key, 0.0) for key in ("p", "attention_dropout"))
+            if any(isinstance(rate, float) and rate > 0 for rate in rates):
+                raise UnsupportedModelError(
+                    f"{self.name}: expected no dropout in a compiled layer, found it in {name}. The "
+                    "compiler generates other masks here than in a resident run, so the result "
+                    "would not be exact; train without dropout, or without compiling"
+                )
+        self.own_forward = torch.compile(type(layer).__mro__[2].forward, *args, **kwargs)  # type: ignore[attr-defined]
 
     @contextmanager
     def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[None]:

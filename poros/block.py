@@ -123,11 +123,12 @@ class LayerRuntime:
             rates = (getattr(module, key, 0.0) for key in ("p", "attention_dropout"))
             if any(isinstance(rate, float) and rate > 0 for rate in rates):
                 raise UnsupportedModelError(
-                    f"{self.name}: expected no dropout in a compiled layer, found it in {name}. The "
-                    "compiler generates other masks here than in a resident run, so the result "
+                    f"{self.name}: expected no dropout in a compiled layer, found it in {name!r}. "
+                    "The compiler generates other masks here than in a resident run, so the result "
                     "would not be exact; train without dropout, or without compiling"
                 )
-        self.own_forward = torch.compile(type(layer).__mro__[2].forward, *args, **kwargs)  # type: ignore[attr-defined]
+        base: Any = type(layer).__mro__[2]
+        self.own_forward = torch.compile(base.forward, *args, **kwargs)
 
     @contextmanager
     def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[None]:

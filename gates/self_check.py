@@ -19,79 +19,34 @@ itself. The bytes themselves are compared with a SHA-256 taken when they were mo
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.cache_utils import KVSharingDict
 from transformers.utils.output_capturing import _active_collector
 
-from poros.block import own_forward
-from poros.channels import recorded_outputs
+from poros.block import is_streamed, runtime_of
 from poros.errors import ParityError
 from poros.frozen import LayerBindings, bind_block
-from poros.gates.compare import differing
+from poros.gates.evidence import (
+    Evidence,
+    first_difference,
+    forward_values,
+    mappings_in,
+    named,
+    named_outputs,
+    random_states,
+    replace,
+    written,
+)
 from poros.remat import LayerCall
 from poros.takeover import Takeover
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Evidence:
-    """What was there when one layer ran forward, and what came out."""
-
-    layer: nn.Module
-    call: LayerCall
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    """Mappings among them are copies from before the call."""
-    inputs: list[torch.Tensor]
-    parameters: list[nn.Parameter]
-    recorded: list[str]
-    """What transformers recorded inside layers at the time."""
-    rng: list[torch.Tensor]
-    autocast: list[tuple[str, bool, torch.dtype]]
-    training: list[bool]
-    outputs: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
-    """Value, and whether it needs a gradient, by name."""
-    rng_end: list[torch.Tensor] = field(default_factory=list)
-
-    @contextmanager
-    def state(self, device: torch.device) -> Iterator[None]:
-        """The random states and the autocast of the forward, with gradients enabled."""
-        before = _rng(device)
-        with ExitStack() as stack:
-            stack.callback(_set_rng, before, device)
-            _set_rng(self.rng, device)
-            for device_type, enabled, dtype in self.autocast:
-                if enabled or torch.is_autocast_enabled(device_type):
-                    stack.enter_context(
-                        torch.autocast(
-                            device_type, dtype=dtype, enabled=enabled, cache_enabled=False
-                        )
-                    )
-            stack.enter_context(torch.enable_grad())
-            yield
-
-    def streamed_values(self) -> dict[str, Any]:
-        """Outputs and final random states of the streamed forward, by name."""
-        return _values(self.outputs, self.rng_end)
-
-    def named_gradients(
-        self, grad_outputs: Sequence[torch.Tensor | None]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The gradients that arrived at the outputs, under the outputs' names."""
-        returned, written, recorded = self.call.unpack_results(grad_outputs)
-        mappings: dict[str, dict[str, Any]] = {}
-        for key, entry, value in written:
-            mappings.setdefault(key, {})[entry] = value
-        return _named_outputs(returned, mappings, dict(recorded))
 
 
 class SelfCheck:
@@ -116,12 +71,21 @@ class SelfCheck:
         self._takeover = takeover
         self._digests = _digests(takeover)
         self._unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
+        self._without_gradient: set[int] = set()
+        """Layers of which only the forward was checked: nothing below them is trained."""
 
     @property
     def status(self) -> str:
         if self.message is not None:
             return "failed"
-        return "pending" if self._unchecked else "passed"
+        return "passed" if self._is_complete else "pending"
+
+    @property
+    def _is_complete(self) -> bool:
+        return (
+            len(self._unchecked) < self.num_layers
+            and self._unchecked.keys() <= self._without_gradient
+        )
 
     def watch(
         self, index: int, call: LayerCall, run: Callable[[], Any], arguments: tuple[Any, Any]
@@ -131,56 +95,51 @@ class SelfCheck:
         layer = reference() if reference is not None else None
         if layer is None:
             return run()
-        args, kwargs = arguments
-        before = _mappings(kwargs)
-        evidence = Evidence(
-            layer=layer,
-            call=call,
-            args=args,
-            kwargs={**kwargs, **{key: KVSharingDict(held) for key, held in before.items()}},
-            inputs=list(call.tensors),
-            parameters=list(call.parameters),
-            recorded=recorded_outputs(),
-            rng=_rng(self._device),
-            autocast=[
-                (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
-                for each in sorted({self._device.type, "cpu"})
-            ],
-            training=[module.training for module in layer.modules()],
-        )
-        collector: Mapping[str, list[Any]] = _active_collector.get() or {}
-        lengths = {key: len(collector[key]) for key in evidence.recorded}
-        result = run()
-        evidence.rng_end = _rng(self._device)
-        record = {key: collector[key][length:] for key, length in lengths.items()}
-        evidence.outputs = {
-            name: (tensor.detach(), tensor.requires_grad)
-            for name, tensor in _named_outputs(result, _written(kwargs, before), record)
-        }
-        node = next((each.grad_fn for _, each in _named("", result) if each.grad_fn), None)
-        if node is not None:
-            node.register_hook(partial(self._check, index, evidence))
+        if not call.needs_gradient and (index in self._without_gradient or not layer.training):
+            return run()
+        self._without_gradient.discard(index)
+        evidence, result = Evidence.collect(layer, call, run, arguments, self._device)
+        node = next((each.grad_fn for _, each in named("", result) if each.grad_fn), None)
+        held = [evidence]
+        if node is None:
+            self._begin(held, ())
+            self._check(index, held, (), ())
+        else:
+            # Emptied by the check: the graph may live on, with the loss.
+            node.register_prehook(partial(self._begin, held))
+            node.register_hook(partial(self._check, index, held))
         return result
+
+    def _begin(self, held: Sequence[Evidence], grad_outputs: object) -> None:
+        for evidence in held:
+            evidence.rng_backward = random_states(self._device)
 
     def _check(
         self,
         index: int,
-        evidence: Evidence,
+        held: list[Evidence],
         grad_inputs: Sequence[torch.Tensor | None],
         grad_outputs: Sequence[torch.Tensor | None],
     ) -> None:
         """The hook behind the layer's backward."""
-        flags = [module.training for module in evidence.layer.modules()]
-        if index not in self._unchecked or flags != evidence.training:
+        if not held:
             return
-        del self._unchecked[index]
-        name = evidence.call.layer.name
-        block = index // self._takeover.block_size
-        mismatch = self._damaged_bytes(block) or self._mismatch(
-            index, evidence, grad_inputs, grad_outputs
+        evidence = held.pop()
+        if index not in self._unchecked or not evidence.is_intact():
+            return
+        if not is_streamed(evidence.layer):
+            return  # restored since its forward
+        if grad_inputs:
+            del self._unchecked[index]
+        else:
+            self._without_gradient.add(index)
+        mismatch = (
+            self._damaged_bytes(index // self._takeover.block_size)
+            or self._disturbed(evidence)
+            or self._mismatch(index, evidence, grad_inputs, grad_outputs)
         )
         if mismatch is not None:
-            self.message = f"{name}: {mismatch}"
+            self.message = f"{evidence.call.layer.name}: {mismatch}"
             if self.mode == "strict":
                 raise ParityError(
                     f"self-check failed in {self.message}. The streamed step is not the resident "
@@ -188,16 +147,21 @@ class SelfCheck:
                     "this message; poros.restore(model) gives the model back"
                 )
             logger.warning("poros: self-check failed in %s; training goes on", self.message)
-        elif not self._unchecked and self.message is None:
+        elif self.status == "passed":
             logger.info("poros: self-check passed: %d layers, 0 differing bits", self.num_layers)
 
     def _damaged_bytes(self, block: int) -> str | None:
         if _digest(self._takeover.host.slabs[block].bytes) == self._digests[block]:
             return None
-        return (
-            f"the host bytes of block {block} are not those that poros.prepare took over (damaged "
-            "memory, or written by someone)"
+        return f"the host bytes of block {block} are not those that poros.prepare took over"
+
+    def _disturbed(self, evidence: Evidence) -> str | None:
+        before, now = (
+            forward_values({}, evidence.rng_backward),
+            forward_values({}, random_states(self._device)),
         )
+        difference = first_difference(before, now)
+        return difference and f"its backward has to leave no trace of random draws: {difference}"
 
     def _mismatch(
         self,
@@ -207,18 +171,23 @@ class SelfCheck:
         grad_outputs: Sequence[torch.Tensor | None],
     ) -> str | None:
         given = [*evidence.inputs, *evidence.parameters]
-        gradients = {id(each): g for each, g in zip(given, grad_inputs, strict=True)}
-        streamed = evidence.streamed_values()
+        gradients = dict(zip(map(id, given), grad_inputs, strict=bool(grad_inputs)))
+        streamed = forward_values(evidence.outputs, evidence.rng_end)
         resident = self._resident(index, evidence, grad_outputs)
         for name, tensor in resident.sources:
             streamed[f"gradient of {name}"] = gradients.get(id(tensor))
-        difference = _first_difference(resident.values, streamed)
+        difference = first_difference(resident.values, evidence.comparable(streamed))
         if difference is None:
             return None
+        kept = {f"input {n}": each.detach().clone() for n, each in enumerate(evidence.inputs)}
         again = self._resident(index, evidence, grad_outputs)
-        unsteady = _first_difference(resident.values, again.values)
+        unsteady = first_difference(resident.values, again.values)
         if unsteady is None:
             return difference
+        now = {f"input {n}": each for n, each in enumerate(evidence.inputs)}
+        edited = first_difference(kept, now)
+        if edited is not None:
+            return f"the layer, or a hook inside it, edits what it is given in place ({edited})"
         return (
             "resident does not equal itself: running the layer twice from the same state gives "
             f"different bits ({unsteady}), so nothing can be said about streaming; look for a "
@@ -233,9 +202,9 @@ class SelfCheck:
             id(each): each.detach().requires_grad_() if each.requires_grad else each
             for each in evidence.inputs
         }
-        args = tuple(_replace(value, leaves) for value in evidence.args)
-        kwargs = {key: _replace(value, leaves) for key, value in evidence.kwargs.items()}
-        before = _mappings(kwargs)
+        args = tuple(replace(value, leaves) for value in evidence.args)
+        kwargs = {key: replace(value, leaves) for key, value in evidence.kwargs.items()}
+        before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         with _ordinary(self._takeover, index, evidence.layer) as (forward, adapters):
             with evidence.state(self._device):
@@ -244,8 +213,8 @@ class SelfCheck:
                     result = forward(*args, **kwargs)
                 finally:
                     _active_collector.reset(token)
-                rng_end = _rng(self._device)
-            outputs = dict(_named_outputs(result, _written(kwargs, before), record))
+                rng_end = random_states(self._device)
+            outputs = dict(named_outputs(result, written(kwargs, before), record))
             pairs = [
                 (outputs[name], gradient)
                 for name, gradient in evidence.named_gradients(grad_outputs)
@@ -262,12 +231,14 @@ class SelfCheck:
                 ends, starts = zip(*pairs, strict=True)
                 wanted = [leaf for *_, leaf in sources]
                 found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-        values = _values(
-            {name: (each.detach(), each.requires_grad) for name, each in outputs.items()}, rng_end
+        values = forward_values(
+            {n: (e.detach(), e.requires_grad) for n, e in outputs.items()}, rng_end
         )
         for (name, *_), gradient in zip(sources, found, strict=True):
             values[f"gradient of {name}"] = gradient
-        return Resident(values, [(name, tensor) for name, tensor, _ in sources])
+        return Resident(
+            evidence.comparable(values), [(name, tensor) for name, tensor, _ in sources]
+        )
 
 
 class Resident(NamedTuple):
@@ -304,105 +275,15 @@ def _ordinary(
         for _, owner, key, parameter in places:
             owner[key] = stand_ins[id(parameter)]
         adapters = {id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places}
-        yield partial(own_forward(layer), layer), list(adapters.values())
+        yield partial(runtime_of(layer).own_forward, layer), list(adapters.values())
     finally:
         for _, owner, key, parameter in places:
             owner[key] = parameter
         bindings.swap_out()
 
 
-def _rng(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _set_rng(states: Sequence[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
-
-
-def _mappings(kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the shared mappings among the arguments hold now."""
-    return {key: dict(value) for key, value in kwargs.items() if isinstance(value, KVSharingDict)}
-
-
-def _written(
-    kwargs: Mapping[str, Any], before: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """What was written to them since."""
-    return {
-        key: {entry: v for entry, v in kwargs[key].items() if v is not held.get(entry)}
-        for key, held in before.items()
-    }
-
-
-def _values(
-    outputs: Mapping[str, tuple[torch.Tensor, bool]], rng_end: Sequence[torch.Tensor]
-) -> dict[str, Any]:
-    """All that a forward gave, by name."""
-    values: dict[str, Any] = {}
-    for name, (tensor, needs_gradient) in outputs.items():
-        values[name], values[f"{name} needs a gradient"] = tensor, needs_gradient
-    for number, state in enumerate(rng_end):
-        values[f"random state {number}"] = state
-    return values
-
-
-def _named_outputs(
-    result: Any, written: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Sequence[Any]]
-) -> Iterator[tuple[str, Any]]:
-    yield from _named("output", result)
-    for key, entries in written.items():
-        for entry, value in entries.items():
-            yield from _named(f"{key}[{entry!r}]", value)
-    for key, values in recorded.items():
-        for number, value in enumerate(values):
-            yield from _named(f"recorded {key}[{number}]", value)
-
-
-def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, tuple):
-        for number, part in enumerate(value):
-            yield from _named(f"{name}[{number}]", part)
-    elif isinstance(value, torch.Tensor):
-        yield name, value
-
-
-def _replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return leaves.get(id(value), value)
-    if isinstance(value, KVSharingDict):
-        return KVSharingDict({key: _replace(each, leaves) for key, each in value.items()})
-    if isinstance(value, tuple):
-        parts = [_replace(each, leaves) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
-
-
-def _first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    for name, value in expected.items():
-        other = found.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-            difference = differing(value, other, name)
-            if difference is not None:
-                return str(difference)
-        elif isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor) or value != other:
-            return f"{name}: resident has {_brief(value)}, streamed has {_brief(other)}"
-    extra = [name for name in found if name not in expected]
-    return f"{extra[0]}: streamed only" if extra else None
-
-
-def _brief(value: Any) -> str:
-    return (
-        f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
-    )
-
-
 def _digest(data: torch.Tensor) -> bytes:
-    return hashlib.sha256(memoryview(data.numpy())).digest()
+    return hashlib.sha256(data.numpy().data).digest()
 
 
 def _digests(takeover: Takeover) -> list[bytes]:

@@ -55,7 +55,39 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 VOCAB_SIZE = 512
 
 # Attributes under which configurations keep a dropout probability inside the decoder.
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout")
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "dropout",
+)
+
+# Names of separate experts, in the releases that had them.
+_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+# A configuration that ignores what it is asked for has its default size, which no gate can afford.
+_MAX_PARAMETERS = 30_000_000
+
+
+def model_type_of(architecture: str) -> str:
+    """The ``model_type`` that an architecture's name stands for.
+
+    Raises:
+        UnsupportedModelError: If transformers has no such model type.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = ARCHITECTURES.get(architecture, architecture)
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"expected an architecture that the gates can build, found {architecture!r}; the "
+            f"validated names are {', '.join(ARCHITECTURES)}, and any other model_type that this "
+            "transformers release knows can be tried"
+        )
+    return model_type
 
 
 def small_config(
@@ -77,30 +109,64 @@ def small_config(
     """
     from transformers import CONFIG_MAPPING
 
-    model_type = ARCHITECTURES.get(architecture, architecture)
-    if model_type not in CONFIG_MAPPING:
+    model_type = model_type_of(architecture)
+    wanted = _small_sizes(num_layers, hidden_size, dropout)
+    if architecture not in ARCHITECTURES:
+        # As the Trainer sets it: several families hand their layers a cache that is refused.
+        wanted["use_cache"] = False
+    config_class = CONFIG_MAPPING[model_type]
+    try:
+        sizes = {**_shrunk(config_class, wanted), **_SPECIAL.get(architecture, {})}
+        return config_class(**sizes)
+    except Exception as error:
         raise UnsupportedModelError(
-            f"expected an architecture that the gates can build, found {architecture!r}; the "
-            f"validated names are {', '.join(ARCHITECTURES)}, and any other model_type that this "
-            "transformers release knows can be tried"
-        )
+            f"expected a {architecture!r} configuration that takes small sizes, found "
+            f"{type(error).__name__}: {error}; check a small checkpoint of it with "
+            "`poros check MODEL_DIR` instead"
+        ) from error
+
+
+def _small_sizes(num_layers: int, hidden_size: int, dropout: float) -> dict[str, Any]:
+    """Values by the names under which configurations of several families keep them."""
     head_dim = hidden_size // 4
-    wanted: dict[str, Any] = {
+    return {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "moe_intermediate_size": hidden_size,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
+        **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim"), hidden_size),
+        **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff"), 2 * hidden_size),
+        **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 2 * hidden_size),
+        **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), hidden_size),
+        "shared_expert_intermediate_size": hidden_size,
+        **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), num_layers),
+        **dict.fromkeys(("decoder_layers", "encoder_layers"), num_layers),
+        **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+        **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
         "num_key_value_heads": 2,
         "head_dim": head_dim,
         "query_pre_attn_scalar": head_dim,
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 256,
+        # Low-rank attention; queries and keys are a rotated and a plain half.
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), hidden_size // 2),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), head_dim),
+        "qk_head_dim": 2 * head_dim,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "rotary_dim": head_dim // 2,
+        # Experts in one group, and every kind of layer within a few layers.
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+        **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+        **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+        "first_k_dense_replace": 1,
+        **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
+        **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+        # State-space and linear attention heads.
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), head_dim),
+        **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+        **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), head_dim),
+        "mamba_d_ssm": 2 * hidden_size,
+        **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_chunk_size"), 16),
+        **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256),
         "original_max_position_embeddings": 256,
-        "sliding_window": 8,
+        **dict.fromkeys(("sliding_window", "window_size", "local_attention"), 8),
         # Wide enough that attention is far from uniform: a wrong mask then moves many bits.
         "initializer_range": 0.08,
         "pad_token_id": 0,
@@ -108,22 +174,35 @@ def small_config(
         "eos_token_id": 2,
         **dict.fromkeys(_DROPOUTS, dropout),
     }
-    config_class = CONFIG_MAPPING[model_type]
-    try:
-        default = config_class()
-        # Not hasattr: sizes that vary by layer refuse to be read for the whole model.
-        known = default.to_dict()
-        kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
-        if kinds:
-            wanted["layer_types"] = [kinds[layer % len(kinds)] for layer in range(num_layers)]
-        usual = {key: wanted[key] for key in wanted if key in known}
-        return config_class(**usual, **_SPECIAL.get(architecture, {}))
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"expected a {architecture!r} configuration that takes small sizes, found "
-            f"{type(error).__name__}: {error}; check a small checkpoint of it with "
-            "`poros check MODEL_DIR` instead"
-        ) from error
+
+
+def _shrunk(config_class: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """What of ``wanted`` the class knows, its per-layer lists cut, its parts shrunk likewise."""
+    default = config_class()
+    # Not hasattr: sizes that vary by layer refuse to be read for the whole model.
+    known = default.to_dict()
+    own_names = getattr(config_class, "attribute_map", {})
+    usual = {own_names.get(key, key): value for key, value in wanted.items()}
+    usual = {key: value for key, value in usual.items() if key in known}
+    for key, value in usual.items():
+        if type(known[key]) is int and isinstance(value, float):
+            usual[key] = int(value)  # a dropout that is declared as a whole number
+    if "kv_lora_rank" in known and "num_key_value_heads" in usual:
+        usual["num_key_value_heads"] = wanted["num_attention_heads"]  # keys are per query head
+    num_layers = wanted["num_hidden_layers"]
+    default_num_layers = known.get(own_names.get("num_hidden_layers", "num_hidden_layers"))
+    for key, value in known.items():
+        per_layer = isinstance(value, list) and len(value) == default_num_layers
+        if key == "layer_types" or (
+            per_layer and all(isinstance(v, str | int | float) for v in value)
+        ):
+            kinds = list(dict.fromkeys(value or ()))
+            if kinds:
+                usual[key] = [kinds[layer % len(kinds)] for layer in range(num_layers)]
+    for key, part in getattr(config_class, "sub_configs", {}).items():
+        if isinstance(known.get(key), dict) and hasattr(part, "attribute_map"):
+            usual[key] = {**known[key], **_shrunk(part, wanted)}
+    return usual
 
 
 def write_checkpoint(
@@ -139,6 +218,7 @@ def write_checkpoint(
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), _no_progress_bars():
+        _refuse_large(config)
         torch.default_generator.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -152,6 +232,24 @@ def write_checkpoint(
                 if parameter.dim() == 1:
                     parameter.add_(0.1 * torch.randn(parameter.shape).to(dtype))
         model.save_pretrained(directory)
+
+
+def _refuse_large(config: "PreTrainedConfig") -> None:
+    """Count the parameters of a model without memory before one that takes it is made."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # the model that is made next says better why
+        return
+    num_parameters = sum(each.numel() for each in model.parameters())
+    if num_parameters > _MAX_PARAMETERS:
+        raise UnsupportedModelError(
+            f"expected a {config.model_type!r} configuration that takes small sizes, found "
+            f"{num_parameters:,} parameters after shrinking it (at most {_MAX_PARAMETERS:,}); "
+            "check a small checkpoint of it with `poros check MODEL_DIR` instead"
+        )
 
 
 def load_base(
@@ -205,19 +303,12 @@ def attach_lora(
     """
     from peft import LoraConfig, get_peft_model
 
-    linears = [name for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)]
-    # Blocks are numbered; the head and other single layers are not.
-    in_blocks = {name.split(".")[-1] for name in linears if any(map(str.isdigit, name.split(".")))}
-    if not in_blocks:
-        raise UnsupportedModelError(
-            f"expected linear layers in numbered decoder blocks, found {linears or 'no linear'} in "
-            f"{type(base).__name__}"
-        )
+    targets = _linears_in_layers(base)
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=dropout,
-        target_modules=sorted(in_blocks),
+        target_modules=targets,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
@@ -229,6 +320,50 @@ def attach_lora(
                 scale = parameter.shape[-1] ** -0.5 if "lora_A" in name else 0.02
                 parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def _linears_in_layers(base: "PreTrainedModel") -> list[str]:
+    """Name the linear layers of the decoder blocks that PEFT can adapt; last names if they do."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.pytorch_utils import Conv1D
+
+    modules = dict(base.named_modules())
+    # Not routers: some are linear layers that return a tuple.
+    linears = [
+        name
+        for name, each in modules.items()
+        if isinstance(each, torch.nn.Linear | Conv1D) and "Router" not in type(each).__name__
+    ]
+    layers = tuple(
+        f"{name}."
+        for name, module in modules.items()
+        if isinstance(module, GradientCheckpointingLayer)
+    )
+    # Without such layers: blocks are numbered; the head and other single layers are not.
+    inside = [
+        name
+        for name in linears
+        if (name.startswith(layers) if layers else any(map(str.isdigit, name.split("."))))
+    ]
+    # PEFT takes the names of separate experts for the fused parameters that replaced them.
+    if any(each.dim() == 3 for name, each in base.named_parameters() if name.startswith(layers)):
+        inside = [name for name in inside if name.split(".")[-1] not in _EXPERTS]
+    # PEFT refuses it: a state-space mixer reads this weight without calling the module.
+    mixers = tuple(name.removesuffix("conv1d") for name in modules if name.endswith(".conv1d"))
+    inside = [
+        name for name in inside if not (name.endswith(".out_proj") and name.startswith(mixers))
+    ]
+    if not inside:
+        raise UnsupportedModelError(
+            f"expected linear layers in the decoder blocks, found {linears or 'no linear'} in "
+            f"{type(base).__name__}"
+        )
+    last_names = {name.split(".")[-1] for name in inside}
+    # A last name may also be that of a linear layer outside, or of fused experts' parameters.
+    others = {*linears, *(name for name, _ in base.named_parameters())} - set(inside)
+    if any(name.split(".")[-1] in last_names for name in others):
+        return sorted(inside)
+    return sorted(last_names)
 
 
 def make_model(

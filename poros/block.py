@@ -90,21 +90,29 @@ class LayerRuntime:
         if not torch.is_grad_enabled():
             self._refuse_dropped_cache(kwargs.get(_CACHE))
             self.tree()
-            with self.visit(Phase.INFERENCE, ()):
-                return self.run(args, kwargs)
+            return self._stream(args, kwargs)
         self._refuse_recorded_outputs()
         kwargs = self._without_cache(kwargs)
+        self._cast_trained_biases()
         call = LayerCall(self, args, kwargs)
         if not call.parameters:
             self._refuse_frozen_adapters()
         if not call.needs_gradient:
-            with self.visit(Phase.INFERENCE, ()):
-                return self.run(args, kwargs)
+            if self.check is not None:
+                return self.check(
+                    self._index, call, lambda: self._stream(args, kwargs), (args, kwargs)
+                )
+            return self._stream(args, kwargs)
         if call.ambient.is_autocast:
             self._refuse_shared_casts(call)
         if self.check is not None:
             return self.check(self._index, call, lambda: rematerialize(call), (args, kwargs))
         return rematerialize(call)
+
+    def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward when no gradient passes through the layer."""
+        with self.visit(Phase.INFERENCE, ()):
+            return self.run(args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward, compiled if that was asked for; only inside a visit."""
@@ -181,6 +189,24 @@ class LayerRuntime:
     def _take_stock(self, layer: nn.Module) -> None:
         self._tree = ModuleTree(layer, self.bindings.tensor_ids, self._is_adapter_module)
         self.audit = GraphAudit(self.name)
+        # Linear layers of bitsandbytes that have a bias.
+        self._biased: list[Any] = [
+            each
+            for each in layer.modules()
+            if getattr(each, "compute_dtype", None) is not None
+            and each._parameters.get("bias") is not None
+        ]
+
+    def _cast_trained_biases(self) -> None:
+        """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
+
+        It would do so inside the layer, to the stand-in of the bias instead of the parameter.
+        """
+        self.tree()
+        for module in self._biased:
+            bias = module._parameters["bias"]
+            if bias.requires_grad and bias.dtype != module.compute_dtype:
+                bias.data = bias.data.to(module.compute_dtype)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Drop the KV cache: the recomputation would append to it a second time."""

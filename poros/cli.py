@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -96,6 +96,15 @@ def check(
         str | None,
         typer.Option(help="Check a small random model of this architecture, such as qwen2."),
     ] = None,
+    record: Annotated[
+        bool,
+        typer.Option(
+            "--record", help="Check it in every mode of the registry, and write its record there."
+        ),
+    ] = False,
+    registered: Annotated[
+        bool, typer.Option("--registered", help="List the architectures on record; check nothing.")
+    ] = False,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Optimizer steps.", show_default="20; 3 for a checkpoint"),
@@ -106,10 +115,21 @@ def check(
 ) -> None:
     """Train resident and streamed from the same bytes and compare every bit, on this machine.
 
-    Exit code: 0 if no bit differs, 1 if one does, 2 for bad input.
+    Exit code: 0 if no bit differs, 1 if one does (or a listed record is stale), 2 for bad input.
     """
+    if registered:
+        if record or model_dir is not None or architecture is not None:
+            raise typer.BadParameter("--registered lists what is on record and takes no other")
+        _list_registered()
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
+    if record:
+        chosen = (slots, block_size) != (_POLICY.slots, _POLICY.block_size)
+        if architecture is None or steps is not None or out is not None or chosen:
+            raise typer.BadParameter(
+                "--record takes --architecture NAME alone: the registry sets the modes"
+            )
+        _record(architecture)
 
     from poros.gates import parity
     from poros.gates.report import render
@@ -130,6 +150,28 @@ def check(
         report.write(out)
         typer.echo(f"report: {out}")
     raise typer.Exit(0 if report.exact else NOT_HELD)
+
+
+def _list_registered() -> NoReturn:
+    from poros.gates.registry import read_registry
+    from poros.gates.registry_table import render
+
+    with _readable_errors():
+        raise typer.Exit(0 if render(read_registry()) else NOT_HELD)
+
+
+def _record(architecture: str) -> NoReturn:
+    from poros.gates.registry import read_registry
+    from poros.gates.report import render
+    from poros.gates.sweep import make_record
+
+    _quieten_libraries()
+    with _readable_errors():
+        record = make_record(architecture, on_report=render)
+        # Read after the runs: another command may have recorded something meanwhile.
+        read_registry().including(record).write()
+    typer.echo(f"recorded: {record.name} {record.outcome} {record.reason or ''}".rstrip())
+    raise typer.Exit(0 if record.outcome == "exact" else NOT_HELD)
 
 
 @contextmanager

@@ -27,9 +27,6 @@ from poros.frozen import FrozenTensor, is_4bit
 
 logger = logging.getLogger(__name__)
 
-VALIDATED = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
-"""Values of ``config.model_type`` whose parity cells pass; the test suite runs each of them."""
-
 _WRAPPERS = (
     "DataParallel",
     "DeepSpeedEngine",
@@ -72,6 +69,13 @@ def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -
     blocks = _frozen_by_block(model, layers_name, layers, block_size)
     _check_validated(base, layers, allow_unvalidated)
     return Inventory(base, layers_name, layers, blocks, tied)
+
+
+def validated_model_types() -> frozenset[str]:
+    """Values of ``config.model_type`` of which every variant on record streams exactly."""
+    from poros.gates.registry import read_registry
+
+    return read_registry().exact_model_types()
 
 
 def is_adapter_module(module: nn.Module) -> bool:
@@ -179,12 +183,6 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
         for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
             if isinstance(module, BaseTunerLayer):
                 num_tuner_layers += 1
-                if isinstance(module, ParamWrapper):
-                    raise UnsupportedModelError(
-                        f"{name}: expected adapters on modules, found one on the parameter "
-                        f"{module.parameter_name!r} (target_parameters, fused experts), which PEFT "
-                        "re-registers at each forward; choose target_modules instead"
-                    )
                 if getattr(module, "merged", False):
                     raise UnsupportedModelError(
                         f"{name}: expected separate adapters, found {module.merged_adapters} "
@@ -224,6 +222,11 @@ def _adapter_parameters(layer: nn.Module) -> set[int]:
                     added.update(id(tensor) for _, tensor in _named_tensors(part))
                 elif isinstance(part, torch.Tensor):
                     added.add(id(part))
+        if isinstance(module, BaseTunerLayer):
+            # bias="lora_only" and "all" train the biases of the base where adapters sit.
+            bias = getattr(module.get_base_layer(), "bias", None)
+            if bias is not None and bias.requires_grad:
+                added.add(id(bias))
     return added
 
 
@@ -254,6 +257,8 @@ def _frozen_by_block(
 
 def _collect(prefix: str, index: int, layer: nn.Module, found: dict[int, FrozenTensor]) -> None:
     adapters = _adapter_parameters(layer)
+    # PEFT adapts parameters that belong to no linear layer (fused experts) directly.
+    adapted = {id(each.get_param()) for each in layer.modules() if isinstance(each, ParamWrapper)}
     for module_name, module in layer.named_modules(prefix=prefix):
         for owner in (module._parameters, module._buffers):
             for key, tensor in owner.items():
@@ -261,7 +266,14 @@ def _collect(prefix: str, index: int, layer: nn.Module, found: dict[int, FrozenT
                     continue
                 name = f"{module_name}.{key}"
                 _check_streamable(name, tensor)
-                entry = found.setdefault(id(tensor), FrozenTensor(name, tensor))
+                entry = found.setdefault(
+                    id(tensor), FrozenTensor(name, tensor, id(tensor) in adapted)
+                )
+                if entry.is_adapted and is_4bit(tensor):
+                    raise UnsupportedModelError(
+                        f"{name}: expected adapters on 4-bit modules, found one on the packed "
+                        "weight itself (target_parameters); choose target_modules instead"
+                    )
                 entry.places.append((index, owner, key))
                 if is_4bit(tensor) and "quant_state" in module.__dict__:
                     entry.modules.append((index, module))
@@ -294,14 +306,15 @@ def _check_validated(
         if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer)
     }
     name = base.config.model_type
-    if name in VALIDATED and not others:
+    is_validated = name in validated_model_types()
+    if is_validated and not others:
         return
-    what = f"architecture {name!r}" if name not in VALIDATED else f"adapters {sorted(others)}"
+    what = f"adapters {sorted(others)}" if is_validated else f"architecture {name!r}"
     if not allow_unvalidated:
         raise UnvalidatedArchitectureError(
-            f"no gate has shown that {what} streams exactly (validated: {', '.join(VALIDATED)}, "
-            f"with LoRA). Run `poros check --architecture {name}`; if it reports 0 differing bits, "
-            "pass allow_unvalidated=True"
+            f"no gate has shown that {what} streams exactly (`poros check --registered` "
+            "lists the architectures that do, with LoRA). Run `poros check --architecture "
+            f"{name}`; if it reports 0 differing bits, pass allow_unvalidated=True"
         )
     logger.warning("poros: no gate has shown that %s streams exactly; you allowed it", what)
 

@@ -49,6 +49,8 @@ class FrozenTensor:
 
     name: str
     tensor: torch.Tensor
+    is_adapted: bool = False
+    """Whether an adapter sits on the tensor itself (fused experts), not on its module."""
     places: list[tuple[int, dict[str, Any], str]] = field(default_factory=list)
     """(layer, owner dictionary, key)."""
     modules: list[tuple[int, nn.Module]] = field(default_factory=list)
@@ -260,6 +262,11 @@ def _twin(
     original = each.tensor
     if not each.is_4bit:
         data = next_view()
+        if each.is_adapted:
+            # At each forward PEFT registers a parametrization for it, and torch then sets it to
+            # itself. No byte changes, but it counts as a write; with a count of its own it does not
+            # pass for a write to the rest of the slot.
+            data = data.data
         is_parameter = isinstance(original, nn.Parameter)
         return nn.Parameter(data, requires_grad=False) if is_parameter else data
     packed: Any = original

@@ -89,7 +89,7 @@ def test_check_fails_when_a_streamed_bit_is_wrong(
     prepare = poros.api.prepare
 
     def broken(model: Any, **policy: Any) -> Any:
-        model = prepare(model, **policy)
+        model = prepare(model, **{**policy, "self_check": "off"})
         poros.runtime(model).host_slab(1)[0] ^= 1
         return model
 

@@ -244,8 +244,34 @@ def test_kbit_preparation_after_prepare_is_never_silent(
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_copies_and_pickles_are_refused(level: str, model: Any) -> None:
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": lambda model: saved_and_loaded(model),
+}
+
+
+def saved_and_loaded(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_the_prepared_model_is_a_prepared_model(how: str, model: Any) -> None:
+    before = picture(model, identity=False)  # guards and runtime are put back as new objects
+    twin = COPIES[how](model)
+    assert changes(before, picture(model, identity=False)) == {}
+    assert poros.runtime(twin) is not poros.runtime(model)
+    assert poros.runtime(twin).policy == poros.runtime(model).policy
+    assert changes(bits_of(model), bits_of(twin)) == {}
+    assert_still_exact(twin)
+    assert_still_exact(model)
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "PEFT model"])
+def test_copies_and_pickles_of_a_part_are_refused(level: str, model: Any) -> None:
     before = picture(model)
     module = LEVELS[level](model)
     attempts: list[Callable[[], object]] = [

@@ -238,13 +238,15 @@ class NewStorages(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("self_check", ["off", "strict"])
 @pytest.mark.parametrize("is_faulty", [False, True], ids=["poros", "control"])
 def test_nothing_of_a_slots_size_is_allocated_after_prepare(
-    tmp_path: Path, is_faulty: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, is_faulty: bool, self_check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the self-check: after the first step, which it checks in memory of its own."""
     sizes = {"hidden_size": 64, "num_layers": 9, "intermediate_size": 128, "vocab_size": 512}
     model = build(tmp_path, "cpu", rank=4, **sizes).train()
-    poros.prepare(model, device="cpu", block_size=3)
+    poros.prepare(model, device="cpu", block_size=3, self_check=self_check)
     slots = [slot.buffer for slot in poros.runtime(model)._takeover.ring.slots]
     known = [*slots, *model.parameters(), *model.buffers()]
     if is_faulty:
@@ -257,6 +259,9 @@ def test_nothing_of_a_slots_size_is_allocated_after_prepare(
 
         monkeypatch.setattr(BlockManager, "acquire", acquire_a_copy)
     batch = tiny.make_batches(1, batch_size=1, num_tokens=8)[0]
+    if self_check != "off":
+        warm_up(model, batch)
+        assert poros.runtime(model).self_check["status"] == "passed"
     with NewStorages(known) as new:
         warm_up(model, batch)
         with torch.no_grad():

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -57,7 +58,11 @@ def pins(file: str) -> dict[str, Version]:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what a build reads, so that building leaves nothing in the working tree."""
-    copy = tmp_path / "checkout"
+    return copy_checkout(tmp_path / "checkout")
+
+
+def copy_checkout(copy: Path) -> Path:
+    """Copy what a build reads to ``copy``."""
     for folder in FOLDERS.values():
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
@@ -116,6 +121,119 @@ def test_a_wheel_without_gates_is_told_from_a_whole_one(checkout: Path, tmp_path
         missing = modules_on_disk(ROOT) - set(wheel.namelist())
     assert "poros/gates/__init__.py" in missing
     assert all(name.startswith("poros/gates/") for name in missing)
+
+
+class Installed:
+    """An environment with the wheel in it, and away from the checkout.
+
+    What the wheel depends on is taken from the environment of the tests, through a line in a .pth
+    file: that makes packages importable without running what lies beside them, an editable
+    install's finder included.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        wheel = build_wheel(copy_checkout(folder / "checkout"), folder / "dist")
+        shutil.rmtree(folder / "checkout")
+        self.user = folder / "user"
+        self.user.mkdir()
+        self.bin = folder / "venv" / "bin"
+        self.python = str(self.bin / "python")
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")],
+            check=True,
+            timeout=120,
+        )
+        self.site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+        (self.site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        pip = [sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check"]
+        subprocess.run(
+            [*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, timeout=120
+        )
+
+    def run(self, *command: str, returncode: int = 0) -> str:
+        """Run a command in the user's folder, with nothing of ours in the environment."""
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(self.user),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, cwd=self.user, env=environment
+        )
+        assert done.returncode == returncode, done.stdout + done.stderr
+        return done.stdout
+
+    def check_types(self, script: str, returncode: int = 0) -> str:
+        """What mypy says about a user's script."""
+        (self.user / "script.py").write_text(script)
+        (self.user / "mypy.ini").write_text(
+            "[mypy]\n[mypy-transformers.*,peft.*,bitsandbytes.*]\nfollow_imports = skip\n"
+        )
+        return self.run(self.python, "-m", "mypy", "script.py", returncode=returncode)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(tmp_path_factory.mktemp("installed"))
+
+
+def test_the_installed_command_tells_its_version(installed: Installed) -> None:
+    assert poros.__version__ in installed.run(str(installed.bin / "poros"), "--version")
+
+
+SMOKE = """
+import json, torch
+torch.set_num_threads(1)
+import poros, poros.gates, poros.loaders
+from poros.gates import tiny
+from poros.gates.reference import TrainingSpec, train
+
+batches, spec = tiny.make_batches(2, num_tokens=8), TrainingSpec(num_steps=2)
+arms = [tiny.make_model("qwen2", num_layers=3, hidden_size=64, dropout=0.05) for _ in range(2)]
+poros.prepare(arms[1])
+hashes = [train(model, batches, spec).hash() for model in arms]
+hashes.append(train(arms[0], batches, spec).hash())
+files = [module.__file__ for module in (poros, poros.loaders, poros.gates)]
+print(json.dumps([files, hashes, poros.runtime(arms[1]).self_check["status"]]))
+"""
+
+
+def test_the_installed_wheel_trains_exactly(installed: Installed) -> None:
+    files, hashes, status = json.loads(installed.run(installed.python, "-c", SMOKE))
+    assert files == [
+        str(installed.site.joinpath(*name.split("."), "__init__.py")) for name in FOLDERS
+    ]
+    # The third run starts from what the first has learnt: another run, another hash.
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert status == "passed"
+
+
+USER = """
+import poros
+import torch
+
+def work(model: torch.nn.Linear) -> None:
+    reveal_type(poros.prepare(model, slots=3))
+    reveal_type(poros.runtime(model).host_slab(0))
+"""
+
+
+def test_the_installed_wheel_is_typed(installed: Installed) -> None:
+    said = installed.check_types(USER)
+    assert 'Revealed type is "torch.nn.modules.linear.Linear"' in said
+    assert 'Revealed type is "torch._tensor.Tensor"' in said
+    wrong = installed.check_types("import poros\nporos.StreamingPolicy(slots='3')\n", 1)
+    assert 'expected "int"' in wrong
+
+
+def test_a_wheel_without_its_marker_is_told_from_a_typed_one(installed: Installed) -> None:
+    """Negative control: the same files, py.typed taken away."""
+    marker = installed.site / "poros" / "py.typed"
+    marker.rename(installed.user / "py.typed")
+    try:
+        assert "py.typed marker" in installed.check_types("import poros\n", 1)
+    finally:
+        (installed.user / "py.typed").rename(marker)
 
 
 def test_version_is_told_once() -> None:

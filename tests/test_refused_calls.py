@@ -162,22 +162,6 @@ def test_recorded_attentions_are_refused_under_grad_and_exact_without() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_recorded_router_logits_are_refused_under_grad_and_exact_without() -> None:
-    def make() -> Any:
-        return build("mixtral", dropout=0.0)
-
-    twin, model = make(), poros.prepare(make(), allow_unvalidated=True)
-    with pytest.raises(UnsupportedModelError, match="router_logits"):
-        model(**batches()[0], output_router_logits=True)
-    assert_same_run(run(twin), run(model))
-    with torch.no_grad():
-        expected, found = (
-            each.eval()(**batches()[0], output_router_logits=True) for each in (twin, model)
-        )
-    assert same_bits(expected.loss, found.loss)
-    assert same_bits(expected.aux_loss, found.aux_loss)
-
-
 def test_a_refused_call_leaves_the_slots_as_they_were(caplog: pytest.LogCaptureFixture) -> None:
     model = poros.prepare(build())
     run(model)

@@ -1,0 +1,254 @@
+"""Which families stream exactly: one record per family, written by the gate and by nobody else.
+
+``registry.json`` beside this file holds the records. ``poros check --architecture NAME --record``
+runs the gate in every mode below and replaces one of them; ``python -m poros.gates.sweep`` does so
+for all that have none or a stale one.
+
+Note: When a record counts. A record is a claim about code that has run. It counts only while
+
+1. its seal, a digest of everything else in it, is the one that was written with it,
+2. the code of the gate and of the runtime is the code that ran, comments and docstrings aside,
+3. its modes are those that the gate runs today, and
+4. what it says it measured supports its outcome.
+
+``Record.problems`` lists what is wrong; a test demands that no record has any.
+"""
+
+import ast
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, Literal
+
+from poros.errors import PorosError
+
+PATH = Path(__file__).with_name("registry.json")
+
+Outcome = Literal["exact", "refused", "failed", "untested"]
+
+OUTCOMES: dict[Outcome, str] = {
+    "exact": "not one bit differs in any mode",
+    "refused": "Poros says that it cannot stream it, and why",
+    "failed": "streamed and resident differ, or the streamed run broke",
+    "untested": "the small resident model cannot be made or trained, which says nothing of Poros",
+}
+
+_SHORT = {
+    "dtype": "bfloat16",
+    "dropout": 0.05,
+    "block_size": 1,
+    "slots": 2,
+    "accumulation": 1,
+    "self_check": "strict",
+    "is_adversarial": True,
+    "num_steps": 3,
+    "num_layers": 3,
+    "hidden_size": 64,
+}
+_LONG = {**_SHORT, "num_steps": 20, "num_layers": 6}
+# The self-check loads layers of its own accord: one mode runs without, as a fault it hides would.
+_DENSE = {**_LONG, "dtype": "float32", "dropout": 0.0, "block_size": 2, "self_check": "off"}
+
+PROMISED_MODES: tuple[dict[str, Any], ...] = (_LONG, {**_DENSE, "accumulation": 2})
+"""Modes of the architectures that the gates promise."""
+OTHER_MODES: tuple[dict[str, Any], ...] = (_SHORT,)
+"""Modes of every other family."""
+
+# What decides the bits of either arm and whether a difference is seen. Commands, reports and demos
+# may change without touching a record; so may the self-check, which can stop a run, not alter it.
+_CODE = (
+    *("poros.ambient", "poros.block", "poros.channels", "poros.discover", "poros.frozen"),
+    *("poros.host", "poros.layout", "poros.manager", "poros.pack", "poros.remat", "poros.ring"),
+    *("poros.rng", "poros.streams", "poros.takeover", "poros.walk"),
+    *("poros.gates.adversary", "poros.gates.arms", "poros.gates.compare", "poros.gates.parity"),
+    *("poros.gates.reference", "poros.gates.sweep", "poros.gates.tiny"),
+)
+
+
+class RegistryError(PorosError, ValueError):
+    """The registry's file is not what the gate wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What the gate found for one family."""
+
+    name: str
+    """As in ``poros check --architecture``."""
+    model_type: str
+    """``config.model_type``; several variants may share it."""
+    outcome: Outcome
+    reason: str | None
+    """Why it is not exact."""
+    modes: Sequence[Mapping[str, Any]]
+    """Settings of each run, with ``num_elements`` compared, ``num_differing_bits`` and hashes."""
+    versions: Mapping[str, str]
+    environment: Mapping[str, Any]
+    date: str
+    code: str
+    """``code_hash()`` of the code that ran."""
+    seal: str = ""
+
+    def sealed(self) -> "Record":
+        """This record with the digest of everything else in it."""
+        return replace(self, seal=self._digest())
+
+    def problems(self, code: str, ranges: Mapping[str, Any] | None = None) -> list[str]:
+        """Say why this record does not count.
+
+        Args:
+            code: ``code_hash()`` of the code that is there now.
+            ranges: Version specifiers by distribution; what it lacks is not checked.
+        """
+        found = []
+        if self.seal != self._digest():
+            found.append("it was changed after the gate wrote it")
+        if self.code != code:
+            found.append("the code of the gate or of the runtime has changed since")
+        for library, allowed in (ranges or {}).items():
+            ran = self.versions.get(library)
+            if ran is None or ran.split("+")[0] not in allowed:
+                found.append(f"it ran with {library} {ran}, expected {allowed}")
+        if self.outcome not in OUTCOMES:
+            found.append(f"expected an outcome of {', '.join(OUTCOMES)}, found {self.outcome!r}")
+        if (self.outcome == "exact") is (self.reason is not None):
+            found.append("expected a reason exactly when it is not exact")
+        if self.outcome == "exact":
+            found.extend(self._unsupported())
+        return found
+
+    def _unsupported(self) -> list[str]:
+        """Say what of the measurements does not support the outcome ``exact``."""
+        found = []
+        expected = modes_of(self.name)
+        settings = [{key: mode.get(key) for key in _SHORT} for mode in self.modes]
+        # Some families cannot have dropout in their adapters; the record says which it was.
+        if [{**each, "dropout": None} for each in settings] != [
+            {**each, "dropout": None} for each in expected
+        ]:
+            found.append("it ran in other modes than the gate runs now")
+        for index, mode in enumerate(self.modes):
+            hashes = mode.get("hashes", {})
+            equal = hashes.get("resident") == hashes.get("streamed") is not None
+            if not equal or mode.get("num_differing_bits") != 0 or not mode.get("num_elements"):
+                found.append(f"mode {index} did not find the two runs equal")
+        return found
+
+    def _digest(self) -> str:
+        content = {key: value for key, value in asdict(self).items() if key != "seal"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All records, by name."""
+
+    records: Mapping[str, Record]
+
+    def exact_model_types(self) -> frozenset[str]:
+        """Model types all of whose variants on record are exact."""
+        exact = {each.model_type for each in self.records.values() if each.outcome == "exact"}
+        others = {each.model_type for each in self.records.values() if each.outcome != "exact"}
+        return frozenset(exact - others)
+
+    def including(self, record: Record) -> "Registry":
+        """This registry with ``record`` in the place of its predecessor."""
+        return Registry(dict(sorted({**self.records, record.name: record}.items())))
+
+    def write(self, path: Path | None = None) -> None:
+        """Write all records; a reader sees the old file or all of the new one."""
+        path = path or PATH
+        content = {"records": [asdict(each) for each in self.records.values()]}
+        with NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
+        ) as part:
+            try:
+                json.dump(content, part, indent=1)
+                part.write("\n")
+                part.flush()
+                os.fsync(part.fileno())
+                os.chmod(part.name, 0o644)
+                os.replace(part.name, path)
+            except BaseException:
+                os.unlink(part.name)
+                raise
+
+
+def read_registry(path: Path | None = None) -> Registry:
+    """Read the records; without the file there are none, and no family counts as exact.
+
+    Raises:
+        RegistryError: If the file cannot be read as records, or one was changed by hand.
+    """
+    path = path or PATH
+    if not path.exists():
+        return Registry({})
+    names = {field.name for field in fields(Record)}
+    try:
+        found = [
+            Record(**{key: value for key, value in each.items() if key in names})
+            for each in json.loads(path.read_text())["records"]
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RegistryError(
+            f"expected records of the gate in {path}, found {type(error).__name__}: {error}; "
+            "restore the file, or remove it and run `python -m poros.gates.sweep`"
+        ) from error
+    for each in found:
+        if each.seal != each._digest():
+            raise RegistryError(
+                f"expected the record of {each.name!r} in {path} as the gate wrote it, found it "
+                f"changed; run `poros check --architecture {each.name} --record`"
+            )
+    return Registry({each.name: each for each in found})
+
+
+def modes_of(name: str) -> tuple[dict[str, Any], ...]:
+    """The modes in which the gate runs an architecture."""
+    from poros.gates.tiny import ARCHITECTURES
+
+    return PROMISED_MODES if name in ARCHITECTURES else OTHER_MODES
+
+
+def code_hash(modules: Sequence[str] = _CODE) -> str:
+    """Digest what modules do: their syntax trees without comments, docstrings and positions."""
+    digest = hashlib.sha256()
+    for module in modules:
+        spec = find_spec(module)
+        if spec is None or spec.origin is None:
+            raise RegistryError(f"expected the source of {module}, found none")
+        digest.update(f"{module}:{source_hash(Path(spec.origin).read_text())}\n".encode())
+    return digest.hexdigest()
+
+
+def source_hash(source: str) -> str:
+    """Digest one source text, without comments, docstrings and positions."""
+    return hashlib.sha256(_canonical(ast.parse(source)).encode()).hexdigest()
+
+
+def _canonical(node: Any) -> str:
+    """Spell a syntax tree the same in every Python release; ``ast.dump`` changes between them."""
+    if isinstance(node, ast.AST):
+        parts = [
+            f"{name}={_canonical(value)}"
+            for name, value in ast.iter_fields(node)
+            if value is not None and value != []
+        ]
+        return f"{type(node).__name__}({','.join(parts)})"
+    if isinstance(node, list):
+        # A text that stands alone does nothing: it is a docstring.
+        return f"[{','.join(_canonical(each) for each in node if not _is_docstring(each))}]"
+    return repr(node)
+
+
+def _is_docstring(node: Any) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )

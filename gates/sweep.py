@@ -1,0 +1,214 @@
+"""Runs the gate for the registry: one family, or all that transformers knows.
+
+``python -m poros.gates.sweep`` goes through every model type with a causal language model, each in
+a process of its own with a limit on time and memory, and writes each record as it is made. Records
+that still count are kept, so a sweep that was stopped goes on where it was.
+"""
+
+import argparse
+import logging
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from poros.errors import PorosError
+from poros.gates import tiny
+from poros.gates.adversary import AdversarialStreams
+from poros.gates.parity import check_architecture
+from poros.gates.registry import (
+    OUTCOMES,
+    Outcome,
+    Record,
+    code_hash,
+    modes_of,
+    read_registry,
+)
+from poros.gates.report import ParityReport, environment
+
+_MAX_BYTES = 6 << 30
+_MAX_REASON = 400
+# A model of so few layers either fits these seconds or is not small.
+_TIME_LIMIT_S = 60.0
+
+
+def make_record(
+    name: str, *, code: str | None = None, on_report: Callable[[ParityReport], None] | None = None
+) -> Record:
+    """Run the gate on one architecture, in each of its modes, on the CPU.
+
+    Args:
+        name: A name of ``tiny.ARCHITECTURES`` or any ``model_type`` of transformers.
+        code: ``code_hash()``, if taken before; a long sweep takes it before it imports.
+        on_report: Called with the report of each mode.
+
+    Returns:
+        The sealed record. Whatever goes wrong is in it; only a name that transformers does not
+        know is raised.
+
+    Raises:
+        UnsupportedModelError: If transformers has no such architecture.
+    """
+    code = code or code_hash()
+    model_type = tiny.model_type_of(name)
+    outcome: Outcome = "exact"
+    reason: str | None = None
+    modes = []
+    for mode in modes_of(name):
+        outcome, reason, ran = _run_mode(name, mode, on_report)
+        if outcome == "untested" and mode["dropout"]:
+            outcome, reason, ran = _run_mode(name, {**mode, "dropout": 0.0}, on_report)
+        modes.append(ran)
+        if outcome != "exact":
+            break
+    found = environment(torch.device("cpu"))
+    versions = found.pop("versions")
+    return Record(
+        name=name,
+        model_type=model_type,
+        outcome=outcome,
+        reason=reason and " ".join(reason.split())[:_MAX_REASON],
+        modes=modes,
+        versions=versions,
+        environment=found,
+        date=datetime.now(UTC).date().isoformat(),
+        code=code,
+    ).sealed()
+
+
+def _run_mode(
+    name: str, mode: Mapping[str, Any], on_report: Callable[[ParityReport], None] | None
+) -> tuple[Outcome, str | None, dict[str, Any]]:
+    options = {key: value for key, value in mode.items() if key != "is_adversarial"}
+    options["dtype"] = getattr(torch, mode["dtype"])
+    prepare = _prepare_adversarially if mode["is_adversarial"] else None
+    try:
+        report = check_architecture(name, device="cpu", prepare=prepare, **options)
+    except PorosError as error:  # it cannot be built
+        return "untested", str(error), dict(mode)
+    if on_report is not None:
+        on_report(report)
+    outcome, reason = judge(report)
+    ran = {
+        **mode,
+        "num_elements": sum(tally.num_elements for tally in report.tallies.values()),
+        "num_differing_bits": sum(tally.num_differing_bits for tally in report.tallies.values()),
+        "hashes": report.hashes,
+    }
+    return outcome, reason, ran
+
+
+def _prepare_adversarially(model: Any, **overrides: Any) -> Any:
+    from poros.api import prepare_with
+    from poros.config import StreamingPolicy
+
+    return prepare_with(
+        model, StreamingPolicy().override(**overrides), streams=AdversarialStreams()
+    )
+
+
+def judge(report: ParityReport) -> tuple[Outcome, str | None]:
+    """Sort a report into the outcomes of the registry, with the reason if it is not exact."""
+    if report.exact:
+        return "exact", None
+    error = report.error or ""
+    refusal = "the streamed arm raised UnsupportedModelError: "
+    if error.startswith(refusal):
+        return "refused", error.removeprefix(refusal)
+    if report.resident_repeats is False:
+        return "untested", report.verdict()
+    if report.num_differences or "streamed arm" in error:
+        return "failed", report.verdict()
+    return "untested", error
+
+
+def architectures() -> list[str]:
+    """The promised architectures and every other model type that has a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    promised = tiny.ARCHITECTURES
+    # A promised name may also be the model type of a larger model around it, such as with images.
+    taken = {*promised, *promised.values()}
+    return [*promised, *(each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if each not in taken)]
+
+
+def sweep(names: Sequence[str], *, time_limit_s: float = _TIME_LIMIT_S) -> None:
+    """Record each architecture that has no record that counts, one process at a time."""
+    code = code_hash()
+    for name in names:
+        known = read_registry().records.get(name)
+        if known is not None and not known.problems(code):
+            continue
+        started = time.monotonic()
+        record = _in_process(name, code, time_limit_s)
+        read_registry().including(record).write()
+        seconds = time.monotonic() - started
+        print(f"{record.outcome:8} {name} ({seconds:.1f} s) {record.reason or ''}", flush=True)
+
+
+def _in_process(name: str, code: str, time_limit_s: float) -> Record:
+    # Forked, because importing everything takes longer than most gates.
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_record, args=(name, code, sender), daemon=True)
+    process.start()
+    sender.close()
+    limit_s = time_limit_s * len(modes_of(name))
+    record = None
+    reason = f"the process took longer than {limit_s:.0f} s"
+    if receiver.poll(limit_s):
+        try:
+            record = receiver.recv()
+        except EOFError:
+            process.join()
+            reason = f"the process ended with exit code {process.exitcode}"
+    process.kill()
+    process.join()
+    if record is not None:
+        return record
+    found = environment(torch.device("cpu"))
+    versions = found.pop("versions")
+    return Record(
+        name=name,
+        model_type=tiny.model_type_of(name),
+        outcome="untested" if "longer" in reason else "failed",
+        reason=reason,
+        modes=(),
+        versions=versions,
+        environment=found,
+        date=datetime.now(UTC).date().isoformat(),
+        code=code,
+    ).sealed()
+
+
+def _send_record(name: str, code: str, sender: Connection) -> None:
+    import resource  # not on every platform, and only here needed
+
+    resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))
+    sender.send(make_record(name, code=code))
+    sender.close()
+
+
+def main() -> None:
+    """Sweep, then say how many families there are of each outcome."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures; all if none is given")
+    parser.add_argument("--time-limit", type=float, default=_TIME_LIMIT_S, help="seconds per mode")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    import poros.api  # noqa: F401  before the first fork
+
+    sweep(options.names or architectures(), time_limit_s=options.time_limit)
+    outcomes = [each.outcome for each in read_registry().records.values()]
+    print(", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in OUTCOMES))
+
+
+if __name__ == "__main__":
+    main()

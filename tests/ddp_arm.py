@@ -1,0 +1,171 @@
+"""One rank of the DDP tests, run as a script: trains each cell resident and streamed, saves bits.
+
+Usage: python ddp_arm.py FOLDER CELL... with RANK, LOCAL_RANK and WORLD_SIZE in the environment.
+What a cell gives goes to FOLDER/CELL-ARM-RANK.pt.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import poros
+from poros.gates import tiny
+from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
+
+NUM_STEPS = 3
+UNUSED = "second"
+ARMS = ("resident", "streamed", "alone")
+
+Bits = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How one comparison is run; both arms take the same."""
+
+    accumulation: int = 2
+    no_sync: bool = False
+    autocast: bool = False
+    has_unused: bool = False
+    trainer: bool = False
+    quantize: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of DistributedDataParallel."""
+
+
+CELLS = {
+    "no_sync": Cell(no_sync=True, options={"bucket_cap_mb": 0.02}),
+    "unused": Cell(has_unused=True, options={"find_unused_parameters": True}),
+    "every_backward": Cell(options={"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True}),
+    "autocast": Cell(autocast=True, quantize=False, options={"find_unused_parameters": True}),
+    "static_graph": Cell(accumulation=1, options={"static_graph": True}),
+    "trainer": Cell(trainer=True),
+}
+
+
+def build(cell: Cell, rank: int) -> Any:
+    """The same base on every rank; adapters that only DDP's first broadcast makes equal."""
+    model: Any = tiny.make_model(
+        "qwen2",
+        num_layers=3,
+        hidden_size=64,
+        dropout=0.05,
+        dtype=torch.float32 if cell.autocast else torch.bfloat16,
+        quantize=cell.quantize,
+    )
+    if cell.has_unused:
+        with torch.random.fork_rng(devices=[]):
+            model.add_adapter(UNUSED, model.peft_config["default"])
+        for name, parameter in model.named_parameters():
+            if f".{UNUSED}." in name:
+                parameter.requires_grad_(True)
+    with torch.no_grad():
+        for parameter in trainable(model).values():
+            parameter.add_(0.01 * rank)
+    return model
+
+
+def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def run_loop(model: Any, cell: Cell, rank: int, *, is_wrapped: bool = True) -> Bits:
+    """A plain training loop; everything it computes, by name."""
+    adapters = trainable(model)
+    ddp = DistributedDataParallel(model, **cell.options) if is_wrapped else model
+    optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2)
+    batches = tiny.make_batches(NUM_STEPS * cell.accumulation, num_tokens=12, seed=rank)
+    torch.manual_seed(100 + rank)
+    ddp.train()
+    found: Bits = {}
+    for step in range(NUM_STEPS):
+        for micro in range(cell.accumulation):
+            where = f"step {step}, micro-batch {micro}"
+            is_last = micro == cell.accumulation - 1
+            hold_back = cell.no_sync and not is_last and is_wrapped
+            with ddp.no_sync() if hold_back else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16, enabled=cell.autocast):
+                    loss = ddp(**batches[step * cell.accumulation + micro]).loss
+                (loss / cell.accumulation).backward()
+            found[f"{where}: loss"] = loss.detach().clone()
+            for name, parameter in adapters.items():
+                if parameter.grad is not None:
+                    found[f"{where}: gradient of {name}"] = parameter.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in adapters.items():
+            found[f"step {step}: weight {name}"] = parameter.detach().clone()
+            for key, value in optimizer.state[parameter].items():
+                found[f"step {step}: {key} of {name}"] = value.clone()
+    found["RNG"] = torch.get_rng_state()
+    return found
+
+
+def run_trainer(model: Any, folder: Path) -> Bits:
+    """The HF Trainer, which wraps the model by itself."""
+    rows = [
+        {name: tensor[0] for name, tensor in batch.items()}
+        for batch in tiny.make_batches(16, batch_size=1, num_tokens=12)
+    ]
+    arguments = trainer_arguments(
+        folder,
+        use_cpu=True,
+        ddp_backend="gloo",
+        max_steps=NUM_STEPS,
+        gradient_accumulation_steps=2,
+        dataloader_pin_memory=False,
+    )
+    if arguments.world_size != dist.get_world_size():
+        raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks")
+    trajectory = train_with_trainer(model, arguments, rows)
+    return {each.name: each.tensor for each in trajectory.entries()}
+
+
+def main(folder: Path, cells: list[str]) -> None:
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Before there is a process group: in one, transformers saves on the first rank only.
+    models = {(name, arm): build(CELLS[name], rank) for name in cells for arm in ARMS}
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
+    for (name, arm), model in models.items():
+        cell = CELLS[name]
+        if arm == "streamed":
+            poros.prepare(model)
+        if cell.trainer:
+            found = run_trainer(model, folder / arm) if arm != "alone" else {}
+        else:
+            found = run_loop(model, cell, rank, is_wrapped=arm != "alone")
+        if arm == "streamed":
+            runtime = poros.runtime(model)
+            found["num_loads"] = torch.tensor(runtime.stats()["num_loads"])
+            found["checked"] = torch.tensor(runtime.self_check["status"] == "passed")
+        torch.save(found, folder / f"{name}-{arm}-{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    # destroy_process_group hangs at times, whatever the model.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), sys.argv[2:])
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

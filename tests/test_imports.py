@@ -17,7 +17,19 @@ MAX_LINES = 500
 # A module may import, at module level, its own layer and those before it; cycles are refused apart.
 LAYERS = [
     {"errors", "config", "layout", "walk"},
-    {"streams", "host", "ring", "rng", "ambient", "frozen", "pack", "channels", "audit", "tree", "kernels"},
+    {
+        "ambient",
+        "audit",
+        "channels",
+        "frozen",
+        "host",
+        "kernels",
+        "pack",
+        "ring",
+        "rng",
+        "streams",
+        "tree",
+    },
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},

@@ -215,11 +215,12 @@ class SelfCheck:
                     _active_collector.reset(token)
                 rng_end = random_states(self._device)
             outputs = dict(named_outputs(result, written(kwargs, before), record))
-            pairs = [
-                (outputs[name], gradient)
+            # By tensor: one that comes out under two names has one gradient, not twice the same.
+            pairs = {
+                id(outputs[name]): (outputs[name], gradient)
                 for name, gradient in evidence.named_gradients(grad_outputs)
                 if name in outputs and outputs[name].requires_grad
-            ]
+            }
             sources = [
                 (f"input {number}", each, leaves[id(each)])
                 for number, each in enumerate(evidence.inputs)
@@ -228,7 +229,7 @@ class SelfCheck:
             sources += adapters
             found: Sequence[torch.Tensor | None] = [None] * len(sources)
             if pairs:
-                ends, starts = zip(*pairs, strict=True)
+                ends, starts = zip(*pairs.values(), strict=True)
                 wanted = [leaf for *_, leaf in sources]
                 found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
         values = forward_values(

@@ -286,7 +286,10 @@ def _check_streamable(name: str, tensor: torch.Tensor) -> None:
             "attach adapters with get_peft_model (which freezes the base), or set "
             "requires_grad_(False), before poros.prepare"
         )
-    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    # A 4-bit weight that went through a plain pickle loses its type, and keeps its state aside.
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not hasattr(
+        tensor, "quant_state"
+    )
     if not (plain or is_4bit(tensor)) or tensor.layout is not torch.strided:
         found = type(tensor).__qualname__
         unquantized = " that is not quantized yet" if found == "Params4bit" else ""

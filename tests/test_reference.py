@@ -177,7 +177,7 @@ def test_control_autocast_changes_bits() -> None:
 # The small models.
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", ["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"])
 def test_small_models_are_repeatable_and_fully_adapted(name: str) -> None:
     model = tiny.make_model(name, dropout=0.05)
     again = tiny.make_model(name, dropout=0.05)

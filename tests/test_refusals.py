@@ -346,8 +346,11 @@ OTHERS = {"olmo2": None, "gpt_neox": None, "gemma2": "eager"}
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_need_permission_then_warn_and_are_exact(
-    name: str, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As if the registry had no record of it.
+    monkeypatch.setattr("poros.discover.validated_model_types", lambda: ("qwen2",))
+
     def make() -> Any:
         model = build(name, attn_implementation=OTHERS[name])
         # GPT-NeoX hands its layers the cache under another name, which is refused under grad.

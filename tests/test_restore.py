@@ -22,7 +22,7 @@ from poros.streams import EagerStreams
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("quantize", [True, False])
 def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> None:
-    model = build(architecture, quantize=quantize)
+    model = build(architecture, quantize=quantize, num_layers=4)
     before = picture(model)
     assert poros.restore(poros.prepare(model, block_size=2)) is model
     assert changes(before, picture(model)) == {}

@@ -51,7 +51,7 @@ def test_everything_works_on_the_restored_model() -> None:
         base.gradient_checkpointing_enable()
         model.merge_adapter()
         model.unmerge_adapter()
-        base.activation_checkpointing_disable()
+        base.gradient_checkpointing_disable()
         return model.merge_and_unload()
 
     twin, model = build(), poros.prepare(build())
@@ -204,7 +204,7 @@ def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
     model.zero_grad()
     twin = build()
     assert_same_run(run(twin), run(model))
-    model.get_base_model().activation_checkpointing_disable()
+    model.get_base_model().gradient_checkpointing_disable()
     assert_same_run(run(twin), run(poros.prepare(model)))
 
 

@@ -112,6 +112,8 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
         Loss, gradients, adapter weights, optimizer state and random states of a training run are
         bitwise equal to those of the same model without ``prepare``, on the same machine and
         software.
+        On a CPU with AVX512-BF16 that model needs bitsandbytes' repacking of weights in eval mode
+        switched off, as it is here: repacking rounds the weights.
 
     Raises:
         PolicyError: If a policy field is unknown or cannot work.

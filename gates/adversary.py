@@ -118,7 +118,7 @@ class AdversarialStreams(StreamContext):
     def watch(self) -> Iterator[None]:
         """Take every operator inside the body for what it reads.
 
-        Inside a dispatch mode, autocast does not reach bitsandbytes' 4-bit matmul, in a resident run
+        In a dispatch mode, autocast does not reach bitsandbytes' 4-bit matmul, in a resident run
         either: a comparison under autocast has to run both of its arms in here.
         """
         with _Watch(self):

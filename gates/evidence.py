@@ -4,6 +4,7 @@ Everything here is read from the call itself and from PyTorch and transformers, 
 recomputation captured: a state that the recomputation forgets is then missing on one side only.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import KVSharingDict
 from transformers.utils.output_capturing import _active_collector
 
 from poros.gates.compare import differing
@@ -64,7 +64,7 @@ class Evidence:
             layer=layer,
             call=call,
             args=args,
-            kwargs={**kwargs, **{key: KVSharingDict(held) for key, held in before.items()}},
+            kwargs={**kwargs, **{key: type(kwargs[key])(held) for key, held in before.items()}},
             inputs=list(call.tensors),
             input_versions=_versions(call.tensors),
             parameters=list(call.parameters),
@@ -165,7 +165,7 @@ def _set_random_states(states: Sequence[torch.Tensor], device: torch.device) -> 
 
 def mappings_in(kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What the shared mappings among the arguments hold now."""
-    return {key: dict(value) for key, value in kwargs.items() if isinstance(value, KVSharingDict)}
+    return {key: dict(value) for key, value in kwargs.items() if isinstance(value, UserDict)}
 
 
 def written(
@@ -216,8 +216,8 @@ def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
     """``value`` with other tensors, by the id of the one in it."""
     if isinstance(value, torch.Tensor):
         return leaves.get(id(value), value)
-    if isinstance(value, KVSharingDict):
-        return KVSharingDict({key: replace(each, leaves) for key, each in value.items()})
+    if isinstance(value, UserDict):
+        return type(value)({key: replace(each, leaves) for key, each in value.items()})
     if isinstance(value, tuple):
         parts = [replace(each, leaves) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

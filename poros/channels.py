@@ -10,14 +10,15 @@ private record, and hands everything written to either back as further results. 
 puts those, now outputs of the recomputed layer, where its caller expects them.
 
 Source:
-    transformers: ``cache_utils.KVSharingDict`` and ``utils.output_capturing``.
+    transformers: ``cache_utils.KVSharingDict`` (older versions: ``collections.UserDict``) and
+    ``utils.output_capturing``.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import KVSharingDict
 from transformers.utils.output_capturing import _active_collector
 
 from poros.pack import pack, unpack
@@ -44,9 +45,7 @@ class SideChannels:
     """
 
     def __init__(self, kwargs: Mapping[str, Any], name: str, tensors: list[torch.Tensor]) -> None:
-        self._mappings = {
-            key: value for key, value in kwargs.items() if isinstance(value, KVSharingDict)
-        }
+        self._mappings = {key: value for key, value in kwargs.items() if _is_shared_mapping(value)}
         self._held = {
             key: {
                 entry: pack(value, f"{key}[{entry!r}] given to {name}", tensors)
@@ -69,7 +68,7 @@ class SideChannels:
             key: {entry: unpack(value, tensors) for entry, value in held.items()}
             for key, held in self._held.items()
         }
-        fresh = {key: KVSharingDict(entries) for key, entries in given.items()}
+        fresh = {key: type(self._mappings[key])(entries) for key, entries in given.items()}
         record: dict[str, list[Any]] = {key: [] for key in self._recorded}
         token = _active_collector.set(record)
         try:
@@ -93,3 +92,9 @@ class SideChannels:
         for key, values in recorded:
             collector[key].extend(values)
         return returned
+
+
+def _is_shared_mapping(value: Any) -> bool:
+    """A mapping of tensors and nothing else; of other classes what a copy would lose is unknown."""
+    modules = ("collections", "transformers.cache_utils")
+    return isinstance(value, UserDict) and type(value).__module__ in modules

@@ -218,7 +218,6 @@ def write_checkpoint(
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), _no_progress_bars():
-        _refuse_large(config)
         torch.default_generator.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -398,6 +397,7 @@ def make_model(
     config = small_config(
         architecture, num_layers=num_layers, hidden_size=hidden_size, dropout=dropout
     )
+    _refuse_large(config)
     with TemporaryDirectory(prefix="poros-tiny-") as directory:
         write_checkpoint(config, Path(directory), dtype=dtype, seed=seed)
         base = load_base(directory, dtype=dtype, **loading)

@@ -292,6 +292,8 @@ def generated(model: Any) -> dict[str, object]:
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
+        # Some versions of transformers cannot weight it by the mask of a prompt.
+        **({"output_router_logits": False} if hasattr(model.config, "num_local_experts") else {}),
     )
     logits = {f"logits {number}": digest(each) for number, each in enumerate(out.logits)}
     return {"tokens": out.sequences.tolist(), **logits}

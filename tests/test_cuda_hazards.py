@@ -130,11 +130,16 @@ def test_the_first_copy_waits_for_the_memorys_last_owner(wait: str) -> None:
 def test_memory_freed_under_a_copy_is_not_handed_out(wait: str) -> None:
     slots = make_slots(hostile(wait, copy_cycles=LONG))
     host = slots.host  # it would wait for its copies, were it to go as well
-    for block in range(2):
-        slots.manager.prefetch(block)
     places = {slot.buffer.data_ptr() for slot in slots.ring.slots}
-    del slots
     gc.collect()
+    gc.freeze()  # so that the collection below is over long before the copies are
+    try:
+        for block in range(2):
+            slots.manager.prefetch(block)
+        del slots
+        gc.collect()
+    finally:
+        gc.unfreeze()
     fresh = [torch.zeros(SIZE, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     torch.cuda.synchronize()
     reused = {each.data_ptr() for each in fresh} & places

@@ -23,6 +23,7 @@ from trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 import poros
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
+from poros.errors import ParityError
 from poros.gates import tiny
 from poros.gates.compare import compare_mappings
 from poros.gates.parity import ParityReport, run_parity
@@ -94,12 +95,13 @@ def load(checkpoint: Path, device: str = str(DEVICE)) -> Any:
     return tiny.attach_lora(base, rank=16, dropout=0.05)
 
 
-def hostile(slots: int = 2, **options: Any) -> Prepare:
+def hostile(slots: int = 2, self_check: str = "strict", **options: Any) -> Prepare:
     """A ``prepare`` with hostile streams of these options."""
 
     def prepare(model: Any) -> Any:
         streams = HostileStreams(DEVICE, **options)
-        prepare_with(model, StreamingPolicy(slots=slots), streams=streams)
+        policy = StreamingPolicy(slots=slots, self_check=self_check)  # type: ignore[arg-type]
+        prepare_with(model, policy, streams=streams)
         return model
 
     return prepare
@@ -152,14 +154,31 @@ def test_parity_when_each_step_has_a_stream_of_its_own(checkpoint: Path) -> None
     assert len(used) == SPEC.num_steps * SPEC.accumulation and len(set(used)) == 2
 
 
+WAITS_LEFT_OUT: dict[str, dict[str, Any]] = {
+    # The stream that is not waited for is the slow one.
+    COPY_AFTER_RELEASE: {"without": (COPY_AFTER_RELEASE,), "copy_cycles": 0},
+    COMPUTE_AFTER_COPY: {"without": (COMPUTE_AFTER_COPY,), "compute_cycles": 0},
+}
+
+
 @pytest.mark.parametrize("is_poisoning", [False, True], ids=["slow", "slow and poisoned"])
-@pytest.mark.parametrize("wait", [COPY_AFTER_RELEASE, COMPUTE_AFTER_COPY])
+@pytest.mark.parametrize("wait", WAITS_LEFT_OUT)
 def test_control_a_wait_left_out(checkpoint: Path, wait: str, is_poisoning: bool) -> None:
     """The other waits, which matter only when memory or streams change hands: test_cuda_hazards."""
-    prepare = hostile(is_poisoning=is_poisoning, without=(wait,))
-    report = gate(checkpoint, prepare, repeat_resident=False)
+    options = {**WAITS_LEFT_OUT[wait], "is_poisoning": is_poisoning, "always": True}
+    report = gate(checkpoint, hostile(self_check="off", **options), repeat_resident=False)
     assert not report.exact and report.error is None, report.verdict()
     assert report.tallies["loss"].num_differing_bits > 0
+
+
+@pytest.mark.parametrize("wait", WAITS_LEFT_OUT)
+def test_the_self_check_sees_a_wait_left_out(checkpoint: Path, wait: str) -> None:
+    model = hostile(**WAITS_LEFT_OUT[wait], is_poisoning=True, always=True)(load(checkpoint))
+    adapters = start_digests(model)
+    with pytest.raises(ParityError, match="self-check failed in"):
+        train(model, BATCHES, SPEC)
+    assert poros.runtime(model).self_check["status"] == "failed"
+    assert hash_digests(start_digests(model)) == hash_digests(adapters), "nothing was trained"
 
 
 def test_the_host_store_is_page_locked(checkpoint: Path) -> None:
@@ -202,26 +221,31 @@ def test_generation_equals_the_resident_one(checkpoint: Path) -> None:
     assert compare_mappings(expected, answers(model)) == []
 
 
+def requested_bytes() -> int:
+    """What is allocated, without what the allocator adds to a block because the rest is small."""
+    return int(torch.cuda.memory_stats(DEVICE)["requested_bytes.all.current"])
+
+
 @pytest.mark.parametrize("origin", ["cpu", str(DEVICE)])
 def test_prepare_moves_the_base_to_the_host_and_restore_back(checkpoint: Path, origin: str) -> None:
-    base = torch.cuda.memory_allocated(DEVICE)
+    base = requested_bytes()
     model = load(checkpoint, origin)
     before = start_digests(model)
-    resident = torch.cuda.memory_allocated(DEVICE) - base
+    resident = requested_bytes() - base
     poros.prepare(model, device=str(DEVICE))
     stats = poros.runtime(model).stats()
     frozen, slots = stats["host_num_bytes"], stats["device_num_bytes"]
     tensors = [*model.parameters(), *model.buffers()]
     staying = sum(each.numel() * each.element_size() for each in tensors if each.is_cuda)
     gc.collect()
-    found = torch.cuda.memory_allocated(DEVICE) - base
+    found = requested_bytes() - base
     assert abs(found - (staying + slots)) < 0.02 * frozen
     if origin != "cpu":
         assert abs((resident - found) - (frozen - slots)) < 0.02 * frozen
     streamed = answers(model)
     poros.restore(model)
     gc.collect()
-    assert abs(torch.cuda.memory_allocated(DEVICE) - base - resident) < 0.02 * frozen
+    assert abs(requested_bytes() - base - resident) < 0.02 * frozen
     assert {str(each.device) for each in (*model.parameters(), *model.buffers())} == {origin}
     assert hash_digests(start_digests(model)) == hash_digests(before)
     assert compare_mappings(streamed, answers(model.to(DEVICE))) == []

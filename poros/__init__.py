@@ -32,6 +32,7 @@ _HOME = {
     "ParityError": "poros.errors",
     "PolicyError": "poros.errors",
     "RematerializationError": "poros.errors",
+    "CheckpointFormatError": "poros.errors",
     "HostMemoryError": "poros.errors",
     "SlotStateError": "poros.errors",
     "PreparedModelError": "poros.errors",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from poros.api import restore as restore
     from poros.api import runtime as runtime
     from poros.config import StreamingPolicy as StreamingPolicy
+    from poros.errors import CheckpointFormatError as CheckpointFormatError
     from poros.errors import HostMemoryError as HostMemoryError
     from poros.errors import ParityError as ParityError
     from poros.errors import PolicyError as PolicyError

@@ -40,3 +40,7 @@ class SlotStateError(PorosError, RuntimeError):
 
 class HostMemoryError(PorosError, MemoryError):
     """Host memory for the frozen base could not be had."""
+
+
+class CheckpointFormatError(PorosError, ValueError):
+    """A checkpoint or a store on disk is not what it should be; nothing was loaded."""

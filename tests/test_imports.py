@@ -24,20 +24,23 @@ LAYERS = [
         "frozen",
         "host",
         "kernels",
+        "memory",
         "pack",
         "ring",
         "rng",
         "streams",
         "tree",
     },
+    {"disk"},
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},
     {"guards", "copies", "takeover"},
-    {"api", "trainer", "cli", "demo", "demo_data", "demo_report"},
+    {"api", "trainer", "load"},
+    {"cli", "demo", "demo_data", "demo_report"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LOADERS_SEE = {"layout", "config", "errors", "host", "streams"}
+LOADERS_SEE = {"layout", "config", "errors", "host", "memory", "streams"}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 
@@ -79,7 +82,7 @@ def allowed(module: str, inner: str) -> bool:
     if part == "loaders":
         return inner in LOADERS_SEE
     if inner == "loaders":
-        return part in LAYERS[-1]
+        return part in LAYERS[-1] | LAYERS[-2]
     return inner in LEVEL and part in LEVEL and LEVEL[inner] <= LEVEL[part]
 
 

@@ -1,0 +1,349 @@
+"""A safetensors checkpoint, opened and checked as a whole and read tensor by tensor.
+
+Files are memory-mapped: a tensor is a view of its file, no second copy of a byte is made, and the
+pages are the system's to drop again (`benchmarks/reading.py` compares this with positioned reads).
+
+Nothing of a checkpoint is executed: pickle files are refused by their name, and no other file is
+opened than configuration, index and the shards that the index names.
+"""
+
+import hashlib
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from poros.loaders.header import DTYPES, TensorEntry, defect, quoted
+from poros.loaders.shard import Shard
+from poros.loaders.source import Source, find_source
+
+AHEAD_NUM_BYTES = 256 * 2**20
+"""How far ahead ``slices`` reads."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by name, over read-only bytes on disk.
+
+    A context manager. After ``close`` nothing more is handed out, and each mapping ends with the
+    last tensor over it.
+
+    Attributes:
+        path: The folder of the checkpoint; configuration files lie there.
+        config: ``config.json``.
+        names: All tensors, shard by shard in the order of their bytes.
+        num_bytes: Of all tensors.
+    """
+
+    def __init__(self, source: Source, shards: list[Shard]) -> None:
+        """Used by ``open``."""
+        self.path = source.path
+        self.config = source.config
+        self._config_text = source.config_text
+        self._shards = shards
+        self._entries: dict[str, TensorEntry] = {}
+        self._shard_of: dict[str, Shard] = {}
+        for shard in shards:
+            self._entries |= shard.header.tensors
+            self._shard_of |= dict.fromkeys(shard.header.tensors, shard)
+        self.names = tuple(self._entries)
+        self._lock = threading.Lock()
+        self._reader: ThreadPoolExecutor | None = None
+        self._asked: dict[str, Future[None]] = {}
+        self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
+
+    @classmethod
+    def open(cls, source: str | os.PathLike[str], **hub: Any) -> "Checkpoint":
+        """Find, map and check a checkpoint; no tensor is read.
+
+        Args:
+            source: A folder with ``config.json`` and ``model.safetensors`` or its index and shards
+                (links are followed, as in a hub cache), one ``.safetensors`` file with
+                ``config.json`` beside it, or the name of a hub repository.
+            **hub: Of ``huggingface_hub.snapshot_download``: ``revision``, ``cache_dir``,
+                ``token``, ``local_files_only``.
+
+        Raises:
+            CheckpointFormatError: If the checkpoint cannot be found or any file breaks its format.
+            HostMemoryError: If the system refuses to map a file (a limit on address space).
+                Nothing is left open in either case.
+        """
+        found = find_source(source, **hub)
+        shards: list[Shard] = []
+        try:
+            for file in found.files:
+                shards.append(Shard.open(file))
+            _check_shards(found, shards)
+            return cls(found, shards)
+        except BaseException:
+            # At once, not when the error's traceback goes; no tensor has been handed out yet.
+            for shard in shards:
+                shard.mapping.close()
+            raise
+
+    def entry(self, name: str) -> TensorEntry:
+        """File, dtype, shape and place of a tensor.
+
+        Raises:
+            CheckpointFormatError: If the checkpoint has no tensor of that name.
+        """
+        if name not in self._entries:
+            raise defect(
+                self.path,
+                f"expected a tensor {quoted(name)}, found {len(self.names)} others",
+                remedy="check that configuration and weights belong together",
+            )
+        return self._entries[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor as a view of its file. Reads nothing: pages come as they are touched.
+
+        Writing to it changes private pages of this process and never the file, but do not: a later
+        ``done_with`` may drop them. A tensor that its file does not align to its dtype is a copy.
+
+        Raises:
+            CheckpointFormatError: If the checkpoint has no tensor of that name.
+            ValueError: If the checkpoint is closed.
+        """
+        entry = self.entry(name)
+        return self._shard(name).tensor(entry)
+
+    def fetch(self, name: str) -> torch.Tensor:
+        """``tensor(name)`` after its pages were read, so that a failing disk raises here.
+
+        Where a page cannot be read, touching a mapped tensor ends the process; this reports it.
+        Pages that ``will_need`` asked for are there already, or are waited for.
+
+        Raises:
+            CheckpointFormatError: If there is no such tensor, its file has changed since ``open``,
+                or reading it fails.
+            ValueError: If the checkpoint is closed.
+        """
+        entry = self.entry(name)
+        shard = self._shard(name)
+        asked = self._asked.pop(name, None)
+        if asked is not None:
+            asked.result()
+        if entry.num_bytes:
+            shard.check_unchanged()
+            shard.read_pages(name, entry)  # no more than a look at each page if it is there
+        return shard.tensor(entry)
+
+    def slices(self, *, ahead_num_bytes: int = AHEAD_NUM_BYTES) -> dict[str, "CheckpointSlice"]:
+        """A stand-in for every tensor, to pass to transformers as a ``state_dict``.
+
+        transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
+        ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before
+        layer 10), and while one is used the next ``ahead_num_bytes`` are being read.
+
+        What it returns is the mapped tensor. Copy what the model is to keep (``owns`` finds it).
+        """
+        ahead = _ReadAhead(self, ahead_num_bytes)
+        return {name: CheckpointSlice(self, name, ahead) for name in self.names}
+
+    def will_need(self, name: str) -> None:
+        """Have a thread read a tensor's pages, after those it was asked for before, and return.
+
+        The thread begins with the first call and ends with ``close``. ``fetch`` reports its errors.
+        """
+        entry = self.entry(name)
+        shard = self._shard(name)
+        if not entry.num_bytes:
+            return
+        with self._lock:  # transformers may take slices in several threads
+            if self._reader is None:
+                self._reader = ThreadPoolExecutor(1, thread_name_prefix="poros-reader")
+            if name not in self._asked:
+                self._asked[name] = self._reader.submit(shard.read_pages, name, entry)
+
+    def done_with(self, name: str) -> None:
+        """Take a tensor's pages from this process; the system may keep them in its cache.
+
+        A tensor that is still held stays valid: a page that is touched again is read again.
+        """
+        self._shard(name).drop_pages(self.entry(name))
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory lies in a mapped file of this checkpoint."""
+        if tensor.device.type != "cpu":
+            return False
+        pointer = tensor.untyped_storage().data_ptr()
+        return any(shard.begin <= pointer < shard.begin + shard.num_bytes for shard in self._shards)
+
+    def fingerprint(self, *, full: bool = False) -> str:
+        """A name for the content: the configuration and, shard by shard, header, size and bytes.
+
+        It does not depend on where the files lie, how they are called or when they were written.
+
+        Args:
+            full: Hash every byte. Otherwise, of each shard's data, 64 evenly spread samples of
+                4 KiB: enough to tell models and training states apart, not to find one flipped bit.
+
+        Returns:
+            ``sampled-sha256:`` or ``sha256:`` and 64 hexadecimal digits.
+
+        Raises:
+            CheckpointFormatError: If a file has changed since ``open`` or cannot be read.
+        """
+        self._require_open()
+        digest = hashlib.sha256(_framed(self._config_text))
+        for shard in self._shards:
+            digest.update(shard.num_bytes.to_bytes(8, "little"))
+            for piece in shard.contents(full=full):
+                digest.update(piece)
+        return f"{'sha256' if full else 'sampled-sha256'}:{digest.hexdigest()}"
+
+    def check_unchanged(self) -> None:
+        """Compare every shard with what it was at ``open``; call it after the last read.
+
+        Raises:
+            CheckpointFormatError: If one has another size, time of modification or inode.
+        """
+        self._require_open()
+        for shard in self._shards:
+            shard.check_unchanged()
+
+    def close(self) -> None:
+        """End reading and hand out no more tensors. Idempotent; ``entry`` still answers.
+
+        The mappings are let go, not undone: a tensor that is still held keeps its own.
+        """
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+            self._reader = None
+        self._asked = {}
+        self._shards = []
+        self._shard_of = {}
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if not self._shards:
+            raise ValueError(
+                f"expected an open checkpoint, found {self.path} closed; open it again"
+            )
+
+    def _shard(self, name: str) -> Shard:
+        self._require_open()
+        self.entry(name)  # names the tensor if it is unknown
+        return self._shard_of[name]
+
+
+class CheckpointSlice:
+    """One tensor that is read when it is indexed, in the form of safetensors' slices."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, ahead: "_ReadAhead") -> None:
+        """Used by ``Checkpoint.slices``."""
+        self._checkpoint = checkpoint
+        self._name = name
+        self._ahead = ahead
+
+    def get_shape(self) -> list[int]:
+        """As in safetensors."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """As in safetensors: the name in the file, such as ``BF16``."""
+        return _NAMES[self.dtype]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._checkpoint.entry(self._name).shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._checkpoint.entry(self._name).dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def is_floating_point(self) -> bool:
+        """As in torch."""
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Read the tensor and index it; ``[...]`` is all of it. Raises as ``fetch`` does."""
+        self._ahead.take(self._name)
+        return self._checkpoint.fetch(self._name)[index]
+
+
+class _ReadAhead:
+    """Asks for the tensors that follow the one taken, in natural order, each once."""
+
+    def __init__(self, checkpoint: Checkpoint, num_bytes: int) -> None:
+        self._checkpoint = checkpoint
+        self._num_bytes = num_bytes
+        self._order = sorted(checkpoint.names, key=_natural)
+        self._place = {name: place for place, name in enumerate(self._order)}
+        self._asked = 0  # place in the order up to which pages have been asked for
+
+    def take(self, name: str) -> None:
+        """Note that ``name`` is used now, and ask for what follows it."""
+        place = self._place[name] + 1
+        left = self._num_bytes
+        while place < len(self._order) and left > 0:
+            following = self._order[place]
+            left -= self._checkpoint.entry(following).num_bytes
+            if place >= self._asked:
+                self._checkpoint.will_need(following)
+                self._asked = place + 1
+            place += 1
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key by parts between dots, numbers by value and before text."""
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in name.split(".")]
+
+
+def _check_shards(source: Source, shards: list[Shard]) -> None:
+    """Compare the shards with one another and with the index."""
+    of: dict[str, Shard] = {}
+    for shard in shards:
+        for name in shard.header.tensors:
+            if name in of:
+                raise defect(
+                    shard.file,
+                    f"expected each tensor in one file, found it in {of[name].file} too",
+                    tensor=name,
+                )
+            of[name] = shard
+    if not of:
+        raise defect(source.path, "expected tensors, found a checkpoint of none")
+    index = source.index
+    if index is None:
+        return
+    for name, file in source.weight_map.items():
+        if name not in of:
+            raise defect(index, f"expected it in {quoted(file)}, found it nowhere", tensor=name)
+        if of[name].file != source.path / file:
+            raise defect(
+                index,
+                f"expected it in {quoted(file)}, found it in {of[name].file.name}",
+                tensor=name,
+            )
+    for name, shard in of.items():
+        if name not in source.weight_map:
+            raise defect(
+                shard.file,
+                f"expected it in {index.name} too, found it only in the shard",
+                tensor=name,
+            )
+
+
+def _framed(text: bytes) -> bytes:
+    """Text behind its length, so that no part of a hash can pass for the next."""
+    return len(text).to_bytes(8, "little") + text

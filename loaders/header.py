@@ -1,0 +1,345 @@
+"""The header of one safetensors file, read and checked before a single tensor is touched.
+
+The format: eight bytes give the length N of the header (unsigned, little endian), N bytes of JSON
+name each tensor's dtype, shape and place, and the rest of the file is the data, which the tensors
+fill without a hole or an overlap. The checks here are those of the reference reader and a few more
+(keys that are given twice or are unknown, names that are no text), so what passes here is read by
+every other reader in the same way. Each defect is a ``CheckpointFormatError`` that names file,
+tensor and defect.
+
+Nothing is believed before it is checked: no more than the smaller of ``MAX_HEADER_NUM_BYTES`` and
+the file is read, and no number from the file sizes an allocation.
+"""
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poros.errors import CheckpointFormatError
+
+MAX_HEADER_NUM_BYTES = 100_000_000
+"""The reference reader's own limit."""
+
+MAX_RANK = 64
+"""Dimensions of a tensor that torch computes with."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""Names in a header. The format also has types of 4 and 6 bits; no tensor is made of them here."""
+
+_LENGTH_NUM_BYTES = 8
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_MAX_INT = 2**63 - 1  # what torch and the system can address
+_MAX_QUOTED = 200  # characters of a message that a file may dictate
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file: its form and its place, in bytes from the start of the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one safetensors file says that it holds."""
+
+    file: Path
+    tensors: dict[str, TensorEntry]
+    """In the order of their bytes."""
+    metadata: dict[str, str]
+    num_bytes: int
+    """Of the whole file."""
+    data_offset: int
+    """Where the data begin: the length field and the JSON lie before."""
+
+
+def defect(
+    file: Path | str, found: str, *, tensor: str | None = None, remedy: str = "fetch it again"
+) -> CheckpointFormatError:
+    """The error for one defect: file, tensor where there is one, expected and found, what to do."""
+    where = f"{file}" if tensor is None else f"{file}: tensor {quoted(tensor)}"
+    return CheckpointFormatError(f"{where}: {found}; {remedy}")
+
+
+def quoted(value: object) -> str:
+    """``repr`` in ASCII, cut short: what a file dictates must not flood a message."""
+    text = ascii(value)
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}... ({len(text)} characters)"
+
+
+def open_regular(file: Path) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading; links are followed.
+
+    Returns:
+        The descriptor, which the caller closes, and its status.
+
+    Raises:
+        CheckpointFormatError: If the file is missing, a loop of links, unreadable or not a regular
+            file. Nothing is left open.
+    """
+    try:
+        # Asked first, because opening a device can itself have an effect.
+        regular = stat.S_ISREG(os.stat(file).st_mode)
+        if regular:
+            # A pipe that took the place of the file in between would block without the flag.
+            flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
+            descriptor = os.open(file, flags)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise defect(file, f"expected a readable file, found: {reason}") from error
+    if regular:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            return descriptor, status
+        os.close(descriptor)
+    raise defect(file, "expected a regular file, found a folder, a pipe or a device")
+
+
+def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
+    """Read exactly ``num_bytes`` from ``offset``; the position of the descriptor is not used.
+
+    Raises:
+        CheckpointFormatError: If the system reports an error or the file ends too early.
+    """
+    pieces = []
+    missing = num_bytes
+    while missing:
+        try:
+            piece = os.pread(descriptor, missing, offset)
+        except OSError as error:
+            raise defect(
+                file, f"expected to read {missing} bytes at {offset}, found: {error.strerror}"
+            ) from error
+        if not piece:
+            raise defect(
+                file,
+                f"expected {missing} more bytes at {offset}, found the end of the file: "
+                "it is cut off, or shrank while it was read",
+            )
+        pieces.append(piece)
+        missing -= len(piece)
+        offset += len(piece)
+    return b"".join(pieces)
+
+
+def read_header(descriptor: int, file: Path) -> Header:
+    """Read and check the header of an open safetensors file.
+
+    Args:
+        descriptor: From ``open_regular``; it stays open.
+        file: Its name, for the entries and for errors.
+
+    Raises:
+        CheckpointFormatError: If anything in the header breaks the format, or the file is not as
+            long as the header says.
+    """
+    size = os.fstat(descriptor).st_size
+    if size < _LENGTH_NUM_BYTES:
+        raise defect(
+            file, f"expected a safetensors file of at least 8 bytes, found {size or 'an empty one'}"
+        )
+    start = read_at(descriptor, min(size, 64), 0, file)
+    length = int.from_bytes(start[:_LENGTH_NUM_BYTES], "little")
+    if length > size - _LENGTH_NUM_BYTES:
+        _refuse_other_formats(start, file)
+        raise defect(
+            file,
+            f"expected a header within the file's {size} bytes, found a header length of {length}",
+        )
+    if length > MAX_HEADER_NUM_BYTES:
+        raise defect(
+            file,
+            f"expected a header of at most {MAX_HEADER_NUM_BYTES} bytes, found one of {length}",
+            remedy="split the checkpoint into shards",
+        )
+    document = _parse(read_at(descriptor, length, _LENGTH_NUM_BYTES, file), file)
+    metadata = _metadata(document.pop("__metadata__", {}), file)
+    data_offset = _LENGTH_NUM_BYTES + length
+    tensors = {name: _entry(name, value, file, data_offset) for name, value in document.items()}
+    tensors = dict(
+        sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes, item[0]))
+    )
+    _check_coverage(tensors, file, data_offset, size)
+    return Header(file, tensors, metadata, size, data_offset)
+
+
+def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8.
+
+    Args:
+        text: The whole file or header.
+        file: Its name, for errors.
+        strict: Refuse keys that are given twice, unpaired surrogates in keys, NaN and Infinity.
+            transformers accepts them in a configuration.
+
+    Raises:
+        CheckpointFormatError: If it is anything else.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise defect(file, f"expected each key once, found {quoted(twice)} more than once")
+        for key in found:
+            if not key.isascii():
+                key.encode()  # UnicodeEncodeError, a ValueError, for an unpaired surrogate
+        return found
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        document = json.loads(
+            text.decode(),
+            object_pairs_hook=unique if strict else None,
+            parse_constant=refuse if strict else None,
+        )
+    except CheckpointFormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        reason = quoted(str(error)) if isinstance(error, ValueError) else "it is nested too deeply"
+        raise defect(file, f"expected a JSON object, found text that is none: {reason}") from error
+    if not isinstance(document, dict):
+        raise defect(file, f"expected a JSON object, found a {type(document).__name__}")
+    return document
+
+
+def _parse(text: bytes, file: Path) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise defect(file, f"expected a header that begins with '{{', found {quoted(text[:16])}")
+    return parse_json(text, file)
+
+
+def _refuse_other_formats(start: bytes, file: Path) -> None:
+    """Name the usual strangers, whose first bytes read as a header of absurd length."""
+    # Beginnings of a zip archive and of a bare pickle.
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+        raise defect(
+            file,
+            "expected a safetensors file, found a pickle or an archive of one, which can run code "
+            "and is never opened",
+            remedy="convert it to safetensors",
+        )
+    if start.startswith(b"version https://git-lfs"):
+        raise defect(
+            file,
+            "expected a safetensors file, found the pointer that git leaves in its place",
+            remedy="run git lfs pull",
+        )
+
+
+def _metadata(value: Any, file: Path) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise defect(file, f"expected __metadata__ to hold text by name, found {quoted(value)}")
+    return value
+
+
+def _entry(name: str, value: Any, file: Path, data_offset: int) -> TensorEntry:
+    """Check one tensor on its own."""
+    if not isinstance(value, dict) or value.keys() != _ENTRY_KEYS:
+        raise defect(
+            file, f"expected dtype, shape and data_offsets, found {quoted(value)}", tensor=name
+        )
+    dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if dtype is None:
+        raise defect(
+            file,
+            f"expected a dtype among {', '.join(DTYPES)}, found {quoted(value['dtype'])}",
+            tensor=name,
+            remedy="fetch it again or convert it",
+        )
+    shape, offsets = value["shape"], value["data_offsets"]
+    if not _are_sizes(shape) or len(shape) > MAX_RANK:
+        raise defect(
+            file,
+            f"expected a shape of at most {MAX_RANK} whole numbers, found {quoted(shape)}",
+            tensor=name,
+        )
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise defect(
+            file,
+            f"expected data_offsets as begin and end, begin first, found {quoted(offsets)}",
+            tensor=name,
+        )
+    num_bytes = dtype.itemsize
+    for size in shape:
+        num_bytes *= size
+        if num_bytes > _MAX_INT:
+            raise defect(
+                file, f"expected fewer than 2**63 bytes, found shape {quoted(shape)}", tensor=name
+            )
+    if offsets[1] - offsets[0] != num_bytes:
+        raise defect(
+            file,
+            f"expected {num_bytes} bytes for {value['dtype']} of shape {quoted(shape)}, found "
+            f"data_offsets {offsets} of {offsets[1] - offsets[0]} bytes",
+            tensor=name,
+        )
+    return TensorEntry(file, dtype, tuple(shape), data_offset + offsets[0], num_bytes)
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether it is a list of whole numbers that fit a size; True and 1.0 are none."""
+    return isinstance(value, list) and all(
+        type(each) is int and 0 <= each <= _MAX_INT for each in value
+    )
+
+
+def _check_coverage(
+    tensors: Mapping[str, TensorEntry], file: Path, data_offset: int, size: int
+) -> None:
+    """The tensors, in the order of their bytes, must fill the data exactly."""
+    end = data_offset
+    for name, entry in tensors.items():
+        if entry.offset != end:
+            kind = "a hole" if entry.offset > end else "an overlap"
+            raise defect(
+                file,
+                f"expected its bytes to begin at {end - data_offset} of the data, found "
+                f"{entry.offset - data_offset}: {kind}",
+                tensor=name,
+            )
+        end += entry.num_bytes
+        if end > size:
+            raise defect(
+                file,
+                f"expected its bytes to end within the file's {size}, found an end at {end}: "
+                "the file is cut off",
+                tensor=name,
+            )
+    if end != size:
+        raise defect(
+            file, f"expected the file to end with its last tensor at {end}, found {size} bytes"
+        )

@@ -100,10 +100,7 @@ class AdversarialStreams(StreamContext):
     def wait(self, event: Event) -> None:
         if not isinstance(event, CopyDone):
             return
-        while self._queue and self._queue[0][0] <= event.number:
-            _, target, source = self._queue.popleft()
-            with self._copying():
-                target.copy_(source)
+        self.synchronize(event)
         for memory in self._memories.values():
             if memory.last_copy == event.number:
                 memory.is_pending = False
@@ -113,6 +110,16 @@ class AdversarialStreams(StreamContext):
 
     def record(self) -> Event:
         return ComputePoint(self._time)
+
+    def has_passed(self, event: Event) -> bool:
+        pending = self._queue[0][0] if self._queue else self.num_copies + 1
+        return not isinstance(event, CopyDone) or event.number < pending
+
+    def synchronize(self, event: Event) -> None:
+        while isinstance(event, CopyDone) and not self.has_passed(event):
+            _, target, source = self._queue.popleft()
+            with self._copying():
+                target.copy_(source)
 
     @contextmanager
     def watch(self) -> Iterator[None]:

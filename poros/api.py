@@ -63,7 +63,9 @@ class Runtime:
             ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in
             its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots and
             quantization constants), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in
-            host memory, and the page-locked part of them), ``fallbacks`` (one line each).
+            host memory, and the page-locked part of them), ``disk_num_bytes`` and
+            ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how long training has
+            waited for them), ``fallbacks`` (one line each).
 
         Streams:
             Reads counters on the host; waits for nothing.
@@ -76,6 +78,8 @@ class Runtime:
             "device_num_bytes": takeover.ring.num_bytes + takeover.constants.num_bytes,
             "host_num_bytes": takeover.host.num_bytes,
             "pinned_num_bytes": takeover.host.pinned_num_bytes,
+            "disk_num_bytes": takeover.host.disk_num_bytes,
+            "disk_stall_ms": takeover.host.disk_stall_ms,
             "fallbacks": list(takeover.host.fallbacks),
         }
 

@@ -38,6 +38,10 @@ class SlotStateError(PorosError, RuntimeError):
     """A device slot is not in the state that the operation needs."""
 
 
+class VRAMBudgetError(PorosError, RuntimeError):
+    """The device memory that a step needs is more than the budget, or than the device has."""
+
+
 class HostMemoryError(PorosError, MemoryError):
     """Host memory for the frozen base could not be had."""
 

@@ -8,7 +8,7 @@ from poros.errors import SlotStateError
 from poros.host import HostStore
 from poros.ring import DeviceRing, Slot, SlotState
 from poros.streams import StreamContext
-from poros.walk import Action, Phase, missing, predict
+from poros.walk import Action, Phase, loads, missing, predict
 
 
 class BlockManager:
@@ -37,15 +37,17 @@ class BlockManager:
         self.num_loads = 0
         self.num_hits = 0
         self.h2d_num_bytes = 0
+        host.start(streams)
 
     def prefetch(self, block: int) -> None:
         """Queue the copy of ``block`` into its slot, unless it is there or on its way.
 
         Streams:
             The copy waits on the copy stream for the last read of the slot. Blocks the host only
-            if the slab is pageable.
+            if the slab is pageable, or on a disk and not read yet.
 
         Raises:
+            CheckpointFormatError: If the block is on a disk and cannot be read.
             SlotStateError: If the slot is in use by another block.
             ValueError: If ``block`` is out of range.
         """
@@ -57,8 +59,9 @@ class BlockManager:
             raise _bad_state("prefetch", block, slot, "free, loading or ready")
         # Until the copy is queued the slot holds nothing, should queueing it fail.
         slot.state, slot.block = SlotState.FREE, None
-        source = self._host.slabs[block].bytes
+        source = self._host.lend(block)
         slot.ready = self._streams.copy(slot.buffer[: source.numel()], source, after=slot.released)
+        self._host.lent_until(block, slot.ready)
         slot.state, slot.block = SlotState.LOADING, block
         self.num_loads += 1
         self.h2d_num_bytes += source.numel()
@@ -129,6 +132,8 @@ class BlockManager:
         expected = predict(block, phase, self.num_blocks)
         for upcoming in list(missing(contents, in_use, expected)):
             self.prefetch(upcoming)
+        held = [slot.block for slot in self._ring.slots]
+        self._host.read_ahead(loads(held, predict(block, phase, self.num_blocks)))
 
     def _note(self, kind: str, block: int) -> None:
         if self._journal is not None:

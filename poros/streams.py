@@ -66,6 +66,14 @@ class StreamContext(ABC):
     def record(self) -> Event:
         """The event at which everything queued on the compute stream so far is complete."""
 
+    @abstractmethod
+    def has_passed(self, event: Event) -> bool:
+        """Whether the device is past ``event``. Does not wait."""
+
+    @abstractmethod
+    def synchronize(self, event: Event) -> None:
+        """Block the host until the device is past ``event``."""
+
 
 class CudaStreams(StreamContext):
     """CUDA streams and events.
@@ -102,6 +110,12 @@ class CudaStreams(StreamContext):
         event.record(self._compute())
         return event
 
+    def has_passed(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: Event) -> None:
+        event.synchronize()
+
     def _copies(self) -> torch.cuda.Stream:
         if self._copy_stream is None:
             self._copy_stream = torch.cuda.Stream(self.device)
@@ -135,6 +149,12 @@ class EagerStreams(StreamContext):
 
     def record(self) -> Event:
         return None
+
+    def has_passed(self, event: Event) -> bool:
+        return True
+
+    def synchronize(self, event: Event) -> None:
+        pass
 
 
 def streams_for(device: torch.device) -> StreamContext:

@@ -31,7 +31,7 @@ from poros.frozen import (
     is_4bit,
 )
 from poros.guards import Guards
-from poros.host import HostStore
+from poros.host import HostStore, drop_store, left_store
 from poros.layout import BlockLayout
 from poros.manager import BlockManager
 from poros.ring import DeviceRing
@@ -78,11 +78,8 @@ class Takeover:
         self._copiers = copiers(self, policy, prepare)
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
-        layouts = [
-            BlockLayout.pack((part.name, part.get()) for each in block for part in each.parts())
-            for block in inventory.blocks
-        ]
-        self.host = HostStore.allocate(layouts)
+        self.host, self.is_adopted = _host_store(inventory, policy.block_size)
+        layouts = [slab.layout for slab in self.host.slabs]
         try:
             self._move_to_host(inventory, layouts)
             self._move_to_device(model, inventory)
@@ -92,6 +89,8 @@ class Takeover:
             self.manager = BlockManager(self.host, self.ring, streams, journal)
             self.constants = DeviceConstants(self.device)
             self._engage(self._make_runtimes(inventory, layouts), model)
+            if not self.is_adopted:
+                drop_store(inventory.base)
         except BaseException:
             try:
                 self._move_back()
@@ -138,6 +137,8 @@ class Takeover:
         for tensors, layout, slab in zip(inventory.blocks, layouts, self.host.slabs, strict=True):
             parts = [part for each in tensors for part in each.parts()]
             for part, spec in zip(parts, layout.tensors, strict=True):
+                if slab.holds(part.get(), spec):
+                    continue
                 target = slab.tensor(spec)
                 with torch.no_grad():
                     target.copy_(part.get())
@@ -246,6 +247,39 @@ class Takeover:
         setattr(module, name, value)
         reference = weakref.ref(module)
         self._undo.callback(_call_if_alive, reference, lambda module: setattr(module, name, before))
+
+
+def _host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
+    """Host memory for the blocks: what a loader left (True, see "Adoption"), or new memory."""
+    layers = [
+        [
+            [
+                (part.name, part.get())
+                for each in block
+                if each.places[0][0] == index
+                for part in each.parts()
+            ]
+            for index in range(first, min(first + block_size, len(inventory.layers)))
+        ]
+        for first, block in zip(
+            range(0, len(inventory.layers), block_size), inventory.blocks, strict=True
+        )
+    ]
+    left = left_store(inventory.base)
+    adopted = left.adopt(layers) if left is not None else None
+    if adopted is not None:
+        return adopted, True
+    if left is not None and left.slabs:
+        logger.warning(
+            "poros: the base does not lie where poros.load put it (weights were replaced or cast "
+            "since): it is copied, and up to %.2f GB of host memory are held twice",
+            left.num_bytes / 1e9,
+        )
+    layouts = [BlockLayout.join([BlockLayout.pack(each) for each in block]) for block in layers]
+    host = HostStore.allocate(layouts)
+    if left is not None:
+        host.fallbacks += left.fallbacks
+    return host, False
 
 
 def _put_back(model: nn.Module, before: object) -> None:

@@ -73,6 +73,20 @@ def missing(contents: Sequence[int | None], in_use: int, expected: Iterable[int]
             return
 
 
+def loads(contents: Sequence[int | None], expected: Iterable[int]) -> Iterator[int]:
+    """The blocks that ``expected`` visits will load, in that order: what to read ahead from a disk.
+
+    Args:
+        contents: The block each slot holds or is being filled with.
+        expected: Upcoming visits, nearest first.
+    """
+    held = list(contents)
+    for block in expected:
+        if held[block % len(held)] != block:
+            held[block % len(held)] = block
+            yield block
+
+
 def walk(visits: Iterable[tuple[int, Phase]], num_blocks: int, num_slots: int) -> Iterator[Action]:
     """Everything that happens while ``visits`` take place one after the other, from empty slots.
 

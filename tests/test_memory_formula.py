@@ -69,8 +69,9 @@ def block_bytes(config: Any, block_size: int) -> list[int]:
         # Two weights to a byte, a byte per scale, a float per 256 scales.
         parts += [rows * columns // 2, num_scales, 4 * -(-num_scales // 256)]
     layer = sum(-(-part // 256) * 256 for part in parts)
+    pages = -(-layer // 65536) * 65536  # each layer of a block starts on a page
     L = config.num_hidden_layers
-    return [layer * min(block_size, L - first) for first in range(0, L, block_size)]
+    return [pages * (min(block_size, L - first) - 1) + layer for first in range(0, L, block_size)]
 
 
 def slot_bytes(blocks: list[int], num_slots: int) -> int:

@@ -1,0 +1,345 @@
+"""Where each tensor of a model that is being loaded goes: the layers' into slabs, piece by piece.
+
+The plan is made on the model without memory that transformers has built, before anything is read:
+for each decoder layer the parts that move, in the order in which ``poros.prepare`` lists them, with
+the dtypes they will have. Then each tensor is taken as it comes, converted and renamed, and written
+to its place; the few that come another way (norms kept in float32, buffers computed from the
+configuration) are moved to theirs at the end.
+
+Nothing here knows how transformers reads a checkpoint; see ``poros.loaders.seam`` for that.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.errors import CheckpointFormatError
+from poros.host import HostSlab, HostStore
+from poros.layout import BlockLayout, TensorSpec, spare_for
+from poros.loaders.quantize import Quantizer, quantized_form, require_finite
+from poros.memory import require_host_memory
+
+Allocate = Callable[[Sequence[BlockLayout]], HostStore]
+FindLayers = Callable[[nn.Module], tuple[str, Sequence[nn.Module]]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How bitsandbytes holds a 4-bit weight."""
+
+    quant_type: str
+    double_quant: bool
+    quant_storage: torch.dtype
+    blocksize: int = 64
+    """What transformers leaves at bitsandbytes' default."""
+
+
+class Intake:
+    """Takes the tensors of one model in.
+
+    Args:
+        path: What is loaded, for messages.
+        find_layers: Finds the decoder layers: the name of their list, and the layers.
+        quantizer: Quantizes 4-bit weights.
+        format: Of 4-bit weights; None if nothing is quantized.
+        is_mapped: Whether a tensor's memory is a mapped file of the checkpoint, which the model
+            must not keep.
+        allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
+
+    Attributes:
+        store: One slab per decoder layer; None before ``plan``.
+        fallbacks: What could not be had, one line each.
+        num_bytes: Of the model as it will be; 0 before ``plan``.
+    """
+
+    def __init__(
+        self,
+        path: object,
+        find_layers: FindLayers,
+        quantizer: Quantizer,
+        format: Format | None,
+        is_mapped: Callable[[torch.Tensor], bool],
+        allocate: Allocate | None = None,
+    ) -> None:
+        self.path = path
+        self.format = format
+        self.store: HostStore | None = None
+        self.fallbacks: list[str] = []
+        self.num_bytes = 0
+        self.layers_name = ""
+        self._allocate = allocate
+        self._find_layers = find_layers
+        self._quantizer = quantizer
+        self._is_mapped = is_mapped
+        self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._checked: set[str] = set()
+        """Names of what is finite, or need not be: buffers that are computed (masks)."""
+
+    def plan(self, model: nn.Module, kept: Mapping[str, torch.dtype]) -> None:
+        """Lay out the layers of ``model``, which is on the meta device, and reserve their memory.
+
+        Args:
+            model: With its 4-bit modules in place.
+            kept: Dtypes of parameters that keep one of their own, by patterns of their names.
+
+        Raises:
+            UnsupportedModelError: If it has no decoder layers that can be streamed.
+            HostMemoryError: If the model would not fit in host memory.
+        """
+        everything = [
+            part for name, tensor in _named_tensors(model) for part in self._parts(name, tensor)
+        ]
+        self.num_bytes = _num_bytes(everything)
+        self.layers_name, layers = self._find_layers(model)
+        self._shapes = {name: tensor.shape for name, tensor in _named_tensors(model)}
+        loaded = model.state_dict().keys()
+        self._checked = self._shapes.keys() - loaded
+        layouts = []
+        for index, layer in enumerate(layers):
+            parts: list[tuple[str, torch.Tensor]] = []
+            for name, tensor in _own_tensors(model, f"{self.layers_name}.{index}", layer):
+                if name in loaded:
+                    tensor = tensor.to(_kept_dtype(name, kept) or tensor.dtype)
+                parts += self._parts(name, tensor)
+            layouts.append(BlockLayout.pack(parts, spare_for(tensor for _, tensor in parts)))
+        in_layers = {spec.name for layout in layouts for spec in layout.tensors}
+        outside = _num_bytes(part for part in everything if part[0] not in in_layers)
+        self.num_bytes = outside + sum(layout.num_bytes for layout in layouts)
+        what = f"the weights of {self.path}"
+        require_host_memory(self.num_bytes if self._allocate is None else outside, what)
+        self.store = (self._allocate or HostStore.allocate)(layouts)
+        for slab in self.store.slabs:
+            for spec in slab.layout.tensors:
+                self._places[spec.name] = (slab, spec)
+
+    def has_place(self, name: str, dtype: torch.dtype | None = None) -> bool:
+        """Whether ``name`` lies in a slab as it is, and with that dtype if one is given."""
+        if name not in self._places:
+            return False
+        return dtype is None or self._places[name][1].dtype == dtype
+
+    def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Write a tensor that is not quantized to its place.
+
+        Returns:
+            The tensor in its place, or ``tensor`` itself if its place has another dtype: it is
+            moved by ``finish``.
+
+        Raises:
+            CheckpointFormatError: If it has another shape than the model's, or is not finite.
+        """
+        slab, spec = self._places[name]
+        self._require_shape(name, tensor.shape, torch.Size(spec.shape))
+        if tensor.dtype != spec.dtype:
+            return tensor
+        self._require_finite(name, tensor)
+        return _copied(tensor, slab.tensor(spec))
+
+    def quantize(self, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> Any:
+        """Quantize a weight into its place, or into memory of its own outside the layers.
+
+        Args:
+            name: Of the parameter.
+            tensor: (N, K), in the dtype to load in.
+            shape: What the module expects.
+
+        Returns:
+            Packed weight and quantization state.
+
+        Raises:
+            CheckpointFormatError: If it has another shape or dtype, or is not finite.
+        """
+        format = self._require_format()
+        self._require_shape(name, tensor.shape, torch.Size(shape))
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise CheckpointFormatError(
+                f"{self.path}: {name}: expected weights of 16 or 32-bit floats to quantize, found "
+                f"{tensor.dtype}; load the checkpoint that it was made from"
+            )
+        targets = {
+            part: self._target(part, expected) for part, expected in self._quantized(name, shape)
+        }
+        state = self._quantizer.quantize_into(
+            tensor,
+            name=f"{self.path}: {name}",
+            quant_type=format.quant_type,
+            blocksize=format.blocksize,
+            packed=targets[name],
+            absmax=targets[f"{name}.absmax"],
+            nested_absmax=targets.get(f"{name}.nested_absmax"),
+        )
+        return targets[name], state
+
+    def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of ``tensor`` in its place; in memory of its own if it has none or does not fit.
+
+        Raises:
+            CheckpointFormatError: If it is not finite.
+        """
+        self._require_finite(name, tensor)
+        return _copied(tensor, self._target(name, tensor))
+
+    def require_packed(
+        self, name: str, packed: torch.Tensor, state: Any, shape: Sequence[int]
+    ) -> None:
+        """Refuse a 4-bit weight of the checkpoint whose parts do not belong together.
+
+        Raises:
+            CheckpointFormatError: If a part has not the size that weight and block size ask for.
+        """
+        self._require_shape(name, torch.Size(state.shape), torch.Size(shape))
+        form = quantized_form(
+            shape,
+            blocksize=state.blocksize,
+            double_quant=state.nested,
+            quant_storage=packed.dtype,
+        )
+        for part, found, expected in (
+            (name, packed, form.packed),
+            (f"{name}.absmax", state.absmax, form.absmax),
+            (f"{name}.nested_absmax", state.state2 and state.state2.absmax, form.nested_absmax),
+        ):
+            if expected is not None:
+                self._require_shape(part, found.shape, expected.shape)
+
+    @property
+    def finished(self) -> HostStore:
+        """The slabs, once there are some."""
+        if self.store is None:
+            raise ValueError("expected a plan, found none; call plan first")
+        return self.store
+
+    def finish(self, model: nn.Module) -> None:
+        """Move what came another way, and see that everything is where it belongs.
+
+        Raises:
+            CheckpointFormatError: If a tensor has another shape than the model's, or is not finite.
+        """
+        for name, tensor in _named_tensors(model):
+            is_packed = getattr(tensor, "quant_state", None) is not None
+            if name in self._shapes and not is_packed:
+                self._require_shape(name, tensor.shape, self._shapes[name])
+            if is_packed or self.is_placed(name, tensor):
+                continue
+            if name in self._places or self._is_mapped(tensor):
+                tensor.data = self.keep(name, tensor.data)
+            else:
+                self._require_finite(name, tensor)
+
+    def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """What a tensor of the planned model takes: itself, or its packed form and scales."""
+        if type(tensor).__name__ == "Params4bit":
+            return self._quantized(name, tensor.shape)
+        return [(name, tensor)]
+
+    def _quantized(self, name: str, shape: Sequence[int]) -> list[tuple[str, torch.Tensor]]:
+        format = self._require_format()
+        form = quantized_form(
+            shape,
+            blocksize=format.blocksize,
+            double_quant=format.double_quant,
+            quant_storage=format.quant_storage,
+        )
+        parts = [(name, form.packed), (f"{name}.absmax", form.absmax)]
+        if form.nested_absmax is not None:
+            parts.append((f"{name}.nested_absmax", form.nested_absmax))
+        return parts
+
+    def _target(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        if name in self._places:
+            slab, spec = self._places[name]
+            if (spec.shape, spec.dtype) == (tuple(like.shape), like.dtype):
+                return slab.tensor(spec)
+            self.fallbacks.append(
+                f"{name} has memory of its own: {like.dtype} {tuple(like.shape)} was found where "
+                f"{spec.dtype} {spec.shape} was planned"
+            )
+        return torch.empty_like(like, device="cpu")
+
+    def is_placed(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a part lies at its place in a slab."""
+        if name not in self._places:
+            return False
+        slab, spec = self._places[name]
+        return slab.holds(tensor, spec) or spec.num_bytes == 0
+
+    def _require_format(self) -> Format:
+        if self.format is None:
+            raise ValueError("expected a 4-bit format, found that nothing is to be quantized")
+        return self.format
+
+    def _require_finite(self, name: str, tensor: torch.Tensor) -> None:
+        if not self._quantizer.allow_nonfinite and name not in self._checked:
+            require_finite(tensor, f"{self.path}: {name}")
+            self._checked.add(name)
+
+    def _require_shape(self, name: str, found: torch.Size, expected: torch.Size) -> None:
+        if found != expected:
+            raise CheckpointFormatError(
+                f"{self.path}: {name}: expected shape {tuple(expected)} for this configuration, "
+                f"found {tuple(found)}; check that config.json and weights belong together"
+            )
+
+
+def part_tensors(
+    name: str, tensor: torch.Tensor, *, with_constants: bool = False
+) -> dict[str, torch.Tensor]:
+    """The parts of a loaded tensor by name: what moves, and on request what stays on a device."""
+    state = getattr(tensor, "quant_state", None)
+    found = {name: tensor.data}
+    if state is not None:
+        found[f"{name}.absmax"] = state.absmax
+        if state.nested:
+            found[f"{name}.nested_absmax"] = state.state2.absmax
+        if with_constants:
+            found[f"{name}.code"] = state.code
+            if state.nested:
+                found |= {f"{name}.offset": state.offset, f"{name}.nested_code": state.state2.code}
+    return found
+
+
+def _num_bytes(parts: Iterable[tuple[str, torch.Tensor]]) -> int:
+    return sum(each.numel() * each.element_size() for _, each in parts)
+
+
+def _copied(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return target.copy_(tensor)
+
+
+def _own_tensors(
+    model: nn.Module, prefix: str, layer: nn.Module
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of what only this layer holds, in the order of its modules."""
+    inside = {id(module) for module in layer.modules()}
+    elsewhere = {
+        id(tensor)
+        for module in model.modules()
+        if id(module) not in inside
+        for owner in (module._parameters, module._buffers)
+        for tensor in owner.values()
+    }
+    found: set[int] = set()
+    for module_name, module in layer.named_modules(prefix=prefix):
+        for owner in (module._parameters, module._buffers):
+            for key, tensor in owner.items():
+                if tensor is not None and id(tensor) not in elsewhere | found:
+                    found.add(id(tensor))
+                    yield f"{module_name}.{key}", tensor
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _kept_dtype(name: str, kept: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    for pattern, dtype in kept.items():
+        if re.search(pattern.replace("*", ".*"), name):
+            return dtype
+    return None

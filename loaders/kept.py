@@ -1,0 +1,161 @@
+"""A model and its store on disk: what of a model is kept there, and a model made of it again.
+
+The slabs are kept as they are. The rest of the model goes by name: everything outside the layers,
+and of each 4-bit weight the few constants that stay on the device. Buffers that transformers
+computes from the configuration are computed again.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.host import HostStore
+from poros.layout import BlockLayout
+from poros.loaders.header import defect
+from poros.loaders.intake import FindLayers, Format, Intake, part_tensors
+from poros.loaders.quantize import NESTED_BLOCKSIZE, Quantizer
+from poros.loaders.store import OpenStore
+
+FILES = ("config.json", "generation_config.json")
+"""Small files of the source that are kept beside the weights."""
+
+_REMEDY = "write the store again"
+
+
+def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What of a loaded model is in no slab, and how to put it together again.
+
+    Returns:
+        Tensors by name; and as JSON values the names of all dense tensors, and dtype and block size
+        of each 4-bit weight.
+    """
+    rest: dict[str, torch.Tensor] = {}
+    dense: list[str] = []
+    weights: dict[str, list[Any]] = {}
+    loaded = model.state_dict(keep_vars=True).keys()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in loaded:
+            continue
+        state = getattr(tensor, "quant_state", None)
+        if state is None:
+            dense.append(name)
+        else:
+            weights[name] = [str(state.dtype).removeprefix("torch."), state.blocksize]
+        for part, each in part_tensors(name, tensor, with_constants=True).items():
+            if not intake.is_placed(part, each):
+                rest[part] = each.detach()
+    return rest, {"dense": dense, "weights": weights}
+
+
+def small_files(path: Path) -> dict[str, bytes]:
+    """Those of ``FILES`` that are there, by name."""
+    return {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+
+
+class KeptIntake(Intake):
+    """Puts a model together from an open store, whose slabs have been read or mapped.
+
+    Args:
+        opened: The store.
+        host: Its slabs.
+        find_layers: As in ``Intake``.
+        format: Of 4-bit weights; None if nothing is quantized.
+    """
+
+    def __init__(
+        self,
+        opened: OpenStore,
+        host: HostStore,
+        find_layers: FindLayers,
+        format: Format | None,
+    ) -> None:
+        super().__init__(
+            opened.path,
+            find_layers,
+            Quantizer(torch.device("cpu"), allow_nonfinite=True),  # quantizes nothing
+            format,
+            lambda tensor: False,
+            allocate=self._given,
+        )
+        self._opened = opened
+        self._host = host
+        self._rest = opened.rest()
+        about = opened.manifest.about
+        try:
+            self._dense = set(about["dense"])
+            self._weights: Mapping[str, Sequence[Any]] = about["weights"]
+        except (KeyError, TypeError) as error:
+            raise self._defect(f"expected the names of its tensors, found {error!r}") from error
+
+    def names(self) -> list[str]:
+        """The parameters and buffers that can be fetched."""
+        return [*self._dense, *self._weights]
+
+    def fetch(self, name: str, planned: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A tensor, or a packed weight and its quantization state (else None).
+
+        Raises:
+            CheckpointFormatError: If the store has not what the model needs.
+        """
+        if name not in self._weights:
+            self._require_shape(name, self._part(name).shape, planned.shape)
+            return self._part(name), None
+        from bitsandbytes.functional import QuantState
+
+        dtype, blocksize = self._weights[name]
+        state = QuantState(
+            absmax=self._part(f"{name}.absmax"),
+            shape=planned.shape,
+            code=self._part(f"{name}.code"),
+            blocksize=blocksize,
+            quant_type=self._require_format().quant_type,
+            dtype=getattr(torch, dtype),
+        )
+        if f"{name}.offset" in self._rest:
+            state.nested = True
+            state.offset = self._part(f"{name}.offset")
+            state.state2 = QuantState(
+                absmax=self._part(f"{name}.nested_absmax"),
+                code=self._part(f"{name}.nested_code"),
+                blocksize=NESTED_BLOCKSIZE,
+                dtype=torch.float32,
+            )
+        self.require_packed(name, self._part(name), state, planned.shape)
+        return self._part(name), state
+
+    def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """As in ``Intake``; what lies there already is not written again.
+
+        A page of a mapped slab that is written to is no longer the file's.
+        """
+        target = self._target(name, tensor)
+        as_bytes = [each.reshape(-1).view(torch.uint8) for each in (tensor, target)]
+        return target if torch.equal(*as_bytes) else target.copy_(tensor)
+
+    def _part(self, name: str) -> torch.Tensor:
+        # What did not fit its planned place is kept with the rest.
+        if name in self._rest:
+            return self._rest[name].clone()
+        if name not in self._places:
+            raise self._defect("expected it in the store, found it nowhere", tensor=name)
+        slab, spec = self._places[name]
+        return slab.tensor(spec)
+
+    def _given(self, layouts: Sequence[BlockLayout]) -> HostStore:
+        for index, (expected, found) in enumerate(zip(layouts, self._opened.layouts, strict=False)):
+            if expected != found:
+                differing = set(expected.tensors) ^ set(found.tensors)
+                names = sorted({each.name for each in differing})[:3]
+                raise self._defect(
+                    f"expected layer {index} as this configuration and this release of "
+                    f"transformers have it, found another form of {', '.join(names) or 'its end'}"
+                )
+        if len(layouts) != len(self._opened.layouts):
+            raise self._defect(f"expected {len(layouts)} layers, found {len(self._opened.layouts)}")
+        return self._host
+
+    def _defect(self, found: str, tensor: str | None = None) -> Exception:
+        return defect(self._opened.path, found, tensor=tensor, remedy=_REMEDY)

@@ -1,0 +1,264 @@
+"""What a store says of itself: the layout and SHA-256 of each slab, and who made it from what.
+
+A manifest is a JSON object with a SHA-256 of its own text, so no bit of it can change unseen. What
+it says is checked all the same before anything is sized or placed by it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align
+from poros.loaders.header import DTYPES, defect, open_regular, parse_json, quoted, read_at
+
+SLABS, REST, MANIFEST = "slabs.safetensors", "rest.safetensors", "manifest.json"
+
+PARTIAL = ".partial"
+"""How the name of a folder ends that somebody is still writing, or was when they were killed."""
+
+FORMAT = "poros store"
+VERSION = 1
+
+_MAX_NUM_BYTES = 256 * 2**20
+_MAX_INT = 2**62
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_REMEDY = "write the store again"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of ``manifest.json``."""
+
+    layouts: Sequence[BlockLayout]
+    """One per decoder layer."""
+    slab_sha256: Sequence[str]
+    """Of each slab, padded with zeros to a page."""
+    rest: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Dtype and shape of each tensor that is in no slab."""
+    rest_sha256: str
+    """Of the whole file."""
+    files: Mapping[str, str]
+    """SHA-256 of the small files of the source, by name."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the writer was told: source fingerprint, quantization, versions, device, threads."""
+
+    def holds_the_same_as(self, other: "Manifest") -> bool:
+        """Whether the bytes are the same, whoever made them."""
+        return (*self._bytes(),) == (*other._bytes(),)
+
+    def _bytes(self) -> Iterable[object]:
+        return self.layouts, self.slab_sha256, self.rest, self.rest_sha256, self.files
+
+
+def write_manifest(manifest: Manifest) -> bytes:
+    """The text of ``manifest.json``.
+
+    Raises:
+        ValueError: If ``about`` is not plain JSON.
+    """
+    store = {
+        "format": FORMAT,
+        "version": VERSION,
+        "slabs": [
+            {
+                "num_bytes": layout.num_bytes,
+                "spare_num_bytes": layout.spare_num_bytes,
+                "sha256": digest,
+                "tensors": [
+                    [each.name, _NAMES[each.dtype], list(each.shape), each.offset]
+                    for each in layout.tensors
+                ],
+            }
+            for layout, digest in zip(manifest.layouts, manifest.slab_sha256, strict=True)
+        ],
+        "rest": {name: [dtype, list(shape)] for name, (dtype, shape) in manifest.rest.items()},
+        "rest_sha256": manifest.rest_sha256,
+        "files": dict(manifest.files),
+        "about": dict(manifest.about),
+    }
+    text = _canonical(store)
+    return _canonical({"sha256": sha256([text]), "store": store})
+
+
+def read_manifest(file: Path) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        CheckpointFormatError: If it is not there, cut off, changed, of another version, or says
+            what cannot be.
+    """
+    document = parse_json(_read_bounded(file), file)
+    store = document.get("store")
+    if document.keys() != {"sha256", "store"} or not isinstance(store, dict):
+        raise defect(file, "expected the manifest of a store, found other JSON", remedy=_REMEDY)
+    if store.get("format") != FORMAT or store.get("version") != VERSION:
+        raise defect(
+            file,
+            f"expected {FORMAT!r} of version {VERSION}, found {quoted(store.get('format'))} of "
+            f"version {quoted(store.get('version'))}",
+            remedy="open it with the release of Poros that wrote it, or write it again",
+        )
+    if sha256([_canonical(store)]) != document["sha256"]:
+        raise defect(
+            file, "expected the text that was written, found it changed since", remedy=_REMEDY
+        )
+    try:
+        return _parse(store)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise defect(
+            file,
+            f"expected a manifest that makes sense, found {quoted(str(error))}",
+            remedy=_REMEDY,
+        ) from error
+
+
+def describe_rest(rest: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each tensor, as the manifest keeps them."""
+    return {name: (_NAMES[each.dtype], tuple(each.shape)) for name, each in rest.items()}
+
+
+def safetensors_header(
+    tensors: Mapping[str, tuple[str, Sequence[int], int]], *, to: int = 8
+) -> bytes:
+    """Length and text of a safetensors header, padded so that the data start on ``to`` bytes.
+
+    Args:
+        tensors: Dtype name, shape and size in bytes of each tensor, in the order of their bytes.
+        to: A multiple of 8.
+    """
+    entries, end = {}, 0
+    for name, (dtype, shape, num_bytes) in tensors.items():
+        offsets = [end, end + num_bytes]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        end += num_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    length = align(8 + len(text), to) - 8
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def slabs_header(layouts: Sequence[BlockLayout]) -> bytes:
+    """The header of ``slabs.safetensors``; the first slab follows it, on a page."""
+    sizes = [align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts]
+    return safetensors_header(
+        {slab_name(index): ("U8", [size], size) for index, size in enumerate(sizes)},
+        to=PAGE_NUM_BYTES,
+    )
+
+
+def rest_header(rest: Mapping[str, torch.Tensor]) -> bytes:
+    """The header of ``rest.safetensors``."""
+    return safetensors_header(
+        {
+            name: (_NAMES[each.dtype], each.shape, each.numel() * each.element_size())
+            for name, each in rest.items()
+        }
+    )
+
+
+def slab_name(index: int) -> str:
+    """The name of a layer's slab in ``slabs.safetensors``."""
+    return f"slab.{index:05d}"
+
+
+def data_num_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes of all slabs, each padded to a page."""
+    return sum(align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts)
+
+
+def sha256(pieces: Iterable[Any]) -> str:
+    """Hexadecimal SHA-256 of byte strings and contiguous CPU tensors, one after the other."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(as_bytes(piece) if isinstance(piece, torch.Tensor) else piece)
+    return digest.hexdigest()
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _parse(store: dict[str, Any]) -> Manifest:
+    expected = {"format", "version", "slabs", "rest", "rest_sha256", "files", "about"}
+    if store.keys() != expected:
+        raise ValueError(f"the keys {sorted(store)}")
+    layouts = [_layout(each) for each in store["slabs"]]
+    names = [spec.name for layout in layouts for spec in layout.tensors]
+    if len(set(names)) != len(names):
+        raise ValueError("a tensor in two places")
+    if data_num_bytes(layouts) > _MAX_INT:
+        raise ValueError("more bytes than can be addressed")
+    rest = {name: _form(*each) for name, each in store["rest"].items()}
+    for name in store["files"]:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"a file called {name!r}")
+    if not isinstance(store["about"], dict):
+        raise TypeError("no description")
+    return Manifest(
+        layouts,
+        [_text(each["sha256"]) for each in store["slabs"]],
+        {name: (_NAMES[dtype], shape) for name, (dtype, shape) in rest.items()},
+        _text(store["rest_sha256"]),
+        {name: _text(digest) for name, digest in store["files"].items()},
+        store["about"],
+    )
+
+
+def _layout(value: dict[str, Any]) -> BlockLayout:
+    num_bytes, spare = _size(value["num_bytes"]), _size(value["spare_num_bytes"])
+    if spare > num_bytes:
+        raise ValueError(f"{spare} spare bytes of {num_bytes}")
+    specs, end = [], 0
+    for name, dtype, shape, offset in value["tensors"]:
+        form, sizes = _form(dtype, shape)
+        spec = TensorSpec(_text(name), sizes, form, offset=_size(offset))
+        if spec.num_bytes:
+            if spec.offset != align(spec.offset) or spec.offset < end:
+                raise ValueError(f"{name!r} at {offset}, over its neighbour or not aligned")
+            end = spec.offset + spec.num_bytes
+        specs.append(spec)
+    if end > num_bytes - spare:
+        raise ValueError(f"tensors up to {end} in a slab of {num_bytes}")
+    return BlockLayout(tuple(specs), num_bytes, spare)
+
+
+def _form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    sizes = tuple(_size(each) for each in shape)
+    num_bytes = DTYPES[dtype].itemsize
+    for size in sizes:
+        num_bytes = _size(num_bytes * size)
+    return DTYPES[dtype], sizes
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_INT:
+        raise ValueError(f"the size {value!r}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} for a text")
+    return value
+
+
+def _canonical(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode()
+
+
+def _read_bounded(file: Path) -> bytes:
+    descriptor, status = open_regular(file)
+    try:
+        if status.st_size > _MAX_NUM_BYTES:
+            raise defect(file, f"expected a manifest, found {status.st_size} bytes")
+        return read_at(descriptor, status.st_size, 0, file)
+    finally:
+        os.close(descriptor)

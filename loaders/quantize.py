@@ -1,0 +1,264 @@
+"""Quantizes one tensor to 4 bits, piece by piece, straight into the caller's memory.
+
+bitsandbytes quantizes the *flattened* tensor in blocks of ``blocksize`` elements that know nothing
+of each other, so pieces of whole blocks give the bytes that the whole tensor gives. Only double
+quantization looks at the whole tensor, and only at its float32 absmax, which is kept until the end:
+
+    offset = mean(absmax),   absmax8, nested_absmax = blockwise8(absmax - offset, 256)
+
+A sum per piece would give another offset, and a piece that ends within a block other bytes.
+
+Note: Two pieces in flight
+    On a GPU piece i is quantized on the compute stream while the host reads piece i + 1 into the
+    other page-locked buffer and the copy stream moves it. bitsandbytes launches its quantization
+    kernels on the *default* stream whatever stream is current, so that is the compute stream here.
+    Fetching the packed bytes of piece i blocks the host until piece i is quantized, hence copied:
+    its buffers are free for piece i + 2 without any further wait.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from poros.errors import CheckpointFormatError
+from poros.streams import Event, StreamContext, streams_for
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
+NESTED_BLOCKSIZE = 256
+"""Elements of absmax that share one nested absmax; fixed in bitsandbytes."""
+
+_CHUNK_NUM_BYTES = {"cpu": 1 << 19, "cuda": 16 << 20}
+
+
+class QuantizedForm(NamedTuple):
+    """Shapes and dtypes of what ``Quantizer.quantize_into`` writes, as meta tensors."""
+
+    packed: torch.Tensor
+    """(ceil(num_elements / 2) bytes, 1) in the storage dtype."""
+    absmax: torch.Tensor
+    """(num_blocks,), uint8 if the quantization is double, else float32."""
+    nested_absmax: torch.Tensor | None
+    """(ceil(num_blocks / 256),), float32; None if the quantization is single."""
+
+
+def quantized_form(
+    shape: Sequence[int],
+    *,
+    blocksize: int,
+    double_quant: bool,
+    quant_storage: torch.dtype = torch.uint8,
+) -> QuantizedForm:
+    """What a tensor of ``shape`` becomes, in blocks of ``blocksize`` elements."""
+    num_elements = prod(shape)
+    num_blocks = -(-num_elements // blocksize)
+    num_nested = -(-num_blocks // NESTED_BLOCKSIZE)
+    packed_size = (num_elements + 1) // (2 * quant_storage.itemsize)
+    with torch.device("meta"):
+        return QuantizedForm(
+            torch.empty((packed_size, 1), dtype=quant_storage),
+            torch.empty(num_blocks, dtype=torch.uint8 if double_quant else torch.float32),
+            torch.empty(num_nested, dtype=torch.float32) if double_quant else None,
+        )
+
+
+@dataclass
+class _Buffer:
+    """One of the two places where a piece is on its way to the device."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    released: Event
+    """Behind it the compute stream no longer reads ``device``."""
+
+
+class Quantizer:
+    """Stages pieces of a tensor to a device and quantizes them there.
+
+    Args:
+        device: Where to quantize. Bytes are those of bitsandbytes on that device.
+        chunk_num_bytes: Size of a piece, rounded down to whole blocks but at least one block. None
+            is 512 KiB on a CPU and 16 MiB on a GPU.
+        allow_nonfinite: Quantize NaN and infinities like any other value instead of refusing.
+
+        streams: Stage through these even on a CPU (for tests). None is the device's own.
+
+    Streams:
+        Compute runs on the default stream of ``device``; each call returns when its bytes are
+        there.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        chunk_num_bytes: int | None = None,
+        allow_nonfinite: bool = False,
+        streams: StreamContext | None = None,
+    ) -> None:
+        self.device = device
+        self.allow_nonfinite = allow_nonfinite
+        self._chunk_num_bytes = chunk_num_bytes or _CHUNK_NUM_BYTES[device.type]
+        self._is_staged = streams is not None or device.type != "cpu"
+        self._streams = streams or streams_for(device)
+        self._buffers: list[_Buffer] = []
+
+    def quantize_into(
+        self,
+        tensor: torch.Tensor,
+        *,
+        name: str,
+        quant_type: str,
+        blocksize: int,
+        packed: torch.Tensor,
+        absmax: torch.Tensor,
+        nested_absmax: torch.Tensor | None,
+    ) -> "QuantState":
+        """Quantize ``tensor`` and write packed bytes and statistics into the given tensors.
+
+        Args:
+            tensor: On the host; float32, float16 or bfloat16, cast to the dtype to load in already.
+                Any shape; if it is not contiguous, a contiguous copy is made.
+            name: For the message of an error.
+            quant_type: ``nf4`` or ``fp4``.
+            blocksize: Elements that share one absmax, as bitsandbytes allows.
+            packed: Host tensor as ``QuantizedForm.packed``.
+            absmax: Host tensor as ``QuantizedForm.absmax``.
+            nested_absmax: Host tensor as ``QuantizedForm.nested_absmax``; None for single
+                quantization.
+
+        Returns:
+            The state of the quantized tensor, on the host; it refers to ``absmax`` and
+            ``nested_absmax``, and owns code books and offset.
+
+        Exactness:
+            Bytes equal to ``bitsandbytes.functional.quantize_4bit`` of the whole tensor on the
+            same device; on a CPU with the same number of threads, which the mean depends on.
+
+        Raises:
+            CheckpointFormatError: If the tensor holds NaN or infinity and that is not allowed.
+            ValueError: If the given tensors do not fit ``tensor``.
+        """
+        import bitsandbytes.functional as bnb
+
+        expected = quantized_form(
+            tensor.shape,
+            blocksize=blocksize,
+            double_quant=nested_absmax is not None,
+            quant_storage=packed.dtype,
+        )
+        _require_like("packed", packed, expected.packed)
+        _require_like("absmax", absmax, expected.absmax)
+        if nested_absmax is not None and expected.nested_absmax is not None:
+            _require_like("nested_absmax", nested_absmax, expected.nested_absmax)
+        with torch.no_grad(), self._on_default_stream():
+            scales = self._quantize_pieces(tensor, name, quant_type, blocksize, packed)
+            state = bnb.QuantState(
+                absmax=absmax,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                blocksize=blocksize,
+                code=bnb.get_4bit_type(quant_type, device="cpu"),
+                quant_type=quant_type,
+            )
+            if nested_absmax is None:
+                absmax.copy_(scales)
+                return state
+            offset = scales.mean()
+            nested, state2 = bnb.quantize_blockwise(scales - offset, blocksize=NESTED_BLOCKSIZE)
+            absmax.copy_(nested)
+            nested_absmax.copy_(state2.absmax)
+            state2.absmax = nested_absmax
+            state2.code = state2.code.cpu()
+            state.offset, state.state2, state.nested = offset.cpu(), state2, True
+            return state
+
+    def _quantize_pieces(
+        self, tensor: torch.Tensor, name: str, quant_type: str, blocksize: int, packed: torch.Tensor
+    ) -> torch.Tensor:
+        """Fill ``packed``; returns the float32 absmax of every block, on the device."""
+        flat = tensor.reshape(-1)
+        packed_bytes = packed.view(-1).view(torch.uint8)
+        num_elements = flat.numel()
+        chunk = max(self._chunk_num_bytes // flat.element_size() // blocksize, 1) * blocksize
+        num_blocks = -(-num_elements // blocksize)
+        scales = torch.empty(num_blocks, dtype=torch.float32, device=self.device)
+        extremes: list[torch.Tensor] = []
+        starts = range(0, num_elements, chunk)
+        staged = self._stage(flat, 0, chunk)
+        for index, start in enumerate(starts):
+            piece, arrived = staged
+            self._streams.wait(arrived)
+            extremes.extend(torch.aminmax(piece))
+            values, piece_scales = torch.ops.bitsandbytes.quantize_4bit.default(
+                piece, blocksize, quant_type, torch.uint8
+            )
+            scales[start // blocksize :][: piece_scales.numel()].copy_(piece_scales)
+            if self._is_staged:
+                self._buffers[index % 2].released = self._streams.record()
+            if start + chunk < num_elements:
+                staged = self._stage(flat, index + 1, chunk)
+            packed_bytes[start // 2 :][: values.numel()].copy_(values.view(-1))
+        if extremes and not self.allow_nonfinite:
+            require_finite(torch.stack(extremes), name)
+        return scales
+
+    def _stage(self, flat: torch.Tensor, index: int, chunk: int) -> tuple[torch.Tensor, Event]:
+        """Piece ``index`` on the device, and the event at which it is there."""
+        source = flat[index * chunk : (index + 1) * chunk]
+        if not self._is_staged:
+            return source, None
+        buffer = self._buffer(index % 2, chunk * flat.element_size())
+        num_bytes = source.numel() * source.element_size()
+        host, device = buffer.host[:num_bytes], buffer.device[:num_bytes]
+        host.view(source.dtype).copy_(source)
+        arrived = self._streams.copy(device, host, after=buffer.released)
+        return device.view(source.dtype), arrived
+
+    def _buffer(self, index: int, num_bytes: int) -> _Buffer:
+        if not self._buffers or self._buffers[0].host.numel() < num_bytes:
+            pinned = self.device.type == "cuda"
+            self._buffers = []  # before there are others
+            self._buffers = [
+                _Buffer(
+                    torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned),
+                    self._streams.allocate(num_bytes),
+                    self._streams.record(),
+                )
+                for _ in range(2)
+            ]
+        return self._buffers[index]
+
+    def _on_default_stream(self) -> AbstractContextManager[None]:
+        if self.device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.default_stream(self.device))
+
+
+def require_finite(tensor: torch.Tensor, name: str) -> None:
+    """Raise ``CheckpointFormatError`` if a floating-point ``tensor`` holds NaN or infinity."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    if tensor.element_size() == 1:  # 8-bit floats have no reductions
+        tensor = tensor.float()
+    low, high = torch.aminmax(tensor.detach())
+    if not bool(torch.isfinite(low)) or not bool(torch.isfinite(high)):
+        raise CheckpointFormatError(
+            f"{name}: expected finite weights, found values from {low.item()} to {high.item()}; "
+            "the checkpoint is damaged or was saved from a diverged run. Pass "
+            "allow_nonfinite=True to load it nevertheless"
+        )
+
+
+def _require_like(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    same = (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    if not same or not found.is_contiguous() or found.device.type != "cpu":
+        raise ValueError(
+            f"{what}: expected a contiguous host tensor of shape {tuple(expected.shape)} and "
+            f"{expected.dtype}, found {tuple(found.shape)} and {found.dtype} on {found.device}"
+        )

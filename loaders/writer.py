@@ -1,0 +1,277 @@
+"""Writes a store to disk (``poros.loaders.store`` says what one is).
+
+Note: A store is there or not
+    It is written in a hidden folder beside its place, flushed, and renamed: a writer that is killed
+    leaves nothing that opens, and of two writers one wins. A writer holds a lock on its folder, so
+    that the next one can clean up after a dead one without disturbing a living one.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from poros.errors import CheckpointFormatError, PorosError
+from poros.host import Arena, HostStore
+from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.loaders.manifest import (
+    MANIFEST,
+    PARTIAL,
+    REST,
+    SLABS,
+    Manifest,
+    as_bytes,
+    data_num_bytes,
+    describe_rest,
+    read_manifest,
+    rest_header,
+    sha256,
+    slabs_header,
+    write_manifest,
+)
+
+logger = logging.getLogger(__name__)
+
+_PIECE_NUM_BYTES = 16 * 2**20
+_STALE_S = 60.0
+
+
+class StoreWriteError(PorosError, OSError):
+    """A store could not be written to disk; nothing was left there."""
+
+
+class StoreWriter:
+    """A store in the making: fill the slabs of ``host``, then ``commit``. A context manager.
+
+    The slabs are mapped from the file itself, so a base larger than the memory can be written: the
+    system writes pages out as it needs to. Leaving the context without ``commit`` removes all.
+
+    Args:
+        directory: Where the store will be. Its parent must exist; it must not, or be empty.
+        layouts: One per decoder layer.
+
+    Raises:
+        StoreWriteError: If there is no room on the disk or something else is in the way.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], layouts: Sequence[BlockLayout]) -> None:
+        self.directory = Path(directory).absolute()
+        self.host = HostStore([])
+        self._layouts = list(layouts)
+        self._undo = ExitStack()
+        try:
+            with _writing(self.directory):
+                self._require_place()
+                _remove_stale(self.directory)
+                self._partial = Path(
+                    tempfile.mkdtemp(
+                        prefix=f".{self.directory.name}.",
+                        suffix=PARTIAL,
+                        dir=self.directory.parent,
+                    )
+                )
+                self._undo.callback(shutil.rmtree, self._partial, ignore_errors=True)
+                self._map_slabs()
+        except BaseException:
+            self.close()
+            raise
+
+    def commit(
+        self,
+        rest: Mapping[str, torch.Tensor],
+        about: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+    ) -> Path:
+        """Write what is missing, flush everything, and put the store in its place.
+
+        Args:
+            rest: Every tensor that is in no slab, by name, on the CPU.
+            about: What the store holds and who made it, as plain JSON values: source fingerprint,
+                quantization, versions, device, threads.
+            files: Small files of the source by name, such as ``config.json``.
+
+        Returns:
+            The folder. If another writer came first with the same bytes, it is theirs.
+
+        Raises:
+            StoreWriteError: If the disk is full, or another store came first. Nothing is left.
+            ValueError: If ``about`` is not plain JSON.
+        """
+        files = files or {}
+        try:
+            with _writing(self.directory):
+                for name, text in files.items():
+                    _write(self._partial / name, [text])
+                rest = {name: each.detach().contiguous() for name, each in rest.items()}
+                pieces = [rest_header(rest), *map(as_bytes, rest.values())]
+                _write(self._partial / REST, pieces)
+                with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+                    digests = list(pool.map(_digest, [each.bytes for each in self.host.slabs]))
+                manifest = Manifest(
+                    self._layouts,
+                    digests,
+                    describe_rest(rest),
+                    sha256(pieces),
+                    {name: sha256([text]) for name, text in files.items()},
+                    about,
+                )
+                os.fsync(self._file)
+                _write(self._partial / MANIFEST, [write_manifest(manifest)])
+                _sync_folder(self._partial)
+                return self._put_in_place(manifest)
+        finally:
+            self.close()
+
+    def write(self, slab: int, source: torch.Tensor) -> None:
+        """Write the bytes of a slab that is in memory: faster than through the mapping.
+
+        Raises:
+            StoreWriteError: If the disk reports an error.
+        """
+        with _writing(self.directory):
+            _write_at(
+                self._file, as_bytes(source), self._data_offset + self.host.slabs[slab].offset
+            )
+
+    def close(self) -> None:
+        """Forget the slabs and remove what was not committed. Idempotent."""
+        self.host = HostStore([])
+        self._undo.close()
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _require_place(self) -> None:
+        if self.directory.exists() and any(self.directory.iterdir()):
+            raise FileExistsError(f"{self.directory} is not empty")
+
+    def _map_slabs(self) -> None:
+        header = slabs_header(self._layouts)
+        self._data_offset = len(header)
+        size = data_num_bytes(self._layouts)
+        self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._undo.callback(os.close, self._file)
+        _lock(self._file)
+        # A page that found no room later would end the process with a signal.
+        _reserve(self._file, len(header) + size)
+        _write_at(self._file, memoryview(header), 0)
+        if size:
+            arena = Arena(size, file=self._file, offset=len(header))
+            self.host = HostStore.over(arena, self._layouts)
+        else:
+            self.host = HostStore.allocate(self._layouts)
+
+    def _put_in_place(self, manifest: Manifest) -> Path:
+        try:
+            os.rename(self._partial, self.directory)
+        except OSError:
+            with suppress(CheckpointFormatError):
+                if read_manifest(self.directory / MANIFEST).holds_the_same_as(manifest):
+                    logger.info("poros: %s was written by another process", self.directory)
+                    return self.directory
+            raise
+        _sync_folder(self.directory.parent)
+        return self.directory
+
+
+def write_store(
+    directory: str | os.PathLike[str],
+    host: HostStore,
+    rest: Mapping[str, torch.Tensor],
+    about: Mapping[str, Any],
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write a store that is in memory: ``host`` has one slab per layer. See ``StoreWriter``."""
+    with StoreWriter(directory, [each.layout for each in host.slabs]) as writer:
+        for index, slab in enumerate(host.slabs):
+            writer.write(index, slab.bytes)
+        return writer.commit(rest, about, files)
+
+
+def _digest(slab: torch.Tensor) -> str:
+    padding = align(slab.numel(), PAGE_NUM_BYTES) - slab.numel()
+    return sha256([slab, bytes(padding)])
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StoreWriteError):
+            raise
+        raise StoreWriteError(
+            f"expected to write a store at {directory}, found: {error.strerror or error}. Nothing "
+            "was left there; make room, or choose a folder that does not exist yet"
+        ) from error
+
+
+def _write(file: Path, pieces: Iterable[Any]) -> None:
+    with file.open("xb") as stream:
+        for piece in pieces:
+            stream.write(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _write_at(file: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done : done + _PIECE_NUM_BYTES], offset + done)
+
+
+def _reserve(file: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, num_bytes)
+    else:
+        os.ftruncate(file, num_bytes)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(file: int) -> None:
+    with suppress(ImportError):  # Windows
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_stale(directory: Path) -> None:
+    """Remove what writers of this store left that were killed: nobody holds their locks."""
+    for partial in directory.parent.glob(f".{directory.name}.*{PARTIAL}"):
+        with suppress(OSError):
+            # Between making its folder and locking the file in it, a writer is young.
+            if time.time() - partial.stat().st_mtime < _STALE_S:
+                continue
+            if (partial / SLABS).exists():
+                descriptor = os.open(partial / SLABS, os.O_RDWR)
+                try:
+                    _lock(descriptor)
+                    shutil.rmtree(partial)
+                finally:
+                    os.close(descriptor)
+            else:
+                partial.rmdir()

@@ -1,0 +1,417 @@
+"""The disk tier: the first blocks in memory, the others read from a file just in time.
+
+At rest the tensors of a block on the disk are views of a private mapping of the file, so that
+state_dict, save and restore see them like any others, and the system drops their pages when it
+needs room. Training does not go through that mapping: a page fault would stop the training thread
+for each page. A reader thread reads whole blocks, ahead of the predicted walk, into a few staging
+buffers (page-locked for a GPU), and the copies to the device start from there.
+
+Tensors that changed their form since (norms cast to float32 for training) lie in the spare part of
+their layer's slab, which is never read from the file, and are put over what was read.
+
+Note: Staging lifetime
+    A staging buffer may be overwritten only after the *device* has copied the last bytes out of it
+    (see "Slot lifetime" in ``poros.streams``). ``lent_until`` keeps the event of that copy, and
+    only the training thread, which can ask about events, gives a buffer to the reader. The reader
+    never touches a stream.
+
+Direct reads (O_DIRECT) go around the page cache: the file is larger than the memory that is to be
+used, so that the cache would only push out what is needed. Where the file system has none, ordinary
+reads do.
+"""
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poros.errors import CheckpointFormatError
+from poros.host import Arena, HostSlab, HostStore, NamedTensor
+from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
+from poros.streams import Event, StreamContext
+
+logger = logging.getLogger(__name__)
+
+NUM_STAGING = 3
+"""Buffers: one being copied to the device, one full, one being read."""
+
+_READ_AT_ONCE_NUM_BYTES = 64 * 2**20
+_JOIN_S = 60.0
+
+
+@dataclass(eq=False)
+class _Staging:
+    """One staging buffer. The training thread owns it, except from ``read`` to ``is_read``."""
+
+    slab: HostSlab
+    block: int | None = None
+    """What it holds, or will hold when ``is_read`` is set."""
+    is_read: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    is_copied: Event = None
+    """Event of the last copy out of it."""
+    is_lent: bool = False
+    """Whether such a copy is about to be queued."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    staging: _Staging
+    num_bytes: int
+    offset: int
+    changed: Sequence[tuple[int, torch.Tensor]]
+    """Tensors of the block that are not as in the file, and their offsets in it."""
+
+
+@dataclass(eq=False)
+class DiskStore(HostStore):
+    """A host store whose later slabs are on a disk.
+
+    Made by ``DiskStore.over_file`` with one slab per layer; ``adopt`` makes one of blocks.
+    """
+
+    file: Path = Path()
+    mapped: Arena | None = None
+    """The mapping of the slabs that are on the disk; it starts at ``data_offset`` of the file."""
+    data_offset: int = 0
+    identity: tuple[int, ...] = ()
+    """What the file was when it was mapped; a file that has changed since is not read."""
+
+    def __post_init__(self) -> None:
+        self._streams: StreamContext | None = None
+        self._changed: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self._staging: list[_Staging] = []
+        self._wanted: list[int] = []
+        self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        self._reader: threading.Thread | None = None
+        self._stop: Any = None
+
+    @classmethod
+    def over_file(
+        cls,
+        resident: HostStore,
+        file: Path,
+        data_offset: int,
+        layouts: Sequence[BlockLayout],
+    ) -> "DiskStore":
+        """The slabs of ``resident`` first, and those behind them from ``file``.
+
+        Args:
+            resident: The first slabs of ``layouts``, filled; none is fine.
+            file: Holds all slabs, each on a page, one after the other.
+            data_offset: Where in it the first slab starts, in bytes; a multiple of a page.
+            layouts: One per layer.
+
+        Raises:
+            HostMemoryError: If the file cannot be mapped, which takes no memory.
+            CheckpointFormatError: If it is shorter than the slabs.
+        """
+        first = len(resident.slabs)
+        starts = slab_offsets(layouts)
+        size = sum(align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts[first:])
+        if not size:
+            return cls(list(resident.slabs), file=file)
+        offset = data_offset + starts[first]
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if status.st_size < offset + size:
+                raise CheckpointFormatError(
+                    f"{file}: expected {offset + size} bytes, found {status.st_size}; write the "
+                    "store again"
+                )
+            mapped = Arena(size, file=descriptor, offset=offset, private=True)
+        finally:
+            os.close(descriptor)
+        behind = HostStore.over(mapped, layouts[first:])
+        return cls(
+            [*resident.slabs, *behind.slabs],
+            list(resident.fallbacks),
+            file=file,
+            mapped=mapped,
+            data_offset=offset,
+            identity=_identity(status),
+        )
+
+    def is_untouched(self, slab: HostSlab) -> bool:
+        """Whether the file still holds what the tensors over the mapping hold."""
+        body = slab.layout.num_bytes - slab.layout.spare_num_bytes
+        return slab.arena is not self.mapped or not _num_written_pages(slab.bytes[:body])
+
+    def adopt(self, blocks: Sequence[Sequence[Sequence[NamedTensor]]]) -> HostStore | None:
+        adopted = super().adopt(blocks)
+        if adopted is None or self.mapped is None:
+            return adopted
+        store = DiskStore(
+            adopted.slabs,
+            adopted.fallbacks,
+            file=self.file,
+            mapped=self.mapped,
+            data_offset=self.data_offset,
+            identity=self.identity,
+        )
+        spare = [
+            (slab.offset + slab.layout.num_bytes - slab.layout.spare_num_bytes, slab)
+            for slab in self.slabs
+            if slab.arena is self.mapped and slab.layout.spare_num_bytes
+        ]
+        for block in store._on_disk():
+            slab = store.slabs[block]
+            for spec in slab.layout.tensors:
+                place = slab.offset + spec.offset
+                if spec.num_bytes and any(
+                    start <= place < each.offset + each.layout.num_bytes for start, each in spare
+                ):
+                    flat = slab.bytes[spec.offset : spec.offset + spec.num_bytes]
+                    store._changed.setdefault(block, []).append((spec.offset, flat))
+        return store
+
+    def start(self, streams: StreamContext) -> None:
+        """Start the reader. Its buffers are part of the memory that ``pin`` page-locks."""
+        self._streams = streams
+        self._make_staging()
+
+    def lend(self, block: int) -> torch.Tensor:
+        """As ``HostStore.lend``; waits for the reader, and counts for how long.
+
+        Raises:
+            CheckpointFormatError: If the block cannot be read. Another try reads again.
+        """
+        if self.slabs[block].arena is not self.mapped or self.mapped is None:
+            return self.slabs[block].bytes
+        begin = time.perf_counter()
+        for each in self._staging:
+            each.is_lent = False  # a copy that was never queued has failed
+        staging = self._find(block)
+        if staging is None:
+            staging = self._claim()
+            self._read(staging, block)
+        self._wait(staging)
+        self.disk_stall_ms += 1e3 * (time.perf_counter() - begin)
+        staging.is_lent = True
+        return staging.slab.bytes[: self.slabs[block].layout.num_bytes]
+
+    def lent_until(self, block: int, event: Event) -> None:
+        staging = self._find(block)
+        if staging is not None:
+            staging.is_copied, staging.is_lent = event, False
+
+    def read_ahead(self, blocks: Iterable[int]) -> None:
+        """Have the reader read the next blocks into buffers that are free now. Does not wait."""
+        if not self._staging:
+            return
+        self._wanted = []
+        for block in blocks:
+            if self.slabs[block].arena is not self.mapped or block in self._wanted:
+                continue
+            self._wanted.append(block)
+            if len(self._wanted) == len(self._staging):
+                break
+        for block in self._wanted:
+            if self._find(block) is None:
+                free = [each for each in self._unwanted() if self._is_free(each)]
+                if not free:
+                    return
+                self._read(free[0], block)
+
+    def pin(self, device: torch.device) -> None:
+        """Page-lock the staging buffers, and then the blocks in memory."""
+        self._make_staging()
+        staged = [each.slab for each in self._staging]
+        both = HostStore([*staged, *(each for each in self.slabs if each.arena is not self.mapped)])
+        both.pin(device)
+        self.fallbacks += both.fallbacks
+
+    def unpin(self) -> None:
+        """Stop the reader, and undo ``pin``. Idempotent."""
+        if self._stop is not None:
+            self._stop()
+        if self._reader is not None:
+            self._reader.join(_JOIN_S)
+            if self._reader.is_alive():
+                logger.error("poros: a read of %s does not end; its buffer is kept", self.file)
+                return
+        for each in self._staging:
+            each.slab.unpin()
+        self._staging, self._reader, self._jobs, self._stop = [], None, None, None
+        super().unpin()
+
+    @property
+    def num_bytes(self) -> int:
+        """Frozen bytes in host memory, staging buffers included."""
+        resident = (each for each in self.slabs if each.arena is not self.mapped)
+        staged = (each.slab for each in self._staging)
+        return sum(each.layout.num_bytes for each in (*resident, *staged))
+
+    @property
+    def pinned_num_bytes(self) -> int:
+        slabs = (*self.slabs, *(each.slab for each in self._staging))
+        return sum(each.layout.num_bytes for each in slabs if each.is_pinned)
+
+    def _on_disk(self) -> list[int]:
+        return [
+            index
+            for index, slab in enumerate(self.slabs)
+            if slab.arena is self.mapped and slab.layout.num_bytes
+        ]
+
+    def _make_staging(self) -> None:
+        on_disk = self._on_disk() if self.mapped is not None else []
+        self.disk_num_bytes = sum(self.slabs[each].layout.num_bytes for each in on_disk)
+        if self._staging or not on_disk:
+            return
+        largest = max(align(self.slabs[each].layout.num_bytes, PAGE_NUM_BYTES) for each in on_disk)
+        buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
+        self._staging = [_Staging(each) for each in buffers.slabs]
+        self._jobs = queue.SimpleQueue()
+        # The thread must not keep this store alive, and must end with it.
+        self._reader = threading.Thread(
+            target=_read_jobs,
+            args=(self.file, self.identity, self._jobs),
+            name="poros-reader",
+            daemon=True,
+        )
+        self._reader.start()
+        self._stop = weakref.finalize(self, self._jobs.put, None)
+
+    def _find(self, block: int) -> _Staging | None:
+        return next((each for each in self._staging if each.block == block), None)
+
+    def _unwanted(self) -> list[_Staging]:
+        return [each for each in self._staging if each.block not in self._wanted]
+
+    def _is_free(self, staging: _Staging) -> bool:
+        """Whether nothing is read into it, and nothing copied out of it any more."""
+        return not staging.is_lent and (
+            staging.block is None
+            or (staging.is_read.is_set() and self._has_passed(staging.is_copied))
+        )
+
+    def _claim(self) -> _Staging:
+        """A buffer for a block that is needed now: the one that is missed least, once it is free.
+
+        Waits for its read, and for the copy out of it.
+        """
+        wanted = filter(None, map(self._find, reversed(self._wanted)))
+        in_order = [*self._unwanted(), *wanted]
+        staging = next((each for each in in_order if self._is_free(each)), in_order[0])
+        if staging.block is not None:
+            staging.is_read.wait()
+            if self._streams is not None and staging.is_copied is not None:
+                self._streams.synchronize(staging.is_copied)
+        return staging
+
+    def _has_passed(self, event: Event) -> bool:
+        return event is None or self._streams is None or self._streams.has_passed(event)
+
+    def _read(self, staging: _Staging, block: int) -> None:
+        slab = self.slabs[block]
+        staging.block, staging.error, staging.is_copied = block, None, None
+        staging.is_read.clear()
+        size = align(slab.layout.num_bytes, PAGE_NUM_BYTES)
+        offset = self.data_offset + slab.offset
+        if self._jobs is None:
+            raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
+        self._jobs.put(_Job(staging, size, offset, self._changed.get(block, ())))
+
+    def _wait(self, staging: _Staging) -> None:
+        while not staging.is_read.wait(1.0):
+            if self._reader is None or not self._reader.is_alive():
+                raise CheckpointFormatError(f"{self.file}: the thread that reads it has died")
+        if staging.error is not None:
+            error, staging.error, staging.block = staging.error, None, None
+            raise CheckpointFormatError(
+                f"{self.file}: expected to read a block of the frozen base, found: {error}. Check "
+                "the disk; training can go on from the last checkpoint of the adapters"
+            ) from error
+
+
+def _read_jobs(
+    file: Path, identity: tuple[int, ...], jobs: "queue.SimpleQueue[_Job | None]"
+) -> None:
+    """The reader thread: one job after the other, until None."""
+    descriptor, is_direct = -1, False
+    while (job := jobs.get()) is not None:
+        try:
+            if descriptor < 0:
+                descriptor, is_direct = _open(file)
+            try:
+                _fill(descriptor, job)
+            except OSError:
+                if not is_direct:
+                    raise
+                # Some file systems take the flag and refuse the reads.
+                os.close(descriptor)
+                descriptor, is_direct = os.open(file, os.O_RDONLY | os.O_CLOEXEC), False
+                _fill(descriptor, job)
+            if _identity(os.fstat(descriptor)) != identity:
+                raise ValueError("another file, or one that was written to since it was opened")
+        except BaseException as error:
+            job.staging.error = error
+        job.staging.is_read.set()
+        del job
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _open(file: Path) -> tuple[int, bool]:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    if hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(file, flags | os.O_DIRECT), True
+        except OSError:
+            logger.debug("poros: %s is read through the page cache", file)
+    return os.open(file, flags), False
+
+
+def _fill(descriptor: int, job: _Job) -> None:
+    array: Any = job.staging.slab.bytes.numpy()
+    target = memoryview(array)[: job.num_bytes]
+    done = 0
+    while done < job.num_bytes:
+        piece = target[done : done + _READ_AT_ONCE_NUM_BYTES]
+        count = os.preadv(descriptor, [piece], job.offset + done)
+        if not count:
+            raise EOFError(f"the end of the file at {job.offset + done}")
+        done += count
+    for offset, tensor in job.changed:
+        job.staging.slab.bytes[offset : offset + tensor.numel()].copy_(tensor)
+
+
+def _num_written_pages(flat: torch.Tensor) -> int:
+    """How many pages of a private mapping this process has written; 0 where nobody can tell.
+
+    Source:
+        Documentation/admin-guide/mm/pagemap.rst of Linux: bit 61 is set for a page of a file, bits
+        62 and 63 for one that is swapped or present.
+    """
+    if sys.platform != "linux" or not flat.numel():
+        return 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    first = flat.data_ptr() // page
+    last = (flat.data_ptr() + flat.numel() - 1) // page
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as stream:
+            stream.seek(8 * first)
+            text = stream.read(8 * (last + 1 - first))
+    except OSError:
+        return 0
+    if not text:
+        return 0
+    entries = torch.frombuffer(bytearray(text), dtype=torch.int64)
+    # Bit 63 is the sign.
+    is_there = (entries < 0) | (entries & (1 << 62) != 0)
+    return int((is_there & (entries & (1 << 61) == 0)).sum())

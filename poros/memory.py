@@ -1,0 +1,164 @@
+"""How much host memory this process may still use, and how much of it may be page-locked.
+
+Three things stop an allocation that the system has granted: the machine has no memory left, a
+control group (a container, a batch system) has a lower limit, or the process has (``ulimit``). The
+least of them counts. On a system that says nothing about itself nothing is refused.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from poros.errors import HostMemoryError
+
+RESERVE_NUM_BYTES = 2**30
+"""What is left to everything else: the interpreter, one tensor on its way, the page cache."""
+
+
+class Room(NamedTuple):
+    """How many bytes one limit still grants."""
+
+    num_bytes: int
+    limit: str
+    """Which limit it is, with its figures."""
+
+
+def host_memory_left(root: Path = Path("/")) -> Room | None:
+    """The host memory that this process may still use: the least of all limits.
+
+    Args:
+        root: Where the file systems ``proc`` and ``sys`` are found (for tests).
+
+    Returns:
+        None if the system does not say.
+    """
+    rooms = [*_machine(root), *_control_groups(root), *_process(root)]
+    return min(rooms, default=None)
+
+
+def require_host_memory(num_bytes: int, what: str, root: Path = Path("/")) -> None:
+    """Refuse what would not fit, before any of it is read or written.
+
+    Args:
+        num_bytes: Bytes that are going to be allocated, and written to.
+        what: What for, as it stands in the message: "the frozen base of Qwen2.5-32B".
+        root: See ``host_memory_left``.
+
+    Raises:
+        HostMemoryError: If less than ``num_bytes`` and ``RESERVE_NUM_BYTES`` is left. The message
+            names the limit, and what to do.
+    """
+    room = host_memory_left(root)
+    if room is None or num_bytes + RESERVE_NUM_BYTES <= room.num_bytes:
+        return
+    raise HostMemoryError(
+        f"expected {_gb(num_bytes)} of host memory for {what} and {_gb(RESERVE_NUM_BYTES)} for "
+        f"everything else, found {_gb(room.num_bytes)} left ({room.limit}). Raise that limit, free "
+        "memory, or keep only the first blocks in memory and stream the rest from disk: "
+        f"poros.load(..., store=DIR, host_budget={max(room.num_bytes - RESERVE_NUM_BYTES, 0)})"
+    )
+
+
+def explain_pin_budget(root: Path = Path("/")) -> str:
+    """Which limit on page-locked memory is known here, and how to raise it; one or two sentences.
+
+    The driver alone decides, so this does not stop anybody from trying.
+    """
+    locked = _locked_limit()
+    of = "" if locked is None else f" is {locked / 1e6:.0f} MB here and"
+    hint = f"The limit on locked memory{of} can be raised (ulimit -l; docker run --ulimit memlock)."
+    if "microsoft" in _text(root / "proc/sys/kernel/osrelease").lower():
+        hint += (
+            " WSL grants page-locks for about half of the memory of its virtual machine: raise "
+            "memory= under [wsl2] in .wslconfig."
+        )
+    return hint
+
+
+def _machine(root: Path) -> Iterator[Room]:
+    fields = dict(
+        line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line
+    )
+    available = fields.get("MemAvailable", "").split()
+    if available and available[0].isdecimal():
+        num_bytes = int(available[0]) * 1024
+        yield Room(num_bytes, f"the machine has {_gb(num_bytes)} available")
+
+
+def _control_groups(root: Path) -> Iterator[Room]:
+    """A limit of every group above this process, versions 1 and 2."""
+    mounts = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        inside = Path(path.lstrip("/"))
+        if controllers == "":
+            top, maximum, current, reclaimable = mounts, "memory.max", "memory.current", "file"
+        elif "memory" in controllers.split(","):
+            top = mounts / "memory"
+            maximum, current = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            reclaimable = "total_cache"
+        else:
+            continue
+        # In a container the path may be that of the host, and only the top is mounted.
+        for group in dict.fromkeys([inside, *inside.parents, Path()]):
+            limit = _number(top / group / maximum)
+            usage = _number(top / group / current)
+            if limit is None or usage is None or limit >= 2**60:
+                continue
+            # The page cache counts as used, but goes when memory is needed. What is shared or
+            # in memory files is page cache too, and stays.
+            fields = _fields(top / group / "memory.stat")
+            shared = fields.get("total_shmem" if controllers else "shmem", 0)
+            free = max(limit - usage, 0) + max(fields.get(reclaimable, 0) - shared, 0)
+            yield Room(min(free, limit), f"control group {path}: {_gb(usage)} of {_gb(limit)} used")
+
+
+def _process(root: Path) -> Iterator[Room]:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    fields = _text(root / "proc/self/statm").split()
+    page = os.sysconf("SC_PAGE_SIZE")
+    if len(fields) < 6:
+        return
+    # Shared mappings count in the address space only.
+    for limit, name, used in (
+        (resource.RLIMIT_AS, "ulimit -v", int(fields[0]) * page),
+        (resource.RLIMIT_DATA, "ulimit -d", int(fields[5]) * page),
+    ):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            yield Room(max(soft - used, 0), f"{name}: {_gb(used)} of {_gb(soft)} used")
+
+
+def _locked_limit() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _fields(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,45 @@
+"""A stand-in for the loader: puts a loaded model's layers into one slab per layer, and says so."""
+
+from typing import Any
+
+import torch
+
+from poros.discover import _collect, _find_layers
+from poros.frozen import FrozenTensor, Part
+from poros.host import HostStore, leave_store
+from poros.layout import BlockLayout, spare_for
+
+
+def parts_by_layer(model: Any) -> list[list[Part]]:
+    """What moves, layer by layer, in the order in which ``poros.prepare`` lists it."""
+    name, layers = _find_layers(model)
+    found = []
+    for index, layer in enumerate(layers):
+        inside: dict[int, FrozenTensor] = {}
+        _collect(f"{name}.{index}", index, layer, inside)
+        found.append([part for each in inside.values() for part in each.parts()])
+    return found
+
+
+def layouts_of(model: Any, *, spare: bool = True) -> list[BlockLayout]:
+    return [
+        BlockLayout.pack(
+            [(part.name, part.get()) for part in parts],
+            spare_for(part.get() for part in parts) if spare else 0,
+        )
+        for parts in parts_by_layer(model)
+    ]
+
+
+def lay_down(model: Any, store: HostStore | None = None, *, spare: bool = True) -> HostStore:
+    """Move the layers of a base model (without adapters) into ``store``, and leave it there."""
+    model.requires_grad_(False)
+    store = store or HostStore.allocate(layouts_of(model, spare=spare))
+    for parts, slab in zip(parts_by_layer(model), store.slabs, strict=True):
+        for part, spec in zip(parts, slab.layout.tensors, strict=True):
+            with torch.no_grad():
+                target = slab.tensor(spec)
+                target.copy_(part.get())
+            part.put(target)
+    leave_store(model, store)
+    return store

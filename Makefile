@@ -19,6 +19,7 @@ STAMP_OLDEST := $(VENV_OLDEST)/.installed-$(call checksum,constraints-oldest.txt
 READY := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(STAMP))
 
 PYTEST := -m pytest -q
+COMMA := ,
 
 .PHONY: help venv demo test test-all test-oldest gpu-test lint format types
 
@@ -73,7 +74,7 @@ types: $(STAMP)
 	&& cd "$$tree" && "$(CURDIR)/$(VENV)/bin/python" -m mypy -p poros \
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"
 
-# $(1) is the folder of the environment, $(2) its pins. An environment left half made is made
+# $(1) is the folder of the environment, $(2) its pins, $(3) the extras. An environment left half made is made
 # again. The build back end is pinned and installed first, so that the build of poros uses it too.
 define install
 	@if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
@@ -95,12 +96,12 @@ define install
 	@rm -f $(1)/.installed-*
 	@$(1)/bin/python -m pip install -q --disable-pip-version-check -c $(2) setuptools
 	@$(1)/bin/python -m pip install -q --disable-pip-version-check -c $(2) \
-		--no-build-isolation -e '.[dev]'
+		--no-build-isolation -e '.[$(3)]'
 	@touch $@
 endef
 
 $(STAMP):
-	$(call install,$(VENV),constraints.txt)
+	$(call install,$(VENV),constraints.txt,dev$(COMMA)trl)
 
 $(STAMP_OLDEST):
-	$(call install,$(VENV_OLDEST),constraints-oldest.txt)
+	$(call install,$(VENV_OLDEST),constraints-oldest.txt,dev)

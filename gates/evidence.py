@@ -4,6 +4,7 @@ Everything here is read from the call itself and from PyTorch and transformers, 
 recomputation captured: a state that the recomputation forgets is then missing on one side only.
 """
 
+import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
 from poros.gates.compare import differing
@@ -105,6 +107,11 @@ class Evidence:
                 module.training = flag
             stack.enter_context(torch.enable_grad())
             yield
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the layer was given a KV cache."""
+        return any(isinstance(each, Cache) for each in (*self.args, *self.kwargs.values()))
 
     def is_intact(self) -> bool:
         """Whether the inputs still are those of the forward.
@@ -218,6 +225,8 @@ def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
         return leaves.get(id(value), value)
     if isinstance(value, UserDict):
         return type(value)({key: replace(each, leaves) for key, each in value.items()})
+    if isinstance(value, Cache):
+        return copy.deepcopy(value)  # empty; what the layer adds to it is nobody's
     if isinstance(value, tuple):
         parts = [replace(each, leaves) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

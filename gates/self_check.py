@@ -48,6 +48,11 @@ from poros.takeover import Takeover
 
 logger = logging.getLogger(__name__)
 
+_CACHE_HINT = (
+    ". The layer was called with an empty KV cache, which a streamed layer does without; it may "
+    "compute otherwise with one: pass use_cache=False, in the resident run as well"
+)
+
 
 class SelfCheck:
     """The check of one prepared model.
@@ -183,7 +188,7 @@ class SelfCheck:
         again = self._resident(index, evidence, grad_outputs)
         unsteady = first_difference(resident.values, again.values)
         if unsteady is None:
-            return difference
+            return difference + (_CACHE_HINT if evidence.has_cache else "")
         now = {f"input {n}": each for n, each in enumerate(evidence.inputs)}
         edited = first_difference(kept, now)
         if edited is not None:

@@ -112,7 +112,7 @@ def small_config(
     model_type = model_type_of(architecture)
     wanted = _small_sizes(num_layers, hidden_size, dropout)
     if architecture not in ARCHITECTURES:
-        # As the Trainer sets it: several families hand their layers a cache that is refused.
+        # As the Trainer sets it: with a cache a family may compute in another precision (codegen).
         wanted["use_cache"] = False
     config_class = CONFIG_MAPPING[model_type]
     try:

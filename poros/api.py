@@ -1,6 +1,7 @@
 """``prepare``, ``restore`` and ``runtime``: the public verbs."""
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -141,8 +142,12 @@ def prepare_with(
     *,
     streams: StreamContext | None = None,
     journal: list[Action] | None = None,
+    origins: Mapping[str, str] | None = None,
 ) -> ModelT:
-    """``prepare`` with the stream context given, and a journal of every action if wanted."""
+    """``prepare`` with the stream context given, and a journal of every action if wanted.
+
+    ``origins`` is for copies of a prepared model: see ``Takeover``.
+    """
     existing = _find(model)
     if existing is not None:
         if existing.policy == policy:
@@ -156,7 +161,13 @@ def prepare_with(
         inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
         device = streams.device if streams is not None else _choose_device(model, policy)
         takeover = Takeover(
-            model, inventory, policy, streams or streams_for(device), prepare_with, journal
+            model,
+            inventory,
+            policy,
+            streams or streams_for(device),
+            prepare_with,
+            journal,
+            origins or {},
         )
         self_check = None
         if policy.self_check != "off":

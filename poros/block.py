@@ -7,6 +7,7 @@ Note: Interception
     up by name and read the signature of its forward.
 """
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from poros.ambient import AutocastRegions
 from poros.audit import GraphAudit
@@ -31,7 +33,6 @@ logger = logging.getLogger(__name__)
 Check = Callable[[int, LayerCall, Callable[[], Any], tuple[Any, Any]], Any]
 
 _HOME = "_poros_layer"
-_CACHE = "past_key_values"
 
 
 class LayerRuntime:
@@ -87,27 +88,28 @@ class LayerRuntime:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's forward as its caller sees it."""
+        tree = self.tree()
         if not torch.is_grad_enabled():
-            self._refuse_dropped_cache(kwargs.get(_CACHE))
-            self.tree()
+            for value in (*args, *kwargs.values()):
+                self._refuse_dropped_cache(value)
             return self._stream(args, kwargs)
+        if self._index == 0:
+            refuse_outer_graph(self.name)
         self._refuse_recorded_outputs()
-        kwargs = self._without_cache(kwargs)
+        given = (args, kwargs)
+        args = tuple(self._without_cache(value) for value in args)
+        kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         self._cast_trained_biases()
-        call = LayerCall(self, args, kwargs)
+        call = LayerCall(self, args, kwargs, tree)
         if not call.parameters:
             self._refuse_frozen_adapters()
-        if not call.needs_gradient:
-            if self.check is not None:
-                return self.check(
-                    self._index, call, lambda: self._stream(args, kwargs), (args, kwargs)
-                )
-            return self._stream(args, kwargs)
-        if call.ambient.is_autocast:
+
+        def run() -> Any:
+            return rematerialize(call) if call.needs_gradient else self._stream(args, kwargs)
+
+        if call.needs_gradient and call.ambient.is_autocast:
             self._refuse_shared_casts(call)
-        if self.check is not None:
-            return self.check(self._index, call, lambda: rematerialize(call), (args, kwargs))
-        return rematerialize(call)
+        return self.check(self._index, call, run, given) if self.check else run()
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward when no gradient passes through the layer."""
@@ -202,28 +204,26 @@ class LayerRuntime:
 
         It would do so inside the layer, to the stand-in of the bias instead of the parameter.
         """
-        self.tree()
         for module in self._biased:
             bias = module._parameters["bias"]
             if bias.requires_grad and bias.dtype != module.compute_dtype:
                 bias.data = bias.data.to(module.compute_dtype)
 
-    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Drop the KV cache: the recomputation would append to it a second time."""
-        cache = kwargs.get(_CACHE)
-        if cache is None:
-            return kwargs
-        self._refuse_dropped_cache(cache)
-        if cache.get_seq_length() > 0:
+    def _without_cache(self, value: Any) -> Any:
+        """None for an empty KV cache, to which the recomputation would append a second time."""
+        if not isinstance(value, Cache):
+            return value
+        self._refuse_dropped_cache(value)
+        if value.get_seq_length() > 0:
             raise UnsupportedModelError(
                 f"{self.name}: expected an empty KV cache while gradients are enabled, found one "
                 "that is in use. Decode under torch.no_grad(), or pass use_cache=False"
             )
-        self._dropped_cache = weakref.ref(cache)
-        return {**kwargs, _CACHE: None}
+        self._dropped_cache = weakref.ref(value)
+        return None
 
-    def _refuse_dropped_cache(self, cache: Any) -> None:
-        if cache is not None and cache is self._dropped_cache():
+    def _refuse_dropped_cache(self, value: Any) -> None:
+        if value is not None and value is self._dropped_cache():
             raise UnsupportedModelError(
                 f"{self.name}: expected a new KV cache, found the one of a forward with gradients, "
                 "which was left empty. Run the whole of a decoding under torch.no_grad()"
@@ -358,6 +358,26 @@ def runtime_of(layer: Any) -> LayerRuntime:
     """The runtime of a streamed layer."""
     runtime: LayerRuntime = layer.__dict__[_HOME]
     return runtime
+
+
+def refuse_outer_graph(name: str) -> None:
+    """Raise if the caller runs inside ``torch.compile`` of something that holds the layers.
+
+    The compiler calls what it may not enter from below its own frame, and says so nowhere else.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "compile_wrapper"
+            and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        ):
+            raise PreparedModelError(
+                f"{name}: expected layers to be compiled one by one, found a forward inside "
+                "torch.compile of the whole model (TrainingArguments(torch_compile=True)?). A "
+                "resident run would compile its layers too, a streamed one would not; call "
+                "layer.compile() for every decoder layer after poros.prepare, and nothing else"
+            )
+        frame = frame.f_back
 
 
 def require_harmless(

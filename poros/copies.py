@@ -12,7 +12,7 @@ layer, and handing the model to a new process.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,13 @@ from torch import nn
 
 from poros.config import StreamingPolicy
 from poros.errors import PreparedModelError
-from poros.frozen import FrozenTensor, is_4bit
+from poros.frozen import FrozenTensor, is_4bit, packed_like
 
 if TYPE_CHECKING:
     from poros.takeover import Takeover
 
-Prepare = Callable[[nn.Module, StreamingPolicy], nn.Module]
+Prepare = Callable[..., nn.Module]
+"""``poros.api.prepare_with``."""
 
 
 def copiers(
@@ -41,18 +42,23 @@ def copiers(
         with _plain(reference()) as (model, _):
             twin = copy.deepcopy(model, memo)
         _own_4bit_weights(twin)
-        return prepare(twin, policy)
+        return prepare(twin, policy, origins=reference().origins)  # type: ignore[union-attr]
 
     def reduce_ex(protocol: object) -> tuple[Any, ...]:
         _refuse_spawning()
         with _plain(reference()) as (model, living):
-            return unpickle, (_Pickled(_twin(model, living)), policy)
+            return unpickle, (_Pickled(_twin(model, living)), policy, living.origins)
 
     return {"__deepcopy__": deepcopy, "__reduce_ex__": reduce_ex}
 
 
-def unpickle(pickled: Any, policy: StreamingPolicy) -> nn.Module:
+def unpickle(pickled: Any, policy: StreamingPolicy, origins: Mapping[str, str]) -> nn.Module:
     """Prepare what ``reduce_ex`` gave to a pickler, as it comes out of the pickle.
+
+    Args:
+        pickled: The plain model.
+        policy: How the original streams.
+        origins: See ``Takeover``.
 
     Raises:
         PreparedModelError: If it never was in a pickle.
@@ -67,7 +73,7 @@ def unpickle(pickled: Any, policy: StreamingPolicy) -> nn.Module:
         )
     model: nn.Module = pickled
     _own_4bit_weights(model)
-    return prepare_with(model, policy)
+    return prepare_with(model, policy, origins=origins)
 
 
 def _refuse_spawning() -> None:
@@ -161,23 +167,7 @@ def _own_4bit_weights(model: nn.Module) -> None:
             continue
         if not is_4bit(weight):
             if id(weight) not in mended:
-                mended[id(weight)] = _as_4bit(weight, module)
+                mended[id(weight)] = packed_like(weight, weight.data, state, module)
             weight = module._parameters["weight"] = mended[id(weight)]
         weight.module = module
         module.__dict__["quant_state"] = state
-
-
-def _as_4bit(weight: Any, module: nn.Module) -> Any:
-    from bitsandbytes.nn import Params4bit
-
-    return Params4bit(
-        weight.data,
-        requires_grad=False,
-        quant_state=weight.quant_state,
-        blocksize=weight.blocksize,
-        compress_statistics=weight.compress_statistics,
-        quant_type=weight.quant_type,
-        quant_storage=weight.quant_storage,
-        module=module,
-        bnb_quantized=True,
-    )

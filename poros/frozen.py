@@ -279,15 +279,28 @@ def _twin(
         state.state2 = copy.copy(state.state2)
         state.state2.absmax = next_view()
         state.state2.code = constants.get(state.state2.code)
-    twin: torch.Tensor = type(packed)(
+    return packed_like(packed, data, state, packed.module)
+
+
+def packed_like(like: Any, data: torch.Tensor, state: Any, module: nn.Module | None) -> Any:
+    """A ``Params4bit`` of quantized ``data``, with the settings of ``like``.
+
+    Args:
+        like: A 4-bit parameter, or what is left of one after a pickle: its attributes.
+        data: Packed weights, uint8.
+        state: Its QuantState.
+        module: The ``Linear4bit`` it belongs to.
+    """
+    from bitsandbytes.nn import Params4bit
+
+    return Params4bit(
         data,
         requires_grad=False,
         quant_state=state,
-        blocksize=packed.blocksize,
-        compress_statistics=packed.compress_statistics,
-        quant_type=packed.quant_type,
-        quant_storage=packed.quant_storage,
-        module=packed.module,
+        blocksize=like.blocksize,
+        compress_statistics=like.compress_statistics,
+        quant_type=like.quant_type,
+        quant_storage=like.quant_storage,
+        module=module,
         bnb_quantized=True,
     )
-    return twin

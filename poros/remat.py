@@ -67,7 +67,11 @@ class LayerCall:
     """One call of one layer: its arguments taken apart, and the state around it."""
 
     def __init__(
-        self, layer: StreamedLayer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        layer: StreamedLayer,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tree: ModuleTree,
     ) -> None:
         self.layer = layer
         tensors: list[torch.Tensor] = []
@@ -86,7 +90,7 @@ class LayerCall:
         self.num_tensors = len(tensors)
         self.handed_back: dict[int, HandedBack] = {}
         """By number of the tensor, for those that the layer uses more than once."""
-        self._tree = layer.tree()
+        self._tree = tree
         self.adapters = self._tree.adapters()
         distinct = {id(each.parameter): each for each in self.adapters}
         self.parameters = [each.parameter for each in distinct.values()]

@@ -8,7 +8,7 @@ Note: Reversible, instance only
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -53,6 +53,8 @@ class Takeover:
         streams: The device's streams, or a stand-in.
         prepare: Prepares a copy of the model.
         journal: See ``BlockManager``.
+        origins: Devices to restore tensors to, by name, where that is not where they are: those of
+            the prepared model that ``model`` is a copy of.
 
     Raises:
         HostMemoryError: If the host store cannot be had; the model is unchanged.
@@ -66,9 +68,11 @@ class Takeover:
         policy: StreamingPolicy,
         streams: StreamContext,
         prepare: Prepare,
-        journal: list[Action] | None = None,
+        journal: list[Action] | None,
+        origins: Mapping[str, str],
     ) -> None:
         self.device = streams.device
+        self._origins = origins
         self.model = weakref.ref(model)
         self._base = weakref.ref(inventory.base)
         self._layers_name = inventory.layers_name
@@ -98,6 +102,11 @@ class Takeover:
                 self._undo.close()
                 self.host.unpin()
             raise
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Where each tensor that has moved came from, by name."""
+        return {part.name: str(origin) for part, origin in self._moved}
 
     def revert(self) -> None:
         """Make the model what it was. The slots and the page locks are gone afterwards.
@@ -142,7 +151,7 @@ class Takeover:
                 target = slab.tensor(spec)
                 with torch.no_grad():
                     target.copy_(part.get())
-                self._moved.append((part, part.get().device))
+                self._moved.append((part, self._origin(part)))
                 part.put(target)
             for each in tensors:
                 if each.is_4bit:
@@ -161,11 +170,21 @@ class Takeover:
 
     def _place(self, parts: Iterable[Part], device: torch.device) -> None:
         for part in parts:
-            before = part.get()
+            before, origin = part.get(), self._origin(part)
             if before.device != device:
                 after = before.to(device)
-                self._moved.append((part, before.device))
+                self._moved.append((part, origin))
                 _put(part, after)
+            elif origin != device:
+                self._moved.append((part, origin))
+
+    def _origin(self, part: Part) -> torch.device:
+        """Where ``restore`` brings ``part``: an origin of another machine may not be here."""
+        here = part.get().device
+        origin = torch.device(self._origins.get(part.name, here))
+        if origin.type == "cuda" and (origin.index or 0) >= torch.cuda.device_count():
+            return here
+        return origin
 
     def _make_runtimes(
         self, inventory: Inventory, layouts: Sequence[BlockLayout]

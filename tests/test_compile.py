@@ -56,6 +56,22 @@ def test_compiling_what_holds_the_layers_is_refused() -> None:
             module.compile()
 
 
+def test_a_graph_around_the_layers_is_refused() -> None:
+    batch = tiny.make_batches(1, num_tokens=8, padded=False)[0]
+    model = poros.prepare(build(0.0)).train()
+    outer = torch.compile(model, backend="eager")
+    with pytest.raises(PreparedModelError, match="whole model"):
+        outer(**batch)
+    with pytest.raises(PreparedModelError, match="whole model"):
+        torch.compile(lambda: model(**batch).loss, backend="eager")()
+    torch._dynamo.reset()
+    # Under no_grad there is nothing to compare, and without a graph nothing to refuse.
+    with torch.no_grad():
+        expected = model(**batch).loss
+        assert torch.equal(outer(**batch).loss, expected)
+    assert torch.equal(model(**batch).loss.detach(), expected)
+
+
 def test_compiling_layers_with_dropout_is_refused() -> None:
     model = poros.prepare(build(0.05))
     with pytest.raises(UnsupportedModelError, match="dropout"):

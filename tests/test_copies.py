@@ -29,6 +29,8 @@ from learners import (
 from snapshots import bits_of, build, changes, layers_of, picture, run
 
 import poros
+from poros.api import prepare_with
+from poros.config import StreamingPolicy
 from poros.errors import PreparedModelError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -210,10 +212,29 @@ def test_settings_that_prepare_overrides_reach_the_copy() -> None:
     model.get_base_model().gradient_checkpointing_enable()
     model.eval()
     twin = copy.deepcopy(poros.prepare(model))
-    assert not twin.training and not twin.get_base_model().is_activation_checkpointing
+
+    def is_checkpointing(model: Any) -> bool:
+        return any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+
+    assert not twin.training and not is_checkpointing(twin)
     poros.restore(twin)
-    assert twin.get_base_model().is_activation_checkpointing
-    assert not model.get_base_model().is_activation_checkpointing
+    assert is_checkpointing(twin)
+    assert not is_checkpointing(model)
+
+
+def test_a_copy_knows_where_the_original_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own base rests in host memory when it is made, also where the original's was on a GPU."""
+    names = [name for name, _ in build().named_parameters() if "mlp.up_proj.base_layer" in name]
+    assert names
+    origins = dict.fromkeys(names, "cuda:0")
+    model = prepare_with(build(), StreamingPolicy(), origins=origins)
+    assert poros.runtime(model)._takeover.origins.items() & origins.items() == set(), "no such GPU"
+    poros.restore(model)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    prepare_with(model, StreamingPolicy(), origins=origins)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found = poros.runtime(twin)._takeover.origins
+        assert {name: each for name, each in found.items() if each != "cpu"} == origins
 
 
 def test_two_prepared_models_take_turns_within_a_step() -> None:

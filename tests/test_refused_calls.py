@@ -55,7 +55,7 @@ CONTAINERS: dict[str, Callable[[], object]] = {
     "list": list,
     "set": set,
     "deque": deque,
-    "UserDict": UserDict,
+    "subclass of UserDict": type("Marked", (UserDict,), {"__module__": __name__}),
     "bytearray": bytearray,
     "object": Notes,
     "list in a tuple": lambda: (1, [2]),

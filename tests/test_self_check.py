@@ -46,6 +46,33 @@ def hook_on_output(index: int, change: Callable[[torch.Tensor], Any]) -> Callabl
     )
 
 
+# A cache that layers are given in training is empty, and dropped.
+
+
+def with_cache(architecture: str) -> Any:
+    model = build(architecture, dropout=0.0)
+    for each in (model.config, model.get_base_model().config):
+        each.use_cache = True
+    return model
+
+
+# gpt2 gets it by position, bloom under a name of its own; jetmoe records one tensor twice.
+@pytest.mark.parametrize("architecture", ["gpt2", "bloom", "jetmoe"])
+def test_a_cache_in_training_is_dropped_under_any_name(architecture: str) -> None:
+    spec = TrainingSpec(num_steps=2)
+    data = batches()[:2]
+    model = prepared(with_cache(architecture))
+    expected = train(with_cache(architecture), data, spec)
+    assert compare_trajectories(expected, train(model, data, spec)) == []
+    assert status(model) == "passed"
+
+
+def test_a_layer_that_computes_otherwise_with_a_cache_is_named() -> None:
+    """codegen casts its keys before it caches them."""
+    with pytest.raises(ParityError, match=r"expected .* found .*use_cache=False"):
+        backward(prepared(with_cache("codegen")))
+
+
 # A run with the check and one without.
 
 FP32 = {"dtype": torch.float32}

@@ -29,8 +29,6 @@ from poros.gates.reference import (
 trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
 datasets = pytest.importorskip("datasets", reason="trl needs datasets")
 
-pytestmark = pytest.mark.slow
-
 NUM_LAYERS = 3
 NUM_STEPS = 4
 WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"

@@ -1,0 +1,173 @@
+"""Models of real shapes made on the spot: random NF4 bytes, no download, no bf16 copy of the base.
+
+Speed and memory depend on shapes, dtypes and devices, not on what the weights are. Scales are such
+that activations stay finite.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_TILE_NUM_ELEMENTS = 1 << 24
+_QWEN = {"vocab_size": 152064, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+
+# From the published config.json of each model.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        **_QWEN,
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        **_QWEN,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "qwen2.5-32b": {
+        **_QWEN,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+    "qwen2.5-72b": {
+        **_QWEN,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def config_of(name: str, num_layers: int | None = None) -> Any:
+    """The configuration of one of ``SHAPES``, with fewer layers if wanted."""
+    from transformers import Qwen2Config
+
+    sizes = dict(SHAPES[name])
+    if num_layers is not None:
+        sizes["num_hidden_layers"] = num_layers
+    return Qwen2Config(**sizes, use_cache=False, attention_dropout=0.0)
+
+
+def random_nf4(config: Any) -> Any:
+    """A causal LM of ``config`` on the CPU: bf16, linear layers of its blocks in NF4, nested."""
+    from bitsandbytes.nn import Linear4bit
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(_TILE_NUM_ELEMENTS, generator=generator).mul_(0.02).bfloat16()
+    nibbles = torch.randint(0, 256, (_TILE_NUM_ELEMENTS,), dtype=torch.uint8, generator=generator)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        quantizer = Bnb4BitHfQuantizer(
+            BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16,
+            ),
+            pre_quantized=False,
+        )
+        quantizer.preprocess_model(model=model, dtype=torch.bfloat16, device_map=None)
+    for number, module in enumerate(model.modules()):
+        if isinstance(module, Linear4bit):
+            module._parameters["weight"] = _random_4bit(module, nibbles, number)
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    made = _random_dense(tensor, noise, number)
+                    table[key] = nn.Parameter(made, False) if key in module._parameters else made
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=config)
+    model.tie_weights()
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    model.config.quantization_config = quantizer.quantization_config
+    return model
+
+
+def with_lora(model: Any, rank: int = 16, dropout: float = 0.0) -> Any:
+    """LoRA in fp32 on the seven projections, with both factors random."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = get_peft_model(
+        model,
+        LoraConfig(
+            r=rank,
+            lora_alpha=rank,
+            lora_dropout=dropout,
+            target_modules=targets,
+            task_type="CAUSAL_LM",
+        ),
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 1e-3)
+    return adapted
+
+
+def _random_4bit(module: Any, nibbles: torch.Tensor, number: int) -> Any:
+    import bitsandbytes.functional as F
+    from bitsandbytes.nn import Params4bit
+
+    rows, columns = module.out_features, module.in_features
+    num_scales = rows * columns // 64
+    state = F.QuantState(
+        absmax=_tiled(nibbles, num_scales, number + 1),
+        shape=torch.Size((rows, columns)),
+        code=F.get_4bit_type("nf4", device="cpu"),
+        blocksize=64,
+        quant_type="nf4",
+        dtype=torch.bfloat16,
+        offset=torch.tensor(0.06),
+        state2=F.QuantState(
+            absmax=torch.full((-(-num_scales // 256),), 0.02),
+            code=F.create_dynamic_map(),
+            blocksize=256,
+            dtype=torch.float32,
+        ),
+    )
+    module.quant_state = state
+    return Params4bit(
+        _tiled(nibbles, rows * columns // 2, number).view(-1, 1),
+        requires_grad=False,
+        quant_state=state,
+        blocksize=64,
+        compress_statistics=True,
+        quant_type="nf4",
+        quant_storage=torch.uint8,
+        module=module,
+        bnb_quantized=True,
+    )
+
+
+def _random_dense(like: torch.Tensor, noise: torch.Tensor, number: int) -> torch.Tensor:
+    if like.dim() < 2:
+        return torch.ones(like.shape, dtype=like.dtype)
+    return _tiled(noise, like.numel(), number).to(like.dtype).view(like.shape)
+
+
+def _tiled(tile: torch.Tensor, num_elements: int, number: int) -> torch.Tensor:
+    """``num_elements`` of ``tile`` over and over, from a place that depends on ``number``."""
+    shifted = tile.roll(number * 4099)
+    out = torch.empty(num_elements, dtype=tile.dtype)
+    for start in range(0, num_elements, tile.numel()):
+        piece = out[start : start + tile.numel()]
+        piece.copy_(shifted[: piece.numel()])
+    return out

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from poros.errors import CheckpointFormatError, PorosError
+from poros.errors import CheckpointFormatError, StoreWriteError
 from poros.host import Arena, HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
 from poros.loaders.manifest import (
@@ -43,10 +43,6 @@ logger = logging.getLogger(__name__)
 
 _PIECE_NUM_BYTES = 16 * 2**20
 _STALE_S = 60.0
-
-
-class StoreWriteError(PorosError, OSError):
-    """A store could not be written to disk; nothing was left there."""
 
 
 class StoreWriter:

@@ -21,11 +21,14 @@ __version__ = "0.1.0"
 
 _HOME = {
     "StreamingPolicy": "poros.config",
+    "load": "poros.loading",
+    "plan": "poros.planner",
     "prepare": "poros.api",
     "restore": "poros.api",
     "runtime": "poros.api",
     "patch_hf_model": "poros.api",
     "Runtime": "poros.api",
+    "MemoryPlan": "poros.terms",
     "PorosError": "poros.errors",
     "UnsupportedModelError": "poros.errors",
     "UnvalidatedArchitectureError": "poros.errors",
@@ -36,6 +39,8 @@ _HOME = {
     "HostMemoryError": "poros.errors",
     "SlotStateError": "poros.errors",
     "PreparedModelError": "poros.errors",
+    "StoreWriteError": "poros.errors",
+    "VRAMBudgetError": "poros.errors",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -55,8 +60,13 @@ if TYPE_CHECKING:
     from poros.errors import PreparedModelError as PreparedModelError
     from poros.errors import RematerializationError as RematerializationError
     from poros.errors import SlotStateError as SlotStateError
+    from poros.errors import StoreWriteError as StoreWriteError
     from poros.errors import UnsupportedModelError as UnsupportedModelError
     from poros.errors import UnvalidatedArchitectureError as UnvalidatedArchitectureError
+    from poros.errors import VRAMBudgetError as VRAMBudgetError
+    from poros.loading import load as load
+    from poros.planner import plan as plan
+    from poros.terms import MemoryPlan as MemoryPlan
 
 
 def __getattr__(name: str) -> Any:

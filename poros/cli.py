@@ -1,9 +1,10 @@
-"""The command line: ``poros demo`` and ``poros check``.
+"""The command line: ``poros demo``, ``check``, ``load`` and ``plan``.
 
 Exit codes: 0 when everything that a command claims held, 1 when something did not, 2 for bad input.
 Whatever is slow to import is imported inside the command that needs it.
 """
 
+import json
 import logging
 import tempfile
 import warnings
@@ -150,6 +151,101 @@ def check(
         report.write(out)
         typer.echo(f"report: {out}")
     raise typer.Exit(0 if report.exact else NOT_HELD)
+
+
+@app.command()
+def load(
+    source: Annotated[
+        str, typer.Argument(help="Checkpoint folder, .safetensors file, or name on the hub.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the store to write; must not exist yet.")
+    ] = None,
+    quantization: Annotated[str, typer.Option(help="nf4, fp4, or none for dense.")] = "nf4",
+    dtype: Annotated[str, typer.Option(help="Of what is not quantized.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="Where to quantize.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every byte of the store SOURCE instead.")
+    ] = False,
+) -> None:
+    """Quantize a checkpoint into a store on disk, or verify one.
+
+    `poros.load(STORE)` then opens it as fast as the disk reads.
+    """
+    if verify == (out is not None):
+        raise typer.BadParameter("give either --out DIR or --verify")
+    _quieten_libraries()
+    with _readable_errors():
+        if verify:
+            from poros.loaders.store import open_store
+
+            with open_store(source, verify=True) as store:
+                typer.echo(f"{source}: {len(store.layouts)} layers, every byte as written")
+            return
+        import torch
+
+        from poros.loading import load as load_model
+
+        chosen = getattr(torch, dtype, None)
+        if not isinstance(chosen, torch.dtype):
+            raise typer.BadParameter(f"--dtype: expected a torch dtype, found {dtype!r}")
+        load_model(
+            source,
+            quantization=None if quantization == "none" else quantization,
+            dtype=chosen,
+            device=device,
+            store=out,
+        )
+        typer.echo(f"store: {out}")
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="Folder or name on the hub; only config.json is read.")
+    ],
+    seq: Annotated[int, typer.Option(help="Tokens per row.")],
+    vram: Annotated[str | None, typer.Option(help="Budget, such as 8GiB.")] = None,
+    batch: Annotated[int, typer.Option(help="Rows per micro-batch.")] = 1,
+    rank: Annotated[int, typer.Option(help="Of LoRA on every linear layer of the blocks.")] = 16,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = 1,
+    copy_gb_per_s: Annotated[
+        float | None, typer.Option(help="Host to device, for the forecast of time.")
+    ] = None,
+    tflop_per_s: Annotated[
+        float | None, typer.Option(help="Of the model's products, for the forecast of time.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a training step needs, before anything is downloaded."""
+    from poros.planner import plan as make_plan
+    from poros.planner import render
+    from poros.terms import Speeds
+
+    _quieten_libraries()
+    if (copy_gb_per_s is None) != (tflop_per_s is None):
+        raise typer.BadParameter("give both --copy-gb-per-s and --tflop-per-s, or neither")
+    speeds = None
+    if copy_gb_per_s is not None and tflop_per_s is not None:
+        speeds = Speeds(copy_gb_per_s, tflop_per_s)
+    with _readable_errors():
+        found = make_plan(
+            model,
+            seq_len=seq,
+            batch_size=batch,
+            rank=rank,
+            vram_budget=vram,
+            accumulation=accumulation,
+            block_size=block_size,
+            speeds=speeds,
+        )
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
+        return
+    from rich.console import Console
+
+    Console().print(render(found))
 
 
 def _list_registered() -> NoReturn:

@@ -1,5 +1,7 @@
 """The one policy object: how a model is streamed, never what it computes."""
 
+import math
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -7,6 +9,9 @@ from poros.errors import PolicyError
 
 MIN_SLOTS = 2
 SELF_CHECKS = ("strict", "warn", "off")
+_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
+    f"{letter}ib": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", start=1)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +69,24 @@ def _require_int(name: str, value: object, *, at_least: int) -> None:
         raise PolicyError(
             f"{name}: expected an integer of at least {at_least}{why}, found {value!r}"
         )
+
+
+def parse_num_bytes(value: int | float | str, what: str) -> int:
+    """Bytes from a number or a string such as ``"8GiB"`` (2**30) or ``"8 GB"`` (1e9).
+
+    Raises:
+        PolicyError: If it is anything else, not finite, or not positive.
+    """
+    number: float | None = None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            number = float(match[1]) * _UNITS[match[2].lower()]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    if number is None or not math.isfinite(number) or number < 1:
+        raise PolicyError(
+            f"{what}: expected bytes as a positive number or a string such as '8GiB' or '8GB', "
+            f"found {value!r}"
+        )
+    return int(number)

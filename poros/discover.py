@@ -63,10 +63,10 @@ def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -
     _refuse_wrapped(model)
     base = _base_model(model)
     _refuse_placement(model)
-    layers_name, layers = _find_layers(model)
+    layers_name, layers = find_layers(model)
     _refuse_intercepted(layers_name, layers)
     tied = _check_adapters(layers_name, layers)
-    blocks = _frozen_by_block(model, layers_name, layers, block_size)
+    blocks = frozen_by_block(model, layers_name, layers, block_size)
     _check_validated(base, layers, allow_unvalidated)
     return Inventory(base, layers_name, layers, blocks, tied)
 
@@ -145,7 +145,12 @@ def _refuse_placement(model: nn.Module) -> None:
             )
 
 
-def _find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+def find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    """The name of the list of decoder layers, and the layers.
+
+    Raises:
+        UnsupportedModelError: If there is not exactly one such list, or a layer is in it twice.
+    """
     found = [
         (name, module)
         for name, module in model.named_modules()
@@ -230,9 +235,10 @@ def _adapter_parameters(layer: nn.Module) -> set[int]:
     return added
 
 
-def _frozen_by_block(
+def frozen_by_block(
     model: nn.Module, layers_name: str, layers: Sequence[nn.Module], block_size: int
 ) -> list[list[FrozenTensor]]:
+    """The frozen tensors of each block of ``block_size`` layers, in slab order."""
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     shared_outside = {
         id(tensor)

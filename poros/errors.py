@@ -48,3 +48,7 @@ class HostMemoryError(PorosError, MemoryError):
 
 class CheckpointFormatError(PorosError, ValueError):
     """A checkpoint or a store on disk is not what it should be; nothing was loaded."""
+
+
+class StoreWriteError(PorosError, OSError):
+    """A store could not be written to disk; nothing was left there."""

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poros.config import StreamingPolicy
-from poros.discover import _find_layers, _frozen_by_block
+from poros.config import StreamingPolicy, parse_num_bytes
+from poros.discover import find_layers, frozen_by_block
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.frozen import is_4bit
 from poros.layout import BlockLayout
 from poros.loaders.intake import part_tensors
 from poros.paper import step_cost
 from poros.skeleton import skeleton, with_adapters
-from poros.terms import MemoryPlan, Shapes, Speeds, parse_num_bytes, plan_for
+from poros.terms import MemoryPlan, Shapes, Speeds, plan_for
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -77,7 +77,7 @@ def plan(
     StreamingPolicy(block_size=block_size)
     budget = None if vram_budget is None else parse_num_bytes(vram_budget, "vram_budget")
     model = _on_paper(source, quantization, dtype, lora, rank)
-    _, layers = _find_layers(model)
+    _, layers = find_layers(model)
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(limit, int) and seq_len > limit:
         raise PolicyError(
@@ -106,8 +106,8 @@ def plan(
 
 def shapes_of(model: nn.Module) -> Shapes:
     """Sizes of a model with adapters, on any device."""
-    name, layers = _find_layers(model)
-    blocks = _frozen_by_block(model, name, layers, block_size=1)
+    name, layers = find_layers(model)
+    blocks = frozen_by_block(model, name, layers, block_size=1)
     streamed = {id(each.tensor) for block in blocks for each in block}
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     embedding = _weights(base.get_input_embeddings())

@@ -19,19 +19,14 @@ phase: the larger of wire and compute in forward, and again in backward.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from poros.errors import PolicyError, VRAMBudgetError
+from poros.config import MIN_SLOTS
+from poros.errors import VRAMBudgetError
 from poros.layout import BlockLayout, slot_sizes
 from poros.paper import StepCost
-
-_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
-    f"{letter}ib": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", start=1)
-}
-MIN_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -99,27 +94,6 @@ class MemoryPlan:
             "vram_budget": self.vram_budget,
             **self.options,
         }
-
-
-def parse_num_bytes(value: int | float | str, what: str) -> int:
-    """Bytes from a number or a string such as ``"8GiB"`` (2**30) or ``"8 GB"`` (1e9).
-
-    Raises:
-        PolicyError: If it is anything else, not finite, or not positive.
-    """
-    number: float | None = None
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
-        if match and match[2].lower() in _UNITS:
-            number = float(match[1]) * _UNITS[match[2].lower()]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
-    if number is None or not math.isfinite(number) or number < 1:
-        raise PolicyError(
-            f"{what}: expected bytes as a positive number or a string such as '8GiB' or '8GB', "
-            f"found {value!r}"
-        )
-    return int(number)
 
 
 def plan_for(

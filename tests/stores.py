@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from poros.discover import _collect, _find_layers
+from poros.discover import _collect, find_layers
 from poros.frozen import FrozenTensor, Part
 from poros.host import HostStore, leave_store
 from poros.layout import BlockLayout, spare_for
@@ -12,7 +12,7 @@ from poros.layout import BlockLayout, spare_for
 
 def parts_by_layer(model: Any) -> list[list[Part]]:
     """What moves, layer by layer, in the order in which ``poros.prepare`` lists it."""
-    name, layers = _find_layers(model)
+    name, layers = find_layers(model)
     found = []
     for index, layer in enumerate(layers):
         inside: dict[int, FrozenTensor] = {}

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from support import same_bits
 from typer.testing import CliRunner, Result
 
 import poros
 import poros.api
 import poros.demo
-from poros.cli import app
+from poros.cli import BAD_INPUT, app
 from poros.config import StreamingPolicy
 from poros.demo import DemoSettings
 from poros.demo_report import DemoReport
+from poros.gates import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 TWO_STEPS = ("check", "--architecture", "qwen2", "--steps", "2")
@@ -43,7 +46,7 @@ def options(command: str) -> dict[str, Any]:
 
 def test_help_lists_exactly_the_commands_there_are() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(commands) == {"demo", "check"}
+    assert set(commands) == {"demo", "check", "load", "plan"}
     result = poros_command("--help")
     assert result.exit_code == 0
     assert all(name in text(result) for name in commands)
@@ -161,3 +164,67 @@ def test_bad_input_to_the_demo_is_told_without_a_traceback(tmp_path: Path) -> No
     assert result.exit_code == 2
     assert "error: expected an empty or new folder" in text(result)
     assert "Traceback" not in text(result)
+
+
+# poros load and poros plan.
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = tiny.small_config("qwen2", num_layers=3, hidden_size=64, dropout=0.0)
+    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
+    return folder
+
+
+def test_load_writes_a_store_that_verifies_and_opens(checkpoint: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    written = poros_command("load", str(checkpoint), "--out", str(store))
+    assert written.exit_code == 0, written.output
+    verified = poros_command("load", str(store), "--verify")
+    assert verified.exit_code == 0 and "3 layers" in verified.output
+    model = poros.load(store)
+    expected = poros.load(checkpoint)
+    for name, tensor in expected.state_dict().items():
+        assert same_bits(model.state_dict()[name], tensor), name
+    slabs = store / "slabs.safetensors"
+    content = bytearray(slabs.read_bytes())
+    content[-100] ^= 1
+    slabs.write_bytes(content)
+    damaged = poros_command("load", str(store), "--verify")
+    assert damaged.exit_code == BAD_INPUT and "slabs.safetensors" in damaged.output
+
+
+def test_load_needs_one_thing_to_do(checkpoint: Path, tmp_path: Path) -> None:
+    assert poros_command("load", str(checkpoint)).exit_code == BAD_INPUT
+    both = poros_command("load", str(checkpoint), "--verify", "--out", str(tmp_path / "store"))
+    assert both.exit_code == BAD_INPUT
+    wrong = poros_command(
+        "load", str(checkpoint), "--out", str(tmp_path / "s"), "--dtype", "bfloat"
+    )
+    assert wrong.exit_code == BAD_INPUT and not (tmp_path / "s").exists()
+    missing = poros_command("load", str(tmp_path / "nowhere"), "--verify")
+    assert missing.exit_code == BAD_INPUT and "nowhere" in missing.output
+
+
+def test_plan_prints_the_terms(checkpoint: Path) -> None:
+    found = poros_command("plan", str(checkpoint), "--seq", "16", "--json", "--vram", "1GiB")
+    assert found.exit_code == 0, found.output
+    values = json.loads(found.stdout)
+    assert values["total_num_bytes"] == sum(values["terms"].values()) < 2**30
+    assert values["num_blocks"] == values["num_slots"] == values["keep_last"] == 3
+    speeds = ("--copy-gb-per-s", "25", "--tflop-per-s", "50")
+    table = poros_command("plan", str(checkpoint), "--seq", "16", *speeds)
+    assert table.exit_code == 0 and "workspace" in table.output and "ms" in table.output
+
+
+def test_plan_refuses_what_cannot_be_planned(checkpoint: Path, tmp_path: Path) -> None:
+    for options, expected in (
+        (("--seq", "16", "--vram", "8 apples"), "8 apples"),
+        (("--seq", "16", "--vram", "1kB"), "floor"),
+        (("--seq", "0"), "positive whole number"),
+        (("--seq", "16", "--copy-gb-per-s", "25"), "neither"),
+    ):
+        found = poros_command("plan", str(checkpoint), *options)
+        assert found.exit_code == BAD_INPUT and expected in found.output, found.output
+    assert poros_command("plan", str(tmp_path), "--seq", "16").exit_code == BAD_INPUT

@@ -25,18 +25,20 @@ LAYERS = [
         "host",
         "kernels",
         "memory",
+        "paper",
         "pack",
         "ring",
         "rng",
         "streams",
         "tree",
     },
-    {"disk"},
+    {"disk", "terms"},
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},
     {"guards", "copies", "takeover"},
-    {"api", "trainer", "load"},
+    {"skeleton"},
+    {"api", "trainer", "loading", "planner"},
     {"cli", "demo", "demo_data", "demo_report"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -82,7 +84,7 @@ def allowed(module: str, inner: str) -> bool:
     if part == "loaders":
         return inner in LOADERS_SEE
     if inner == "loaders":
-        return part in LAYERS[-1] | LAYERS[-2]
+        return part in LAYERS[-1] | LAYERS[-2] | LAYERS[-3]
     return inner in LEVEL and part in LEVEL and LEVEL[inner] <= LEVEL[part]
 
 

@@ -13,7 +13,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from poros.gates import tiny
 from poros.gates.registry import read_registry
 from poros.host import left_store
-from poros.load import load
+from poros.loading import load
 from tests.loaded import (
     DOWN,
     EMBED,

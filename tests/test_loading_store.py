@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import poros.load
+import poros.loading
 from poros.disk import DiskStore
 from poros.errors import (
     CheckpointFormatError,
@@ -27,11 +27,11 @@ from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec
 from poros.host import left_store
 from poros.layout import slab_offsets
-from poros.load import load
 from poros.loaders import intake as intake_module
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.store import open_store
+from poros.loading import load
 from tests.loaded import copy_of, differences, quantization, standard, tensors, unplaced
 from tests.support import AdversarialPrepare
 
@@ -268,7 +268,7 @@ def test_too_little_host_memory_is_refused_before_anything_is_read(
         patch.setattr("poros.loaders.checkpoint.Checkpoint.fetch", fail)
         with pytest.raises(HostMemoryError, match="no"):
             load(checkpoints["qwen2"])
-    monkeypatch.setattr(poros.load, "_open", lambda *_: standard(checkpoints["qwen2"], None))
+    monkeypatch.setattr(poros.loading, "_open", lambda *_: standard(checkpoints["qwen2"], None))
     load(checkpoints["qwen2"], store=tmp_path / "store")
     model = standard(checkpoints["qwen2"], quantization())
     outside = {name: each for name, each in tensors(model).items() if ".layers." not in name}

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 import poros
+from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.layout import BlockLayout
 from poros.paper import LayerCost, LiveBytes, StepCost
 from poros.planner import plan, render, shapes_of
-from poros.terms import Shapes, Speeds, parse_num_bytes, plan_for
+from poros.terms import Shapes, Speeds, plan_for
 
 ARCHITECTURES = ["qwen2", "llama", "phi3", "gemma3", "gemma4", "mixtral", "qwen3_moe"]
 ATTENTION = ["q_proj", "v_proj", "qkv_proj"]

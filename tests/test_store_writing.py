@@ -22,9 +22,9 @@ from test_store import (
     some_rest,
 )
 
-from poros.errors import CheckpointFormatError
+from poros.errors import CheckpointFormatError, StoreWriteError
 from poros.loaders.store import open_store
-from poros.loaders.writer import StoreWriteError, StoreWriter, write_store
+from poros.loaders.writer import StoreWriter, write_store
 
 
 def test_nothing_is_left_of_a_writer_that_fails(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import copy
 import logging
 import os
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.discover import _find_layers
+from poros.config import parse_num_bytes
+from poros.discover import find_layers
 from poros.disk import DiskStore
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.host import HostStore, leave_store
@@ -112,7 +112,7 @@ def load(
     """
     options = dict(from_pretrained_kwargs)
     _refuse_own(options)
-    budget = None if host_budget is None else _bytes_of(host_budget)
+    budget = None if host_budget is None else parse_num_bytes(host_budget, "host_budget")
     if is_store(source):
         if store is not None:
             raise PolicyError(f"store: expected none with a source that is one, found {store!r}")
@@ -235,7 +235,7 @@ class _Reading:
         model_class, config = model_class_of(config)
         intake = Intake(
             checkpoint.path,
-            _find_layers,
+            find_layers,
             self._quantizer,
             _format(used),
             checkpoint.owns,
@@ -316,7 +316,7 @@ def _open(
         stored_quantization(opened.path, config)
         model_class, config = model_class_of(config)
         host = _slabs(opened, budget)
-        intake = KeptIntake(opened, host, _find_layers, _format(used))
+        intake = KeptIntake(opened, host, find_layers, _format(used))
         stand_ins = {name: torch.empty(0, dtype=dtype) for name in intake.names()}
         with quiet(), reading_into(intake, used) as quantization:
             options = {**options, "config": config, "dtype": dtype}
@@ -354,15 +354,6 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
         (ends[-1] - (ends[first - 1] if first else 0)) / 1e9,
     )
     return DiskStore.over_file(resident, opened.slabs, opened.data_offset, layouts)
-
-
-def _bytes_of(size: int | str) -> int:
-    """A size as a number of bytes: 8589934592, "8GiB" or "8.5 GB"."""
-    units = {"": 1, "B": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
-    if found is None or found[2] not in units:
-        raise PolicyError(f"host_budget: expected bytes or such as '24GiB', found {size!r}")
-    return int(float(found[1]) * units[found[2]])
 
 
 def _maker(device: torch.device) -> dict[str, Any]:

@@ -226,11 +226,22 @@ def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, UserDict):
         return type(value)({key: replace(each, leaves) for key, each in value.items()})
     if isinstance(value, Cache):
-        return copy.deepcopy(value)  # empty; what the layer adds to it is nobody's
+        return _copied(value)  # what the layer adds to it is nobody's
     if isinstance(value, tuple):
         parts = [replace(each, leaves) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
+
+
+def _copied(cache: Cache) -> Cache:
+    """A cache of its own over the same tensors; those of a layer that is resident have a graph."""
+    held = {
+        id(each): each
+        for layer in cache.layers
+        for each in vars(layer).values()
+        if isinstance(each, torch.Tensor)
+    }
+    return copy.deepcopy(cache, held)
 
 
 def first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:

@@ -174,6 +174,8 @@ def check_model_dir(
     """
     from transformers import AutoConfig
 
+    from poros.loading import load
+
     path = Path(path)
     device = device or _default_device()
     if not (path / "config.json").is_file():
@@ -184,7 +186,7 @@ def check_model_dir(
 
     def make_model() -> torch.nn.Module:
         try:
-            base = tiny.load_base(path, dtype=dtype, device=device)
+            base = tiny.without_repacking(load(path, dtype=dtype, device=device)).to(device)
         except (OSError, ValueError) as error:
             raise UnsupportedModelError(
                 "expected a causal language model that transformers loads as NF4, found at "

@@ -268,7 +268,6 @@ def load_base(
         quantize: False loads dense weights.
         attn_implementation: As in ``from_pretrained``; None is its default.
     """
-    from bitsandbytes.nn import Linear4bit
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
@@ -283,12 +282,18 @@ def load_base(
         options["attn_implementation"] = attn_implementation
     with _no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
-    if torch.device(device).type == "cpu":
-        # In eval mode bitsandbytes repacks 4-bit weights for AVX512-bf16 in place and rounds their
-        # scales: the bytes, and with them every later result, would change under the comparison.
-        for module in model.modules():
-            if isinstance(module, Linear4bit):
-                module.support_avx512bf16_for_cpu = False
+    return without_repacking(model)
+
+
+def without_repacking(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Keep bitsandbytes from changing 4-bit weights on a CPU; the same model.
+
+    In eval mode it repacks them for AVX512-bf16 in place and rounds their scales: the bytes, and
+    with them every later result, would change under the comparison.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model
 
 

@@ -172,6 +172,7 @@ class Intake:
             packed=targets[name],
             absmax=targets[f"{name}.absmax"],
             nested_absmax=targets.get(f"{name}.nested_absmax"),
+            wait=False,
         )
         return targets[name], state
 
@@ -220,6 +221,7 @@ class Intake:
         Raises:
             CheckpointFormatError: If a tensor has another shape than the model's, or is not finite.
         """
+        self._quantizer.flush()
         for name, tensor in _named_tensors(model):
             is_packed = getattr(tensor, "quant_state", None) is not None
             if name in self._shapes and not is_packed:

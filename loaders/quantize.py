@@ -12,11 +12,13 @@ Note: Two pieces in flight
     On a GPU piece i is quantized on the compute stream while the host reads piece i + 1 into the
     other page-locked buffer and the copy stream moves it. bitsandbytes launches its quantization
     kernels on the *default* stream whatever stream is current, so that is the compute stream here.
-    Fetching the packed bytes of piece i blocks the host until piece i is quantized, hence copied:
-    its buffers are free for piece i + 2 without any further wait.
+    The packed bytes come back to a page-locked buffer, from which a thread writes them to their
+    place while the next piece is under way. Page-locked buffers are used again only when the copy
+    out of them, or the write, is over; the host waits for that.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -75,6 +77,17 @@ class _Buffer:
     device: torch.Tensor
     released: Event
     """Behind it the compute stream no longer reads ``device``."""
+    packed: torch.Tensor
+    """Page-locked, for what comes back."""
+    arrived: Event = None
+    """Behind it the copy out of ``host`` is over."""
+    written: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Until what came back is where it belongs."""
+        if self.written is not None:
+            self.written.result()
+            self.written = None
 
 
 class Quantizer:
@@ -89,8 +102,7 @@ class Quantizer:
         streams: Stage through these even on a CPU (for tests). None is the device's own.
 
     Streams:
-        Compute runs on the default stream of ``device``; each call returns when its bytes are
-        there.
+        Compute runs on the default stream of ``device``.
     """
 
     def __init__(
@@ -107,6 +119,7 @@ class Quantizer:
         self._is_staged = streams is not None or device.type != "cpu"
         self._streams = streams or streams_for(device)
         self._buffers: list[_Buffer] = []
+        self._writer = ThreadPoolExecutor(1, "poros-writer")
 
     def quantize_into(
         self,
@@ -118,6 +131,7 @@ class Quantizer:
         packed: torch.Tensor,
         absmax: torch.Tensor,
         nested_absmax: torch.Tensor | None,
+        wait: bool = True,
     ) -> "QuantState":
         """Quantize ``tensor`` and write packed bytes and statistics into the given tensors.
 
@@ -131,6 +145,8 @@ class Quantizer:
             absmax: Host tensor as ``QuantizedForm.absmax``.
             nested_absmax: Host tensor as ``QuantizedForm.nested_absmax``; None for single
                 quantization.
+            wait: Return when all bytes are in ``packed``. Else the last are on their way; call
+                ``flush`` before anyone reads them.
 
         Returns:
             The state of the quantized tensor, on the host; it refers to ``absmax`` and
@@ -158,6 +174,8 @@ class Quantizer:
             _require_like("nested_absmax", nested_absmax, expected.nested_absmax)
         with torch.no_grad(), self._on_default_stream():
             scales = self._quantize_pieces(tensor, name, quant_type, blocksize, packed)
+            if wait:
+                self.flush()
             state = bnb.QuantState(
                 absmax=absmax,
                 shape=tensor.shape,
@@ -203,10 +221,36 @@ class Quantizer:
                 self._buffers[index % 2].released = self._streams.record()
             if start + chunk < num_elements:
                 staged = self._stage(flat, index + 1, chunk)
-            packed_bytes[start // 2 :][: values.numel()].copy_(values.view(-1))
+            self._bring_back(values.view(-1), packed_bytes[start // 2 :][: values.numel()], index)
         if extremes and not self.allow_nonfinite:
             require_finite(torch.stack(extremes), name)
         return scales
+
+    def _bring_back(self, values: torch.Tensor, target: torch.Tensor, index: int) -> None:
+        """Write packed bytes to host memory: from a device in a thread, behind the next piece.
+
+        Host memory is touched for the first time here, which takes as long as the copy.
+        """
+        if not self._is_staged:
+            target.copy_(values)
+            return
+        buffer = self._buffers[index % 2]
+        buffer.wait()
+        packed = buffer.packed[: values.numel()]
+        packed.copy_(values, non_blocking=True)
+        # The copy back is behind the quantization on the same stream.
+        arrived = self._streams.record()
+
+        def write() -> None:
+            self._streams.synchronize(arrived)
+            target.copy_(packed)
+
+        buffer.written = self._writer.submit(write)
+
+    def flush(self) -> None:
+        """Wait until the bytes of every call with ``wait=False`` are where they belong."""
+        for buffer in self._buffers:
+            buffer.wait()
 
     def _stage(self, flat: torch.Tensor, index: int, chunk: int) -> tuple[torch.Tensor, Event]:
         """Piece ``index`` on the device, and the event at which it is there."""
@@ -216,19 +260,24 @@ class Quantizer:
         buffer = self._buffer(index % 2, chunk * flat.element_size())
         num_bytes = source.numel() * source.element_size()
         host, device = buffer.host[:num_bytes], buffer.device[:num_bytes]
+        if buffer.arrived is not None:
+            self._streams.synchronize(buffer.arrived)
         host.view(source.dtype).copy_(source)
-        arrived = self._streams.copy(device, host, after=buffer.released)
+        arrived = buffer.arrived = self._streams.copy(device, host, after=buffer.released)
         return device.view(source.dtype), arrived
 
     def _buffer(self, index: int, num_bytes: int) -> _Buffer:
         if not self._buffers or self._buffers[0].host.numel() < num_bytes:
             pinned = self.device.type == "cuda"
+            self.flush()
             self._buffers = []  # before there are others
             self._buffers = [
                 _Buffer(
                     torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned),
                     self._streams.allocate(num_bytes),
                     self._streams.record(),
+                    # Packed bytes are at most half of those that they come from.
+                    torch.empty(num_bytes // 2, dtype=torch.uint8, pin_memory=pinned),
                 )
                 for _ in range(2)
             ]

@@ -109,7 +109,7 @@ def shapes_of(model: nn.Module) -> Shapes:
     name, layers = find_layers(model)
     blocks = frozen_by_block(model, name, layers, block_size=1)
     streamed = {id(each.tensor) for block in blocks for each in block}
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base_of(model)
     embedding = _weights(base.get_input_embeddings())
     head = _weights(base.get_output_embeddings())
     trained = {id(each): each for each in model.parameters() if each.requires_grad}
@@ -159,9 +159,13 @@ def _lora_on_layers(base: Any, rank: int) -> "PeftConfig":
     return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def _model_on_paper(model: nn.Module) -> nn.Module:
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _model_on_paper(model: nn.Module) -> Any:
     """The same modules, adapters and dtypes without memory."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base_of(model)
     adapters: Mapping[str, PeftConfig] = getattr(model, "peft_config", {})
     if not adapters:
         raise UnsupportedModelError(
@@ -177,7 +181,7 @@ def _model_on_paper(model: nn.Module) -> nn.Module:
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(like.dtype)
             parameter.requires_grad_(like.requires_grad)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _configuration(source: Any) -> "PreTrainedConfig":

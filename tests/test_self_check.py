@@ -219,7 +219,8 @@ def tensor_memory() -> int:
     gc.collect()
     held = {}
     for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and not each.is_meta:
+        # A compiler that ran in this process leaves tensors without memory behind.
+        if type(each) in (torch.Tensor, nn.Parameter) and not each.is_meta:
             storage = each.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())

@@ -19,6 +19,8 @@ STAMP_OLDEST := $(VENV_OLDEST)/.installed-$(call checksum,constraints-oldest.txt
 READY := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(STAMP))
 
 PYTEST := -m pytest -q
+# Test files share two worker processes; on a GPU there is one, since memory is measured there.
+PARALLEL := -n 2 --dist loadfile
 COMMA := ,
 
 .PHONY: help venv demo test test-all test-oldest gpu-test lint format types
@@ -26,7 +28,7 @@ COMMA := ,
 help:
 	@echo "make demo         build, fine-tune and check a small model, end to end"
 	@echo "make test         the test suite: on the CPU, without the slow tests"
-	@echo "make test-all     every test; those marked gpu are skipped without a CUDA device"
+	@echo "make test-all     the slow tests as well"
 	@echo "make test-oldest  the test suite on the oldest versions that pyproject.toml admits"
 	@echo "make gpu-test     the tests that need a CUDA device"
 	@echo "make lint         ruff: rules and format        make format  apply both"
@@ -41,13 +43,13 @@ demo: $(READY)
 		demo
 
 test: $(READY)
-	$(PYTHON) $(PYTEST) -m "not gpu and not slow" --durations=10
+	$(PYTHON) $(PYTEST) $(PARALLEL) -m "not gpu and not slow" --durations=10
 
 test-all: $(READY)
-	$(PYTHON) $(PYTEST) --durations=20
+	$(PYTHON) $(PYTEST) $(PARALLEL) -m "not gpu" --durations=20
 
 test-oldest: $(STAMP_OLDEST)
-	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not gpu and not slow" --durations=10
+	$(VENV_OLDEST)/bin/python $(PYTEST) $(PARALLEL) -m "not gpu and not slow" --durations=10
 
 # Without the check, a machine whose GPU is not seen would skip every test and report success.
 gpu-test: $(READY)

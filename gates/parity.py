@@ -64,8 +64,9 @@ def run_parity(
     num_passes = spec.num_steps * spec.accumulation
 
     def expected_loads(runtime: "Runtime") -> int:
-        visits = training_visits(runtime.num_blocks, num_passes)
-        return count(walk(visits, runtime.num_blocks, runtime.num_slots), "prefetch")
+        num_blocks = runtime.num_streamed_blocks
+        visits = training_visits(num_blocks, num_passes)
+        return count(walk(visits, num_blocks, runtime.num_slots), "prefetch")
 
     return compare_arms(
         make_model,

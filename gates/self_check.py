@@ -143,8 +143,28 @@ class SelfCheck:
             or self._disturbed(evidence)
             or self._mismatch(index, evidence, grad_inputs, grad_outputs)
         )
+        self._settle(evidence.call.layer.name, mismatch)
+
+    def watch_bytes(self, index: int, buffer: torch.Tensor) -> None:
+        """Check a kept layer once: it runs in an ordinary graph, so its bytes are all there is.
+
+        Streams:
+            Copies the block back behind what the compute stream waits for, and blocks the host.
+        """
+        reference = self._unchecked.get(index)
+        layer = reference() if reference is not None else None
+        if layer is None:
+            return
+        del self._unchecked[index]
+        block = index // self._takeover.block_size
+        mismatch = None
+        if _digest(buffer.cpu()) != self._digests[block]:
+            mismatch = f"block {block} on the device is not what poros.prepare took over"
+        self._settle(runtime_of(layer).name, self._damaged_bytes(block) or mismatch)
+
+    def _settle(self, name: str, mismatch: str | None) -> None:
         if mismatch is not None:
-            self.message = f"{evidence.call.layer.name}: {mismatch}"
+            self.message = f"{name}: {mismatch}"
             if self.mode == "strict":
                 raise ParityError(
                     f"self-check failed in {self.message}. The streamed step is not the resident "

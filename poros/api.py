@@ -42,12 +42,19 @@ class Runtime:
     @property
     def num_blocks(self) -> int:
         """Blocks the layers are grouped into."""
-        return self._takeover.manager.num_blocks
+        return len(self._takeover.blocks)
 
     @property
     def num_slots(self) -> int:
-        """Device slots in use: the policy's, or the number of blocks if that is less."""
+        """Slots that blocks stream through: the policy's, less the blocks that stay, at most one
+        per block.
+        """
         return len(self._takeover.ring.slots)
+
+    @property
+    def num_streamed_blocks(self) -> int:
+        """Blocks that stream; the others stay on the device (``keep_last``)."""
+        return self._takeover.manager.num_blocks
 
     @property
     def self_check(self) -> dict[str, Any]:
@@ -62,8 +69,8 @@ class Runtime:
 
         Returns:
             ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in
-            its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots and
-            quantization constants), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in
+            its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots,
+            blocks that stay, and quantization constants), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in
             host memory, and the page-locked part of them), ``disk_num_bytes`` and
             ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how long training has
             waited for them), ``fallbacks`` (one line each).
@@ -76,7 +83,9 @@ class Runtime:
             "num_loads": takeover.manager.num_loads,
             "num_hits": takeover.manager.num_hits,
             "h2d_num_bytes": takeover.manager.h2d_num_bytes,
-            "device_num_bytes": takeover.ring.num_bytes + takeover.constants.num_bytes,
+            "device_num_bytes": (
+                takeover.ring.num_bytes + takeover.resident.num_bytes + takeover.constants.num_bytes
+            ),
             "host_num_bytes": takeover.host.num_bytes,
             "pinned_num_bytes": takeover.host.pinned_num_bytes,
             "disk_num_bytes": takeover.host.disk_num_bytes,
@@ -179,9 +188,11 @@ def prepare_with(
     runtime = Runtime(policy, takeover, self_check)
     for layer in inventory.layers:
         runtime_of(layer).owner = runtime
-        runtime_of(layer).check = self_check.watch if self_check is not None else None
+        if self_check is not None:
+            runtime_of(layer).check = self_check.watch
+            runtime_of(layer).check_bytes = self_check.watch_bytes
     stats = runtime.stats()
-    if runtime.num_slots < policy.slots:
+    if runtime.num_slots < policy.slots and not policy.keep_last:
         logger.warning(
             "poros: slots=%d is more than the %d blocks; using %d",
             policy.slots,

@@ -25,6 +25,7 @@ from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
 from poros.manager import BlockManager
 from poros.remat import LayerCall, rematerialize
+from poros.resident import ResidentBlocks
 from poros.tree import Adapter, ModuleTree
 from poros.walk import Phase
 
@@ -44,11 +45,12 @@ class LayerRuntime:
         name: Its qualified name.
         block: The block it travels in.
         device: Where it runs.
-        manager: Moves the blocks.
+        blocks: Moves the blocks, or holds them if they stay.
         bindings: Its frozen tensors.
         is_adapter_module: Whether PEFT put a module there.
         regions: Shared by the layers of a model.
         tied_adapters: Adapter parameters of the model that are used at several places.
+        is_kept: Whether it keeps its graph instead of being recomputed.
     """
 
     def __init__(
@@ -58,12 +60,13 @@ class LayerRuntime:
         name: str,
         block: int,
         device: torch.device,
-        manager: BlockManager,
+        blocks: BlockManager | ResidentBlocks,
         bindings: LayerBindings,
         *,
         is_adapter_module: Callable[[nn.Module], bool],
         regions: AutocastRegions,
         tied_adapters: Sequence[str],
+        is_kept: bool = False,
     ) -> None:
         self.name = name
         self.device = device
@@ -72,12 +75,15 @@ class LayerRuntime:
         """The runtime of the model."""
         self.check: Check | None = None
         """Watches the layer's calls, if set."""
+        self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
+        """Looks at the bytes of a kept layer, if set."""
         self._layer = weakref.ref(layer)
         self.own_forward: Callable[..., Any] = type(layer).forward
         """Takes the layer and its arguments; compiled if that was asked for."""
         self._index = index
         self.block = block
-        self._manager = manager
+        self._blocks = blocks
+        self.is_kept = is_kept
         self._is_adapter_module = is_adapter_module
         self._regions = regions
         self._tied_adapters = tied_adapters
@@ -100,6 +106,8 @@ class LayerRuntime:
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         self._cast_trained_biases()
+        if self.is_kept:
+            return self._keep(args, kwargs)
         call = LayerCall(self, args, kwargs, tree)
         if not call.parameters:
             self._refuse_frozen_adapters()
@@ -110,6 +118,13 @@ class LayerRuntime:
         if call.needs_gradient and call.ambient.is_autocast:
             self._refuse_shared_casts(call)
         return self.check(self._index, call, run, given) if self.check else run()
+
+    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward with its graph, as a resident layer's: see "No strangers"."""
+        with self.visit(Phase.FORWARD, ()):
+            if self.check_bytes is not None:
+                self.check_bytes(self._index, self._blocks.slot(self.block).buffer)
+            return self.run(args, kwargs)
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward when no gradient passes through the layer."""
@@ -152,7 +167,7 @@ class LayerRuntime:
             PreparedModelError: If a frozen tensor was changed at rest, or by the layer itself.
         """
         self.bindings.require_at_rest()
-        slot = self._manager.acquire(self.block, phase)
+        slot = self._blocks.acquire(self.block, phase)
         try:
             version = slot.buffer._version
             self.bindings.swap_in()
@@ -165,7 +180,7 @@ class LayerRuntime:
             for adapter in adapters:
                 adapter.owner[adapter.key] = adapter.parameter
             self.bindings.swap_out()
-            self._manager.release(self.block)
+            self._blocks.release(self.block)
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""

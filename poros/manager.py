@@ -19,6 +19,7 @@ class BlockManager:
         ring: The slots, allocated with the same ``streams``.
         streams: Where copies and waits are queued.
         journal: If given, every action is appended to it (for tests and plans).
+        num_blocks: Blocks that pass through the slots, from the first on; None is all.
     """
 
     def __init__(
@@ -27,13 +28,14 @@ class BlockManager:
         ring: DeviceRing,
         streams: StreamContext,
         journal: list[Action] | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         self._host = host
         self._ring = ring
         self._streams = streams
         self._journal = journal
         self._visit: tuple[int, Phase] | None = None
-        self.num_blocks = len(host.slabs)
+        self.num_blocks = len(host.slabs) if num_blocks is None else num_blocks
         self.num_loads = 0
         self.num_hits = 0
         self.h2d_num_bytes = 0

@@ -18,7 +18,7 @@ from torch import nn
 
 from poros.ambient import AutocastRegions
 from poros.block import LayerRuntime, attach, detach, runtime_of, streamed_class
-from poros.config import StreamingPolicy
+from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.copies import Prepare, copiers
 from poros.discover import Inventory, is_adapter_module
 from poros.frozen import (
@@ -34,6 +34,7 @@ from poros.guards import Guards
 from poros.host import HostStore, drop_store, left_store
 from poros.layout import BlockLayout
 from poros.manager import BlockManager
+from poros.resident import ResidentBlocks
 from poros.ring import DeviceRing
 from poros.streams import StreamContext
 from poros.walk import Action
@@ -89,8 +90,14 @@ class Takeover:
             self._move_to_device(model, inventory)
             if self.device.type == "cuda":
                 self.host.pin(self.device)
-            self.ring = DeviceRing(layouts, policy.slots, streams)
-            self.manager = BlockManager(self.host, self.ring, streams, journal)
+            num_kept = min(policy.keep_last // policy.block_size, len(layouts))
+            if policy.keep_last >= len(inventory.layers):
+                num_kept = len(layouts)
+            num_streamed = len(layouts) - num_kept
+            num_slots = max(MIN_SLOTS, policy.slots - num_kept)
+            self.ring = DeviceRing(layouts[:num_streamed], num_slots, streams)
+            self.manager = BlockManager(self.host, self.ring, streams, journal, num_streamed)
+            self.resident = ResidentBlocks(self.host, range(num_streamed, len(layouts)), streams)
             self.constants = DeviceConstants(self.device)
             self._engage(self._make_runtimes(inventory, layouts), model)
             if not self.is_adopted:
@@ -194,8 +201,9 @@ class Takeover:
         classes: dict[type[nn.Module], type[nn.Module]] = {}
         made = []
         for block, (tensors, layout) in enumerate(zip(inventory.blocks, layouts, strict=True)):
-            slot = self.ring.slot(block).buffer
-            by_layer = bind_block(tensors, layout, slot, self.constants)
+            is_kept = block >= self.manager.num_blocks
+            home = self.resident if is_kept else self.ring
+            by_layer = bind_block(tensors, layout, home.slot(block).buffer, self.constants)
             first = block * self.block_size
             for index in range(first, min(first + self.block_size, len(inventory.layers))):
                 layer = inventory.layers[index]
@@ -205,11 +213,12 @@ class Takeover:
                     inventory.layer_name(index),
                     block,
                     self.device,
-                    self.manager,
+                    self.resident if is_kept else self.manager,
                     LayerBindings(by_layer.get(index, [])),
                     is_adapter_module=is_adapter_module,
                     regions=regions,
                     tied_adapters=inventory.tied_adapters,
+                    is_kept=is_kept,
                 )
                 base = type(layer)
                 if base not in classes:

@@ -27,6 +27,7 @@ LAYERS = [
         "memory",
         "paper",
         "pack",
+        "resident",
         "ring",
         "rng",
         "streams",

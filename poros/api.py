@@ -17,6 +17,7 @@ from poros.walk import Action
 
 if TYPE_CHECKING:
     from poros.gates.self_check import SelfCheck
+    from poros.terms import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Runtime:
         self.device = takeover.device
         self._takeover = takeover
         self._self_check = self_check
+        self._plan: MemoryPlan | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -46,9 +48,7 @@ class Runtime:
 
     @property
     def num_slots(self) -> int:
-        """Slots that blocks stream through: the policy's, less the blocks that stay, at most one
-        per block.
-        """
+        """Slots that blocks stream through: the policy's, without the blocks that stay."""
         return len(self._takeover.ring.slots)
 
     @property
@@ -70,10 +70,10 @@ class Runtime:
         Returns:
             ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in
             its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots,
-            blocks that stay, and quantization constants), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in
-            host memory, and the page-locked part of them), ``disk_num_bytes`` and
-            ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how long training has
-            waited for them), ``fallbacks`` (one line each).
+            blocks that stay, and quantization constants), ``host_num_bytes`` and
+            ``pinned_num_bytes`` (frozen bytes in host memory, and the page-locked part of them),
+            ``disk_num_bytes`` and ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how
+            long training has waited for them), ``fallbacks`` (one line each).
 
         Streams:
             Reads counters on the host; waits for nothing.
@@ -92,6 +92,54 @@ class Runtime:
             "disk_stall_ms": takeover.host.disk_stall_ms,
             "fallbacks": list(takeover.host.fallbacks),
         }
+
+    @property
+    def plan(self) -> "MemoryPlan | None":
+        """What the budget was planned into; None without one, or before the first step."""
+        return self._plan
+
+    def begin(self, args: tuple[Any, ...]) -> None:
+        """Called by the first layer before it trains on ``args``: plan for a batch of this size.
+
+        Raises:
+            VRAMBudgetError: If the budget is below what such a step needs; nothing has changed.
+        """
+        if self.policy.vram_budget is None or not args or not isinstance(args[0], torch.Tensor):
+            return
+        batch_size, seq_len = args[0].shape[:2]
+        if self._plan is not None:
+            batch_size = max(batch_size, self._plan.options["batch_size"])
+            seq_len = max(seq_len, self._plan.options["seq_len"])
+            if self._plan.options == {"batch_size": batch_size, "seq_len": seq_len}:
+                return
+        from poros.planner import plan
+
+        model = self._takeover.model()
+        if model is None:
+            return
+        with torch.random.fork_rng(devices=[]):
+            found = plan(
+                model,
+                seq_len=seq_len,
+                batch_size=batch_size,
+                vram_budget=self.policy.vram_budget,
+                block_size=self.policy.block_size,
+                num_slots=self.policy.slots,
+                keep_last=self.policy.keep_last,
+                # Gradients may be there already: how many passes make a step is not known here.
+                accumulation=2,
+            )
+        self._takeover.resize(found.num_slots, found.keep_last)
+        self._plan = found
+        logger.info(
+            "poros: %.2f GB planned of a budget of %.2f GB: %d of %d blocks on the device, %d "
+            "layers kept",
+            found.total_num_bytes / 1e9,
+            (found.vram_budget or 0) / 1e9,
+            found.num_slots,
+            found.num_blocks,
+            found.keep_last,
+        )
 
     def has_trainable_parameter(self) -> bool:
         """Whether any parameter of the model requires a gradient now."""
@@ -192,7 +240,7 @@ def prepare_with(
             runtime_of(layer).check = self_check.watch
             runtime_of(layer).check_bytes = self_check.watch_bytes
     stats = runtime.stats()
-    if runtime.num_slots < policy.slots and not policy.keep_last:
+    if policy.slots is not None and runtime.num_slots < policy.slots and not policy.keep_last:
         logger.warning(
             "poros: slots=%d is more than the %d blocks; using %d",
             policy.slots,

@@ -50,7 +50,6 @@ class LayerRuntime:
         is_adapter_module: Whether PEFT put a module there.
         regions: Shared by the layers of a model.
         tied_adapters: Adapter parameters of the model that are used at several places.
-        is_kept: Whether it keeps its graph instead of being recomputed.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class LayerRuntime:
         is_adapter_module: Callable[[nn.Module], bool],
         regions: AutocastRegions,
         tied_adapters: Sequence[str],
-        is_kept: bool = False,
     ) -> None:
         self.name = name
         self.device = device
@@ -82,8 +80,7 @@ class LayerRuntime:
         """Takes the layer and its arguments; compiled if that was asked for."""
         self._index = index
         self.block = block
-        self._blocks = blocks
-        self.is_kept = is_kept
+        self._blocks: BlockManager | ResidentBlocks | None = blocks
         self._is_adapter_module = is_adapter_module
         self._regions = regions
         self._tied_adapters = tied_adapters
@@ -101,13 +98,15 @@ class LayerRuntime:
             return self._stream(args, kwargs)
         if self._index == 0:
             refuse_outer_graph(self.name)
+            if self._layer().training and self.owner is not None:
+                self.owner.begin(args)
         self._refuse_recorded_outputs()
         given = (args, kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         self._cast_trained_biases()
-        if self.is_kept:
-            return self._keep(args, kwargs)
+        if isinstance(self._blocks, ResidentBlocks):
+            return self._keep(args, kwargs, self._blocks)
         call = LayerCall(self, args, kwargs, tree)
         if not call.parameters:
             self._refuse_frozen_adapters()
@@ -119,11 +118,13 @@ class LayerRuntime:
             self._refuse_shared_casts(call)
         return self.check(self._index, call, run, given) if self.check else run()
 
-    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _keep(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], blocks: ResidentBlocks
+    ) -> Any:
         """The forward with its graph, as a resident layer's: see "No strangers"."""
         with self.visit(Phase.FORWARD, ()):
             if self.check_bytes is not None:
-                self.check_bytes(self._index, self._blocks.slot(self.block).buffer)
+                self.check_bytes(self._index, blocks.slot(self.block).buffer)
             return self.run(args, kwargs)
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -167,7 +168,8 @@ class LayerRuntime:
             PreparedModelError: If a frozen tensor was changed at rest, or by the layer itself.
         """
         self.bindings.require_at_rest()
-        slot = self._blocks.acquire(self.block, phase)
+        blocks = self._housed()
+        slot = blocks.acquire(self.block, phase)
         try:
             version = slot.buffer._version
             self.bindings.swap_in()
@@ -180,7 +182,7 @@ class LayerRuntime:
             for adapter in adapters:
                 adapter.owner[adapter.key] = adapter.parameter
             self.bindings.swap_out()
-            self._blocks.release(self.block)
+            blocks.release(self.block)
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
@@ -197,6 +199,24 @@ class LayerRuntime:
                     "before merging"
                 )
         return self._tree
+
+    def _housed(self) -> BlockManager | ResidentBlocks:
+        if self._blocks is None:
+            raise PreparedModelError(
+                f"{self.name}: expected a place on the device for its block, found none: making "
+                "room for it failed. Call poros.restore(model)"
+            )
+        return self._blocks
+
+    def leave(self) -> None:
+        """Let go of the block's place on the device."""
+        self._blocks = None
+        self.bindings = self.bindings.without_twins()
+
+    def move_in(self, blocks: BlockManager | ResidentBlocks, bindings: LayerBindings) -> None:
+        """Take the block's new place on the device."""
+        self._blocks = blocks
+        self.bindings = bindings
 
     def put_back(self) -> None:
         """Make sure that the layer holds its own tensors."""

@@ -20,10 +20,15 @@ class StreamingPolicy:
 
     Args:
         block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.
-        slots: Device slots, at least 2; more than there are blocks means all of them.
+        vram_budget: Device memory of a training step, in bytes or such as ``"8GiB"``. At the first
+            step, when the batch is known, slots and kept layers are planned to fill it. None plans
+            nothing.
+        slots: Device slots, at least 2; more than there are blocks means all of them. None is
+            planned, or 2 without a budget.
         keep_last: Layers at the end that keep their graph instead of being recomputed, rounded
             down to whole blocks; more than there are means all of them. Their blocks stay on the
-            device and count among the slots, of which the others still have at least 2.
+            device and count among the slots, of which the others still have at least 2. None is
+            planned, or 0 without a budget.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
         allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
@@ -37,16 +42,21 @@ class StreamingPolicy:
     """
 
     block_size: int = 1
-    slots: int = MIN_SLOTS
-    keep_last: int = 0
+    vram_budget: int | float | str | None = None
+    slots: int | None = None
+    keep_last: int | None = None
     device: str | None = None
     allow_unvalidated: bool = False
     self_check: str = "strict"
 
     def __post_init__(self) -> None:
         _require_int("block_size", self.block_size, at_least=1)
-        _require_int("slots", self.slots, at_least=MIN_SLOTS)
-        _require_int("keep_last", self.keep_last, at_least=0)
+        if self.vram_budget is not None:
+            parse_num_bytes(self.vram_budget, "vram_budget")
+        if self.slots is not None:
+            _require_int("slots", self.slots, at_least=MIN_SLOTS)
+        if self.keep_last is not None:
+            _require_int("keep_last", self.keep_last, at_least=0)
         if not isinstance(self.allow_unvalidated, bool):
             raise PolicyError(
                 f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}"

@@ -102,6 +102,10 @@ class LayerBindings:
             if each.key == "bias" and isinstance(each.twin, nn.Parameter)
         ]
 
+    def without_twins(self) -> "LayerBindings":
+        """The same tensors at rest, with nothing of them on the device."""
+        return LayerBindings([each._replace(twin=each.at_rest) for each in self._bindings])
+
     def require_owners(self, owners: Collection[int]) -> None:
         """Raise ``PreparedModelError`` unless every frozen tensor hangs in one of ``owners``."""
         for binding, _, _ in self._resting:

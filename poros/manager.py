@@ -41,6 +41,10 @@ class BlockManager:
         self.h2d_num_bytes = 0
         host.start(streams)
 
+    def slot(self, block: int) -> Slot:
+        """The one slot in which ``block`` may live."""
+        return self._ring.slot(block)
+
     def prefetch(self, block: int) -> None:
         """Queue the copy of ``block`` into its slot, unless it is there or on its way.
 

@@ -22,6 +22,7 @@ from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.copies import Prepare, copiers
 from poros.discover import Inventory, is_adapter_module
 from poros.frozen import (
+    Binding,
     DeviceConstants,
     FrozenTensor,
     LayerBindings,
@@ -73,6 +74,8 @@ class Takeover:
         origins: Mapping[str, str],
     ) -> None:
         self.device = streams.device
+        self._streams = streams
+        self._journal = journal
         self._origins = origins
         self.model = weakref.ref(model)
         self._base = weakref.ref(inventory.base)
@@ -90,16 +93,9 @@ class Takeover:
             self._move_to_device(model, inventory)
             if self.device.type == "cuda":
                 self.host.pin(self.device)
-            num_kept = min(policy.keep_last // policy.block_size, len(layouts))
-            if policy.keep_last >= len(inventory.layers):
-                num_kept = len(layouts)
-            num_streamed = len(layouts) - num_kept
-            num_slots = max(MIN_SLOTS, policy.slots - num_kept)
-            self.ring = DeviceRing(layouts[:num_streamed], num_slots, streams)
-            self.manager = BlockManager(self.host, self.ring, streams, journal, num_streamed)
-            self.resident = ResidentBlocks(self.host, range(num_streamed, len(layouts)), streams)
+            self._make_room(policy.slots or MIN_SLOTS, policy.keep_last or 0)
             self.constants = DeviceConstants(self.device)
-            self._engage(self._make_runtimes(inventory, layouts), model)
+            self._engage(self._make_runtimes(inventory), model)
             if not self.is_adopted:
                 drop_store(inventory.base)
         except BaseException:
@@ -109,6 +105,73 @@ class Takeover:
                 self._undo.close()
                 self.host.unpin()
             raise
+
+    def resize(self, num_slots: int, keep_last: int) -> None:
+        """Give the blocks other room on the device. Not within a visit; adapters and bytes stay.
+
+        Args:
+            num_slots: All slots, those of blocks that stay included.
+            keep_last: Layers at the end that keep their graph.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has not got it; the room is what it was.
+        """
+        before = (self.num_slots, self.keep_last)
+        counters = vars(self.manager)
+        counted = {key: counters[key] for key in ("num_loads", "num_hits", "h2d_num_bytes")}
+        for runtime in self._runtimes():
+            runtime.bindings.require_at_rest()
+        self._vacate()
+        try:
+            self._make_room(num_slots, keep_last)
+        except torch.OutOfMemoryError:
+            self._vacate()
+            self._make_room(*before)
+            raise
+        finally:
+            vars(self.manager).update(counted)
+            self._rehouse()
+
+    def _vacate(self) -> None:
+        """Give up all room, so that other room can be had in its place."""
+        for runtime in self._runtimes():
+            runtime.leave()
+        del self.ring, self.manager, self.resident
+
+    def _make_room(self, num_slots: int, keep_last: int) -> None:
+        layouts = [slab.layout for slab in self.host.slabs]
+        num_kept = min(keep_last // self.block_size, len(layouts))
+        if keep_last >= len(self._layers):
+            num_kept = len(layouts)
+        self.num_slots, self.keep_last = num_slots, keep_last
+        num_streamed = len(layouts) - num_kept
+        in_ring = max(MIN_SLOTS, num_slots - num_kept)
+        self.ring = DeviceRing(layouts[:num_streamed], in_ring, self._streams)
+        self.manager = BlockManager(
+            self.host, self.ring, self._streams, self._journal, num_streamed
+        )
+        self.resident = ResidentBlocks(self.host, range(num_streamed, len(layouts)), self._streams)
+
+    def _rehouse(self) -> None:
+        """Tell the layers where their blocks are now."""
+        bindings = self._bind()
+        for index, runtime in enumerate(self._runtimes()):
+            runtime.move_in(self._home(runtime.block), LayerBindings(bindings.get(index, [])))
+
+    def _home(self, block: int) -> BlockManager | ResidentBlocks:
+        return self.resident if block >= self.manager.num_blocks else self.manager
+
+    def _bind(self) -> dict[int, list[Binding]]:
+        """The frozen tensors of each layer, with their views of slots."""
+        found: dict[int, list[Binding]] = {}
+        for block, (tensors, slab) in enumerate(zip(self.blocks, self.host.slabs, strict=True)):
+            buffer = self._home(block).slot(block).buffer
+            found |= bind_block(tensors, slab.layout, buffer, self.constants)
+        return found
+
+    def _runtimes(self) -> list[LayerRuntime]:
+        layers = [layer for reference in self._layers if (layer := reference()) is not None]
+        return [runtime_of(layer) for layer in layers]
 
     @property
     def origins(self) -> dict[str, str]:
@@ -194,36 +257,31 @@ class Takeover:
         return origin
 
     def _make_runtimes(
-        self, inventory: Inventory, layouts: Sequence[BlockLayout]
+        self, inventory: Inventory
     ) -> list[tuple[nn.Module, LayerRuntime, type[nn.Module]]]:
         """What each layer becomes, without changing it yet."""
         regions = AutocastRegions(self.device)
         classes: dict[type[nn.Module], type[nn.Module]] = {}
+        bindings = self._bind()
         made = []
-        for block, (tensors, layout) in enumerate(zip(inventory.blocks, layouts, strict=True)):
-            is_kept = block >= self.manager.num_blocks
-            home = self.resident if is_kept else self.ring
-            by_layer = bind_block(tensors, layout, home.slot(block).buffer, self.constants)
-            first = block * self.block_size
-            for index in range(first, min(first + self.block_size, len(inventory.layers))):
-                layer = inventory.layers[index]
-                runtime = LayerRuntime(
-                    layer,
-                    index,
-                    inventory.layer_name(index),
-                    block,
-                    self.device,
-                    self.resident if is_kept else self.manager,
-                    LayerBindings(by_layer.get(index, [])),
-                    is_adapter_module=is_adapter_module,
-                    regions=regions,
-                    tied_adapters=inventory.tied_adapters,
-                    is_kept=is_kept,
-                )
-                base = type(layer)
-                if base not in classes:
-                    classes[base] = streamed_class(base)
-                made.append((layer, runtime, classes[base]))
+        for index, layer in enumerate(inventory.layers):
+            block = index // self.block_size
+            runtime = LayerRuntime(
+                layer,
+                index,
+                inventory.layer_name(index),
+                block,
+                self.device,
+                self._home(block),
+                LayerBindings(bindings.get(index, [])),
+                is_adapter_module=is_adapter_module,
+                regions=regions,
+                tied_adapters=inventory.tied_adapters,
+            )
+            base = type(layer)
+            if base not in classes:
+                classes[base] = streamed_class(base)
+            made.append((layer, runtime, classes[base]))
         return made
 
     def _engage(

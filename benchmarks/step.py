@@ -110,6 +110,8 @@ def run_arm(
                 row[f"{key}_per_step"] = (after[key] - before[key]) / passes
             row |= {key: after[key] for key in ("host_num_bytes", "pinned_num_bytes")}
             row["copy_gb_per_s"] = copy_rate(runtime)
+            if runtime.plan is not None:
+                row["plan"] = runtime.plan.as_dict()
         del optimizer, trained
     gc.collect()
     return row
@@ -156,6 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--slots", type=int, nargs="+", default=[2])
+    parser.add_argument("--budgets", nargs="*", default=[])
     parser.add_argument("--block-size", type=int, default=1)
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--warm", type=int, default=2)
@@ -177,6 +180,10 @@ def main(argv: list[str] | None = None) -> int:
     for slots in options.slots:
         arms[f"poros, {slots} slots"] = lambda slots=slots: streamed(
             model, slots=slots, block_size=options.block_size
+        )
+    for budget in options.budgets:
+        arms[f"poros, {budget}"] = lambda budget=budget: streamed(
+            model, vram_budget=budget, block_size=options.block_size
         )
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for _ in range(options.passes):
@@ -205,6 +212,10 @@ def report(rows: dict[str, list[dict[str, Any]]], options: Any) -> None:
             "reserved_gb": round(max(row["peak_reserved"] for row in passes) / 1e9, 3),
             "losses_equal": all(row["losses"] == first for row in passes),
         }
+        if "plan" in last:
+            planned = last["plan"]
+            line |= {key: planned[key] for key in ("num_slots", "keep_last")}
+            line["planned_gb"] = round(planned["total_num_bytes"] / 1e9, 3)
         if "copy_gb_per_s" in last:
             rate = statistics.median(row["copy_gb_per_s"] for row in passes)
             moved = last["h2d_num_bytes_per_step"]

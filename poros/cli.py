@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from poros.config import StreamingPolicy
+from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import PorosError
 
 NOT_HELD = 1
@@ -110,7 +110,7 @@ def check(
         int | None,
         typer.Option(min=1, help="Optimizer steps.", show_default="20; 3 for a checkpoint"),
     ] = None,
-    slots: Annotated[int, typer.Option(help="Device slots.")] = _POLICY.slots,
+    slots: Annotated[int, typer.Option(help="Device slots.")] = _POLICY.slots or MIN_SLOTS,
     block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = _POLICY.block_size,
     out: Annotated[Path | None, typer.Option(help="Write the report here as JSON.")] = None,
 ) -> None:
@@ -125,7 +125,7 @@ def check(
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
     if record:
-        chosen = (slots, block_size) != (_POLICY.slots, _POLICY.block_size)
+        chosen = (slots, block_size) != (_POLICY.slots or MIN_SLOTS, _POLICY.block_size)
         if architecture is None or steps is not None or out is not None or chosen:
             raise typer.BadParameter(
                 "--record takes --architecture NAME alone: the registry sets the modes"

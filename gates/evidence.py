@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
@@ -238,8 +239,8 @@ def _copied(cache: Cache) -> Cache:
     held = {
         id(each): each
         for layer in cache.layers
-        for each in vars(layer).values()
-        if isinstance(each, torch.Tensor)
+        for each in tree_leaves(list(vars(layer).values()))
+        if isinstance(each, torch.Tensor) and each.requires_grad
     }
     return copy.deepcopy(cache, held)
 

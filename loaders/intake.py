@@ -176,13 +176,16 @@ class Intake:
         )
         return targets[name], state
 
-    def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
         """A copy of ``tensor`` in its place; in memory of its own if it has none or does not fit.
+
+        Packed bytes are taken as they are, whatever dtype they are stored as.
 
         Raises:
             CheckpointFormatError: If it is not finite.
         """
-        self._require_finite(name, tensor)
+        if not is_packed:
+            self._require_finite(name, tensor)
         return _copied(tensor, self._target(name, tensor))
 
     def require_packed(

@@ -126,7 +126,7 @@ class KeptIntake(Intake):
         self.require_packed(name, self._part(name), state, planned.shape)
         return self._part(name), state
 
-    def keep(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
         """As in ``Intake``; what lies there already is not written again.
 
         A page of a mapped slab that is written to is no longer the file's.

@@ -85,9 +85,9 @@ class _Buffer:
 
     def wait(self) -> None:
         """Until what came back is where it belongs."""
-        if self.written is not None:
-            self.written.result()
-            self.written = None
+        written, self.written = self.written, None
+        if written is not None:
+            written.result()
 
 
 class Quantizer:

@@ -86,11 +86,14 @@ def reading_into(
     try:
         yield given
     except LoadAborted as aborted:
-        failure = aborted.error
+        failure, aborted.error, aborted.__cause__ = aborted.error, None, None  # type: ignore[assignment]
     finally:
         del AUTO_QUANTIZER_MAPPING[method]
     if failure is not None:
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # it refers to this frame, which would keep all that was loaded
 
 
 def clean(model: Any) -> None:
@@ -104,6 +107,10 @@ def clean(model: Any) -> None:
         del model.config.quantization_config
         return
     plain = Bnb4BitHfQuantizer(ours.quantization_config, pre_quantized=ours.pre_quantized)
+    for each in getattr(model, "_weight_conversions", None) or ():
+        operations = getattr(each, "operations", None)
+        if operations and any(isinstance(one, _Deserialize) for one in operations):
+            each.operations = [one.plain(plain) for one in operations]
     ours_only = ("_intake", "_after_each", "_dtype")
     plain.__dict__ |= {key: each for key, each in vars(ours).items() if key not in ours_only}
     model.hf_quantizer = plain
@@ -299,9 +306,15 @@ class _Deserialize(_Operation):
         except Exception as error:
             raise LoadAborted(error) from error
 
+    def plain(self, quantizer: Any) -> Any:
+        """Bitsandbytes' own operation."""
+        self._inner.hf_quantizer = quantizer
+        return self._inner
+
     def _keep(self, name: str, weight: Any) -> None:
         state = weight.quant_state
-        weight.data = self._intake.keep(name, weight.data)
+        # Packed bytes may be stored as floats, and as floats they mean nothing.
+        weight.data = self._intake.keep(name, weight.data, is_packed=True)
         state.absmax = self._intake.keep(f"{name}.absmax", state.absmax)
         state.code = state.code.clone()
         if state.nested:

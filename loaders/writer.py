@@ -6,6 +6,7 @@ Note: A store is there or not
     that the next one can clean up after a dead one without disturbing a living one.
 """
 
+import glob
 import logging
 import os
 import shutil
@@ -60,7 +61,7 @@ class StoreWriter:
     """
 
     def __init__(self, directory: str | os.PathLike[str], layouts: Sequence[BlockLayout]) -> None:
-        self.directory = Path(directory).absolute()
+        self.directory = Path(directory).resolve()
         self.host = HostStore([])
         self._layouts = list(layouts)
         self._undo = ExitStack()
@@ -175,6 +176,9 @@ class StoreWriter:
             self.host = HostStore.allocate(self._layouts)
 
     def _put_in_place(self, manifest: Manifest) -> Path:
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(self._partial, 0o777 & ~mask)  # mkdtemp's is for its owner alone
         try:
             os.rename(self._partial, self.directory)
         except OSError:
@@ -257,7 +261,7 @@ def _lock(file: int) -> None:
 
 def _remove_stale(directory: Path) -> None:
     """Remove what writers of this store left that were killed: nobody holds their locks."""
-    for partial in directory.parent.glob(f".{directory.name}.*{PARTIAL}"):
+    for partial in directory.parent.glob(f".{glob.escape(directory.name)}.*{PARTIAL}"):
         with suppress(OSError):
             # Between making its folder and locking the file in it, a writer is young.
             if time.time() - partial.stat().st_mtime < _STALE_S:

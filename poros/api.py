@@ -9,7 +9,7 @@ from torch import nn
 
 from poros.block import is_streamed, runtime_of
 from poros.config import StreamingPolicy
-from poros.discover import is_adapter_module, take_inventory
+from poros.discover import Inventory, is_adapter_module, take_inventory
 from poros.errors import PolicyError, PreparedModelError
 from poros.streams import StreamContext, streams_for
 from poros.takeover import Takeover
@@ -226,19 +226,11 @@ def prepare_with(
             journal,
             origins or {},
         )
-        self_check = None
-        if policy.self_check != "off":
-            from poros.gates.self_check import SelfCheck
-
-            self_check = SelfCheck(takeover, inventory.layers, policy.self_check)
-        else:
-            logger.warning("poros: self_check is off: the first step will not be checked")
-    runtime = Runtime(policy, takeover, self_check)
-    for layer in inventory.layers:
-        runtime_of(layer).owner = runtime
-        if self_check is not None:
-            runtime_of(layer).check = self_check.watch
-            runtime_of(layer).check_bytes = self_check.watch_bytes
+        try:
+            runtime = _supervise(takeover, inventory, policy)
+        except BaseException:
+            takeover.revert()
+            raise
     stats = runtime.stats()
     if policy.slots is not None and runtime.num_slots < policy.slots and not policy.keep_last:
         logger.warning(
@@ -256,6 +248,24 @@ def prepare_with(
         runtime.device,
     )
     return model
+
+
+def _supervise(takeover: Takeover, inventory: Inventory, policy: StreamingPolicy) -> Runtime:
+    """The runtime, known to the layers, and their check."""
+    self_check = None
+    if policy.self_check != "off":
+        from poros.gates.self_check import SelfCheck
+
+        self_check = SelfCheck(takeover, inventory.layers, policy.self_check)
+    else:
+        logger.warning("poros: self_check is off: the first step will not be checked")
+    runtime = Runtime(policy, takeover, self_check)
+    for layer in inventory.layers:
+        runtime_of(layer).owner = runtime
+        if self_check is not None:
+            runtime_of(layer).check = self_check.watch
+            runtime_of(layer).check_bytes = self_check.watch_bytes
+    return runtime
 
 
 def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:

@@ -84,7 +84,7 @@ class LayerRuntime:
         self._is_adapter_module = is_adapter_module
         self._regions = regions
         self._tied_adapters = tied_adapters
-        self._dropped_cache: Callable[[], Any] = lambda: None
+        self._dropped_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         self._last_call: Callable[[], LayerCall | None] = lambda: None
         self._last_region: object | None = None
         self._take_stock(layer)
@@ -254,11 +254,11 @@ class LayerRuntime:
                 f"{self.name}: expected an empty KV cache while gradients are enabled, found one "
                 "that is in use. Decode under torch.no_grad(), or pass use_cache=False"
             )
-        self._dropped_cache = weakref.ref(value)
+        self._dropped_caches.add(value)
         return None
 
     def _refuse_dropped_cache(self, value: Any) -> None:
-        if value is not None and value is self._dropped_cache():
+        if isinstance(value, Cache) and value in self._dropped_caches:
             raise UnsupportedModelError(
                 f"{self.name}: expected a new KV cache, found the one of a forward with gradients, "
                 "which was left empty. Run the whole of a decoding under torch.no_grad()"

@@ -86,11 +86,11 @@ def _require_int(name: str, value: object, *, at_least: int) -> None:
         )
 
 
-def parse_num_bytes(value: int | float | str, what: str) -> int:
+def parse_num_bytes(value: int | float | str, what: str, *, at_least: int = 1) -> int:
     """Bytes from a number or a string such as ``"8GiB"`` (2**30) or ``"8 GB"`` (1e9).
 
     Raises:
-        PolicyError: If it is anything else, not finite, or not positive.
+        PolicyError: If it is anything else, not finite, or less than ``at_least``.
     """
     number: float | None = None
     if isinstance(value, str):
@@ -99,7 +99,7 @@ def parse_num_bytes(value: int | float | str, what: str) -> int:
             number = float(match[1]) * _UNITS[match[2].lower()]
     elif isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value)
-    if number is None or not math.isfinite(number) or number < 1:
+    if number is None or not math.isfinite(number) or number < at_least:
         raise PolicyError(
             f"{what}: expected bytes as a positive number or a string such as '8GiB' or '8GB', "
             f"found {value!r}"

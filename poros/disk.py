@@ -351,7 +351,8 @@ def _read_jobs(
                     raise
                 # Some file systems take the flag and refuse the reads.
                 os.close(descriptor)
-                descriptor, is_direct = os.open(file, os.O_RDONLY | os.O_CLOEXEC), False
+                descriptor, is_direct = -1, False  # should opening fail, the number is another's
+                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 _fill(descriptor, job)
             if _identity(os.fstat(descriptor)) != identity:
                 raise ValueError("another file, or one that was written to since it was opened")

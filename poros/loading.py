@@ -13,7 +13,7 @@ import torch
 from poros.config import parse_num_bytes
 from poros.discover import find_layers
 from poros.disk import DiskStore
-from poros.errors import PolicyError, UnsupportedModelError
+from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError
 from poros.host import HostStore, leave_store
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
 from poros.loaders.build import (
@@ -112,7 +112,9 @@ def load(
     """
     options = dict(from_pretrained_kwargs)
     _refuse_own(options)
-    budget = None if host_budget is None else parse_num_bytes(host_budget, "host_budget")
+    budget = (
+        None if host_budget is None else parse_num_bytes(host_budget, "host_budget", at_least=0)
+    )
     if is_store(source):
         if store is not None:
             raise PolicyError(f"store: expected none with a source that is one, found {store!r}")
@@ -131,7 +133,13 @@ def load(
     if is_store(store):
         reading.require_made_of_it(store)
     else:
-        reading.into_store(store)
+        try:
+            reading.into_store(store)
+        except StoreWriteError:
+            if not is_store(store):
+                raise
+            # Another process has written it meanwhile.
+            reading.require_made_of_it(store)
     model = _open(store, budget, options)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     return model
@@ -253,6 +261,8 @@ class _Reading:
             except UnsupportedModelError as error:  # of the plan
                 raise _NotStreamableError(str(error), intake.num_bytes) from error
         clean(model)
+        # A file that was cut off would end the process when what is left of it is copied.
+        checkpoint.check_unchanged()
         intake.finish(model)
         checkpoint.check_unchanged()
         add_generation_config(model, checkpoint.path, options)

@@ -5,6 +5,7 @@ control group (a container, a batch system) has a lower limit, or the process ha
 least of them counts. On a system that says nothing about itself nothing is refused.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,8 +50,12 @@ def require_host_memory(num_bytes: int, what: str, root: Path = Path("/")) -> No
         HostMemoryError: If less than ``num_bytes`` and ``RESERVE_NUM_BYTES`` is left. The message
             names the limit, and what to do.
     """
+    needed = num_bytes + RESERVE_NUM_BYTES
     room = host_memory_left(root)
-    if room is None or num_bytes + RESERVE_NUM_BYTES <= room.num_bytes:
+    if room is not None and room.num_bytes < needed:
+        gc.collect()  # a model that was deleted, or a load that failed, may still be there
+        room = host_memory_left(root)
+    if room is None or needed <= room.num_bytes:
         return
     raise HostMemoryError(
         f"expected {_gb(num_bytes)} of host memory for {what} and {_gb(RESERVE_NUM_BYTES)} for "

@@ -135,6 +135,7 @@ def test_room_for_casts() -> None:
 
 
 def test_the_memory_goes_with_the_last_tensor() -> None:
+    gc.collect()
     store = HostStore.allocate([BlockLayout.pack(some_tensors().items())] * 3)
     before = num_memory_files()
     memory = weakref.ref(store.slabs[0].arena.memory)

@@ -78,12 +78,19 @@ def host_of(model: Any) -> DiskStore:
     return host
 
 
+EARLIER: set[threading.Thread] = set()
+"""Readers of models that other tests of this process have left to the garbage collector."""
+
+
 def readers() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "poros-reader"]
+    found = [each for each in threading.enumerate() if each.name == "poros-reader"]
+    return [each for each in found if each not in EARLIER]
 
 
 @pytest.fixture(autouse=True)
 def no_reader_is_left() -> Iterator[None]:
+    EARLIER.clear()
+    EARLIER.update(readers())
     yield
     gc.collect()
     end = time.monotonic() + 5

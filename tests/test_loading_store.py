@@ -229,10 +229,10 @@ class TestWithoutLayersToStream:
         self, path: Path, caplog: pytest.LogCaptureFixture, is_quantized: bool
     ) -> None:
         """With the memory that it takes, and on record."""
-        with caplog.at_level(logging.WARNING, logger="poros.load"):
+        with caplog.at_level(logging.WARNING, logger="poros.loading"):
             model = load(path, quantization="nf4" if is_quantized else None)
         assert differences(model, standard(path, quantization() if is_quantized else None)) == []
-        (line,) = [each.getMessage() for each in caplog.records if each.name == "poros.load"]
+        (line,) = [each.getMessage() for each in caplog.records if each.name == "poros.loading"]
         num_bytes = sum(
             each.nbytes
             for name, each in tensors(model).items()
@@ -319,7 +319,7 @@ def test_host_memory_while_loading(tmp_path: Path, is_quantized: bool) -> None:
         model = load(tmp_path, quantization=wanted)
     store = left_store(model)
     outside = sum(each.nbytes for name, each in tensors(model).items() if ".layers." not in name)
-    bound = store.num_bytes + outside + largest + 64 * 2**20  # pieces, and what allocators hold
+    bound = store.num_bytes + outside + largest + 192 * 2**20  # pieces, and what allocators hold
     assert 0.9 * store.num_bytes < peak.num_bytes <= bound
     del model, store
     with Peak() as control:  # float32 takes more than the bound, and is seen to

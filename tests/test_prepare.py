@@ -25,6 +25,8 @@ STATS = {
     "device_num_bytes",
     "host_num_bytes",
     "pinned_num_bytes",
+    "disk_num_bytes",
+    "disk_stall_ms",
     "fallbacks",
 }
 

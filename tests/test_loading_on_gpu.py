@@ -1,0 +1,74 @@
+"""Models of ``poros.load`` train on a GPU as resident ones do, wherever their base lies."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import poros
+from poros.gates import tiny
+from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+
+pytestmark = pytest.mark.gpu
+
+SPEC = TrainingSpec(num_steps=3, accumulation=2)
+BATCHES = tiny.make_batches(6, num_tokens=64)
+NUM_LAYERS = 6
+
+
+@pytest.fixture(autouse=True)
+def plain_attention() -> Iterator[None]:
+    """Attention's fastest kernels are not deterministic in backward."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=1024, dropout=0.05)
+    config.intermediate_size = 8192
+    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
+    return folder
+
+
+def with_lora(model: Any) -> Any:
+    return tiny.attach_lora(model, rank=16, dropout=0.05)
+
+
+def resident(checkpoint: Path, **options: Any) -> Trajectory:
+    return train(with_lora(poros.load(checkpoint, **options).to("cuda")), BATCHES, SPEC)
+
+
+def test_a_loaded_model_is_the_one_of_from_pretrained(checkpoint: Path) -> None:
+    base = tiny.load_base(checkpoint, dtype=torch.bfloat16, device="cuda")
+    expected = train(with_lora(base), BATCHES, SPEC)
+    assert compare_trajectories(expected, resident(checkpoint)) == []
+
+
+@pytest.mark.parametrize("quantization", ["nf4", None])
+def test_streaming_from_where_it_was_loaded(checkpoint: Path, quantization: str | None) -> None:
+    expected = resident(checkpoint, quantization=quantization)
+    model = poros.prepare(with_lora(poros.load(checkpoint, quantization=quantization)))
+    assert poros.runtime(model)._takeover.is_adopted
+    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
+    stats = poros.runtime(model).stats()
+    assert stats["pinned_num_bytes"] == stats["host_num_bytes"]
+    assert poros.runtime(model).self_check["status"] == "passed"
+
+
+@pytest.mark.parametrize("num_in_memory", [0, 2, NUM_LAYERS])
+def test_streaming_from_a_store(checkpoint: Path, tmp_path: Path, num_in_memory: int) -> None:
+    expected = resident(checkpoint)
+    whole = poros.load(checkpoint, store=tmp_path / "store")
+    layer = poros.runtime(poros.prepare(with_lora(whole))).stats()["host_num_bytes"] // NUM_LAYERS
+    del whole
+    budget = num_in_memory * (layer + 2**16)
+    model = poros.prepare(with_lora(poros.load(tmp_path / "store", host_budget=budget)))
+    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
+    stats = poros.runtime(model).stats()
+    assert (stats["disk_num_bytes"] > 0) == (num_in_memory < NUM_LAYERS)
+    assert poros.runtime(model).self_check["status"] == "passed"

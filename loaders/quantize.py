@@ -19,7 +19,7 @@ Note: Two pieces in flight
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -173,9 +173,16 @@ class Quantizer:
         if nested_absmax is not None and expected.nested_absmax is not None:
             _require_like("nested_absmax", nested_absmax, expected.nested_absmax)
         with torch.no_grad(), self._on_default_stream():
-            scales = self._quantize_pieces(tensor, name, quant_type, blocksize, packed)
-            if wait:
-                self.flush()
+            try:
+                scales = self._quantize_pieces(tensor, name, quant_type, blocksize, packed)
+                if wait:
+                    self.flush()
+            except BaseException:
+                # Nothing may be written to the caller's memory once it has been told.
+                for buffer in self._buffers:
+                    with suppress(Exception):
+                        buffer.wait()
+                raise
             state = bnb.QuantState(
                 absmax=absmax,
                 shape=tensor.shape,

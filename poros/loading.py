@@ -115,32 +115,28 @@ def load(
     budget = (
         None if host_budget is None else parse_num_bytes(host_budget, "host_budget", at_least=0)
     )
-    if is_store(source):
-        if store is not None:
-            raise PolicyError(f"store: expected none with a source that is one, found {store!r}")
-        for key in (*_HUB_OPTIONS, "quantization_config"):
-            options.pop(key, None)
-        return _open(source, budget, options)
-    if store is None and budget is not None:
-        raise PolicyError(
-            "host_budget: expected a store on disk for the layers beyond it, found none; pass "
-            "store=, a folder on a fast disk"
-        )
-    wanted = _bits_and_bytes(options.pop("quantization_config", quantization), dtype)
-    reading = _Reading(source, wanted, dtype, _quantizing_device(device), allow_nonfinite, options)
-    if store is None:
-        return reading.into_memory()
-    if is_store(store):
-        reading.require_made_of_it(store)
-    else:
-        try:
-            reading.into_store(store)
-        except StoreWriteError:
-            if not is_store(store):
-                raise
-            # Another process has written it meanwhile.
-            reading.require_made_of_it(store)
-    model = _open(store, budget, options)
+    # Tensors made under inference mode could not take part in training later.
+    with torch.inference_mode(False):
+        if is_store(source):
+            if store is not None:
+                raise PolicyError(
+                    f"store: expected none with a source that is one, found {store!r}"
+                )
+            for key in (*_HUB_OPTIONS, "quantization_config"):
+                options.pop(key, None)
+            return _open(source, budget, options)
+        if store is None and budget is not None:
+            raise PolicyError(
+                "host_budget: expected a store on disk for the layers beyond it, found none; pass "
+                "store=, a folder on a fast disk"
+            )
+        wanted = _bits_and_bytes(options.pop("quantization_config", quantization), dtype)
+        on = _quantizing_device(device)
+        reading = _Reading(source, wanted, dtype, on, allow_nonfinite, options)
+        if store is None:
+            return reading.into_memory()
+        reading.into_store_unless_there(store)
+        model = _open(store, budget, options)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     return model
 
@@ -178,6 +174,18 @@ class _Reading:
         model.name_or_path = model.config.name_or_path = os.fspath(self._source)
         leave_store(model, store)
         return model
+
+    def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> None:
+        """The same, unless it is in that store already; refuse a store of something else."""
+        if not is_store(directory):
+            try:
+                self.into_store(directory)
+                return
+            except StoreWriteError:
+                if not is_store(directory):
+                    raise
+                # Another process has written it meanwhile.
+        self.require_made_of_it(directory)
 
     def into_store(self, directory: "str | os.PathLike[str]") -> Path:
         """The model, in a store on disk; in memory is only what lies outside its layers."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import poros
 import poros.gates.self_check
+import poros.loading
 from poros.errors import CheckpointFormatError, UnsupportedModelError
 from poros.gates import tiny
 from poros.host import left_store
@@ -140,3 +141,30 @@ def test_every_dropped_cache_is_refused_afterwards() -> None:
     del caches, cache
     gc.collect()
     assert [reference() for reference in references] == [None, None]
+
+
+def test_a_model_loaded_under_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    with torch.inference_mode():
+        model = load(path)
+    assert not any(each.is_inference() for each in (*model.parameters(), *model.buffers()))
+    adapted = poros.prepare(tiny.attach_lora(model, rank=2), device="cpu").train()
+    adapted(**batches()[0]).loss.backward()
+
+
+def test_another_process_that_was_faster_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path / "source")
+    load(path, store=tmp_path / "store")
+    # What this process saw before the other one was done.
+    is_store, first = poros.loading.is_store, iter([False])
+    monkeypatch.setattr(
+        poros.loading,
+        "is_store",
+        lambda folder: (
+            next(first, True) and is_store(folder) if folder == tmp_path / "store" else False
+        ),
+    )
+    model = load(path, store=tmp_path / "store")
+    assert left_store(model) is not None

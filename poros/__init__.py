@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 _HOME = {
     "StreamingPolicy": "poros.config",
     "load": "poros.loading",
+    "log_streaming": "poros.telemetry",
     "plan": "poros.planner",
     "prepare": "poros.api",
     "restore": "poros.api",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from poros.errors import VRAMBudgetError as VRAMBudgetError
     from poros.loading import load as load
     from poros.planner import plan as plan
+    from poros.telemetry import log_streaming as log_streaming
     from poros.terms import MemoryPlan as MemoryPlan
 
 

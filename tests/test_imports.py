@@ -40,7 +40,7 @@ LAYERS = [
     {"guards", "copies", "takeover"},
     {"skeleton"},
     {"api", "trainer", "loading", "planner"},
-    {"cli", "demo", "demo_data", "demo_report"},
+    {"cli", "demo", "demo_data", "demo_report", "telemetry"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LOADERS_SEE = {"layout", "config", "errors", "host", "memory", "streams"}

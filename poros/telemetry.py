@@ -1,0 +1,112 @@
+"""What streaming does during training, in the Trainer's own logs and in a file of events."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from poros import __version__
+from poros.api import Runtime, runtime
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+PREFIX = "poros/"
+
+
+def log_streaming(trainer: "Trainer", events: str | os.PathLike[str] | None = None) -> None:
+    """Have a Trainer log what streaming has done since its last log.
+
+    With the Trainer's own values, so wherever those go (TensorBoard, the progress bar, the log
+    history): ``poros/h2d_gb`` and ``poros/h2d_gb_per_s`` (moved to the device, and per second of
+    training), ``poros/num_loads``, ``poros/num_hits``, ``poros/disk_stall_ms``, ``poros/peak_gb``
+    (allocated on the device so far; GPUs only). GB is 1e9 bytes.
+
+    Args:
+        trainer: Of a prepared model.
+        events: A file to which one JSON object per line is appended: first versions, policy, plan
+            and sizes, then what was logged at each step.
+
+    Streams:
+        Reads counters on the host; waits for nothing.
+
+    Raises:
+        PreparedModelError: If the model is not prepared.
+    """
+    found = runtime(trainer.accelerator.unwrap_model(trainer.model))
+    callback = _Telemetry(found, None if events is None else Path(events))
+    # Before the callbacks that hand the values on.
+    trainer.callback_handler.callbacks.insert(0, callback)
+
+
+class _Telemetry(TrainerCallback):
+    def __init__(self, runtime: Runtime, events: Path | None) -> None:
+        self._runtime = runtime
+        self._events = events
+        self._last = self._counters()
+        self._since = time.perf_counter()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last, self._since = self._counters(), time.perf_counter()
+        self._write(_start(self._runtime))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or logs is None or "loss" not in logs:
+            return  # evaluations and the summary at the end are logged as well
+        now, at = self._counters(), time.perf_counter()
+        moved = (now["h2d_num_bytes"] - self._last["h2d_num_bytes"]) / 1e9
+        values = {
+            "h2d_gb": moved,
+            "h2d_gb_per_s": moved / (at - self._since),
+            **{
+                key: now[key] - self._last[key]
+                for key in ("num_loads", "num_hits", "disk_stall_ms")
+            },
+        }
+        device = self._runtime.device
+        if device.type == "cuda":
+            values["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+        self._last, self._since = now, at
+        named = {f"{PREFIX}{key}": value for key, value in values.items()}
+        logs.update(named)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(named)
+        self._write({"event": "log", "step": state.global_step, **logs})
+
+    def _counters(self) -> dict[str, Any]:
+        stats = self._runtime.stats()
+        return {
+            key: stats[key] for key in ("h2d_num_bytes", "num_loads", "num_hits", "disk_stall_ms")
+        }
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._events is None:
+            return
+        with self._events.open("a") as file:
+            file.write(json.dumps(event, default=str) + "\n")
+
+
+def _start(found: Runtime) -> dict[str, Any]:
+    import bitsandbytes
+    import peft
+    import transformers
+
+    return {
+        "event": "start",
+        "versions": {
+            "poros": __version__,
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "peft": peft.__version__,
+            "bitsandbytes": bitsandbytes.__version__,
+        },
+        "device": str(found.device),
+        "policy": vars(found.policy),
+        "plan": None if found.plan is None else found.plan.as_dict(),
+        "num_blocks": found.num_blocks,
+        **found.stats(),
+    }

@@ -17,7 +17,7 @@ import poros
 import poros.api
 import poros.demo
 from poros.cli import BAD_INPUT, app
-from poros.config import StreamingPolicy
+from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.demo import DemoSettings
 from poros.demo_report import DemoReport
 from poros.gates import tiny
@@ -70,7 +70,7 @@ def test_help_imports_nothing_slow() -> None:
 
 def test_the_defaults_in_the_help_are_the_real_ones() -> None:
     policy = StreamingPolicy()
-    assert options("check")["slots"].default == policy.slots
+    assert options("check")["slots"].default == (policy.slots or MIN_SLOTS)
     assert options("check")["block_size"].default == policy.block_size
     assert options("demo")["steps"].show_default == str(DemoSettings().num_steps)
 

@@ -12,7 +12,10 @@ from poros.errors import ParityError, PolicyError
 from poros.gates import tiny
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.host import HostStore
+from poros.layout import BlockLayout
 from poros.resident import ResidentBlocks
+from poros.streams import EagerStreams
 
 NUM_LAYERS = 5
 SPEC = TrainingSpec(num_steps=3, accumulation=2)
@@ -114,3 +117,20 @@ def test_control_a_kept_block_that_is_not_waited_for(monkeypatch: pytest.MonkeyP
 def test_bad_values_are_refused(value: Any) -> None:
     with pytest.raises(PolicyError, match="keep_last"):
         poros.StreamingPolicy(keep_last=value)
+
+
+def test_the_copy_waits_for_the_memorys_last_owner() -> None:
+    """As for the slots of the ring: fresh memory may still be read by what is queued already."""
+    waited: list[object] = []
+
+    class Recording(EagerStreams):
+        def record(self) -> object:
+            return "allocated"
+
+        def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: object) -> object:
+            waited.append(after)
+            return super().copy(target, source, after=after)
+
+    layouts = [BlockLayout.pack([("w", torch.empty(64))])] * 2
+    ResidentBlocks(HostStore.allocate(layouts), range(2), Recording(torch.device("cpu")))
+    assert waited == ["allocated"] * 2

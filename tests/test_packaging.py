@@ -223,7 +223,7 @@ def test_the_installed_wheel_is_typed(installed: Installed) -> None:
     assert 'Revealed type is "torch.nn.modules.linear.Linear"' in said
     assert 'Revealed type is "torch._tensor.Tensor"' in said
     wrong = installed.check_types("import poros\nporos.StreamingPolicy(slots='3')\n", 1)
-    assert 'expected "int"' in wrong
+    assert 'expected "int | None"' in wrong
 
 
 def test_a_wheel_without_its_marker_is_told_from_a_typed_one(installed: Installed) -> None:

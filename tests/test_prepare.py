@@ -47,7 +47,7 @@ def test_prepare_returns_the_same_object() -> None:
 def test_prepare_again_with_an_equal_policy_does_nothing() -> None:
     model = poros.prepare(build(), block_size=2)
     runtime, before = poros.runtime(model), picture(model)
-    assert poros.prepare(model, poros.StreamingPolicy(block_size=2, slots=2)) is model
+    assert poros.prepare(model, poros.StreamingPolicy(block_size=2)) is model
     assert poros.runtime(model) is runtime
     assert changes(before, picture(model)) == {}
 

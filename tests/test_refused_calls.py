@@ -20,7 +20,10 @@ POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "slots of a wrong type": ({"slots": True}, "slots: expected an integer.*found True"),
     "block size 0": ({"block_size": 0}, "block_size: expected .*at least 1.*found 0"),
     "half a block": ({"block_size": 1.5}, "block_size: expected an integer.*found 1.5"),
-    "unknown field": ({"keep_last": 1}, "'keep_last' is not a policy field.*block_size, slots"),
+    "unknown field": (
+        {"evict": 1},
+        "'evict' is not a policy field.*block_size, vram_budget, slots",
+    ),
     "no such device": ({"device": "cuda:99"}, "device: expected a usable.*found 'cuda:99'"),
     "not a device": ({"device": "gpu"}, "device: expected a usable.*found 'gpu'"),
     "meta device": ({"device": "meta"}, "device: expected a usable.*found 'meta'"),

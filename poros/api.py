@@ -129,7 +129,9 @@ class Runtime:
                 # Gradients may be there already: how many passes make a step is not known here.
                 accumulation=2,
             )
-        self._takeover.resize(found.num_slots, found.keep_last)
+        takeover = self._takeover
+        if (found.num_slots, found.keep_last) != (takeover.num_slots, takeover.keep_last):
+            takeover.resize(found.num_slots, found.keep_last)
         self._plan = found
         logger.info(
             "poros: %.2f GB planned of a budget of %.2f GB: %d of %d blocks on the device, %d "

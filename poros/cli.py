@@ -170,7 +170,7 @@ def load(
 ) -> None:
     """Quantize a checkpoint into a store on disk, or verify one.
 
-    `poros.load(STORE)` then opens it as fast as the disk reads.
+    `poros.load(STORE)` then opens it without quantizing again.
     """
     if verify == (out is not None):
         raise typer.BadParameter("give either --out DIR or --verify")

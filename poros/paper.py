@@ -8,8 +8,7 @@ operator.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,11 +229,3 @@ def _dequantized_inside(func: Any, args: Sequence[Any]) -> int:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-@contextmanager
-def counted(*known: torch.Tensor) -> Iterator[LiveBytes]:
-    """Count what the body's operators allocate, on any device."""
-    with LiveBytes() as live:
-        live.know(*known)
-        yield live

@@ -42,7 +42,7 @@ def plan(
     """Plan a training step: memory term by term, slots and kept layers, bytes moved.
 
     The model is built without memory and one micro-batch is run on paper, so only a configuration
-    is needed, a few seconds, and no GPU.
+    is needed, some seconds (about 10 for 72B on a busy CPU), and no GPU.
 
     Args:
         source: A folder or hub name with a ``config.json``, a configuration, or a transformers or

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poros.frozen import is_4bit
+from poros.frozen import is_4bit, packed_like
 from poros.loaders.build import model_class_of
 from poros.loaders.quantize import quantized_form
 
@@ -68,7 +68,7 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
 def quantize_on_paper(model: nn.Module) -> None:
     """Give 4-bit modules whose weights have no memory the weights that quantizing would give."""
     from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
@@ -98,14 +98,4 @@ def quantize_on_paper(model: nn.Module) -> None:
             offset=None if nested is None else torch.empty((), device=_META),
             state2=nested,
         )
-        module._parameters["weight"] = Params4bit(
-            form.packed,
-            requires_grad=False,
-            quant_state=module.quant_state,
-            blocksize=weight.blocksize,
-            compress_statistics=weight.compress_statistics,
-            quant_type=weight.quant_type,
-            quant_storage=weight.quant_storage,
-            module=module,
-            bnb_quantized=True,
-        )
+        module._parameters["weight"] = packed_like(weight, form.packed, module.quant_state, module)

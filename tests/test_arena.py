@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import same_bits
+from support import num_memory_files, same_bits
 from test_host import FakeDriver, install, some_tensors
 
 import poros.host
@@ -146,16 +146,6 @@ def test_the_memory_goes_with_the_last_tensor() -> None:
     assert memory() is not None and kept.numel()
     del kept
     assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
-
-
-def num_memory_files() -> int:
-    links = []
-    for each in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{each}"))
-        except OSError:
-            continue
-    return sum("memfd:poros" in link for link in links)
 
 
 CHILD = """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from snapshots import batches, build
-from support import same_bits
+from support import num_memory_files, same_bits
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import poros
@@ -102,16 +102,6 @@ def test_a_failed_load_keeps_no_memory(tmp_path: Path) -> None:
         load(path)
     gc.collect()
     assert num_memory_files() == before
-
-
-def num_memory_files() -> int:
-    links = []
-    for each in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{each}"))
-        except OSError:
-            continue
-    return sum("memfd:poros" in link for link in links)
 
 
 def test_a_store_is_readable_for_others_and_may_lie_behind_a_link(tmp_path: Path) -> None:

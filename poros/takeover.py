@@ -121,36 +121,34 @@ class Takeover:
         counted = {key: counters[key] for key in ("num_loads", "num_hits", "h2d_num_bytes")}
         for runtime in self._runtimes():
             runtime.bindings.require_at_rest()
-        self._vacate()
-        try:
-            self._make_room(num_slots, keep_last)
-        except torch.OutOfMemoryError:
-            self._vacate()
-            self._make_room(*before)
-            raise
-        finally:
-            vars(self.manager).update(counted)
-            self._rehouse()
-
-    def _vacate(self) -> None:
-        """Give up all room, so that other room can be had in its place."""
+        # Given up first, so that the new room can be had in the old one's place.
         for runtime in self._runtimes():
             runtime.leave()
         del self.ring, self.manager, self.resident
+        failure: torch.OutOfMemoryError | None = None
+        try:
+            self._make_room(num_slots, keep_last)
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)  # its frames hold the part that could be had
+        if failure is not None:
+            self._make_room(*before)
+        vars(self.manager).update(counted)
+        self._rehouse()
+        if failure is not None:
+            raise failure
 
     def _make_room(self, num_slots: int, keep_last: int) -> None:
         layouts = [slab.layout for slab in self.host.slabs]
         num_kept = min(keep_last // self.block_size, len(layouts))
         if keep_last >= len(self._layers):
             num_kept = len(layouts)
-        self.num_slots, self.keep_last = num_slots, keep_last
         num_streamed = len(layouts) - num_kept
         in_ring = max(MIN_SLOTS, num_slots - num_kept)
-        self.ring = DeviceRing(layouts[:num_streamed], in_ring, self._streams)
-        self.manager = BlockManager(
-            self.host, self.ring, self._streams, self._journal, num_streamed
-        )
-        self.resident = ResidentBlocks(self.host, range(num_streamed, len(layouts)), self._streams)
+        ring = DeviceRing(layouts[:num_streamed], in_ring, self._streams)
+        resident = ResidentBlocks(self.host, range(num_streamed, len(layouts)), self._streams)
+        self.ring, self.resident = ring, resident
+        self.manager = BlockManager(self.host, ring, self._streams, self._journal, num_streamed)
+        self.num_slots, self.keep_last = num_slots, keep_last
 
     def _rehouse(self) -> None:
         """Tell the layers where their blocks are now."""

@@ -8,6 +8,7 @@ from snapshots import layers_of
 from support import AdversarialPrepare
 
 import poros
+from poros.api import prepare_with
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.reference import (
@@ -18,6 +19,7 @@ from poros.gates.reference import (
     start_digests,
     train,
 )
+from poros.streams import EagerStreams
 
 NUM_LAYERS = 6
 SPEC = TrainingSpec(num_steps=3, accumulation=2)
@@ -127,6 +129,30 @@ def test_room_is_made_between_a_forward_and_its_backward() -> None:
         loss.backward()
         gradients.append([p.grad for p in layers_of(model).parameters() if p.grad is not None])
     assert gradients[0] and all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("num_given", [0, 1, 4])
+def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Trajectory) -> None:
+    class Scarce(EagerStreams):
+        left = 99
+
+        def allocate(self, num_bytes: int) -> torch.Tensor:
+            if not self.left:
+                self.left = 99
+                raise torch.OutOfMemoryError("no more")
+            self.left -= 1
+            return super().allocate(num_bytes)
+
+    streams = Scarce(torch.device("cpu"))
+    model = prepare_with(build(), poros.StreamingPolicy(slots=3), streams=streams)
+    takeover = poros.runtime(model)._takeover
+    streams.left = num_given
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        takeover.resize(5, 2)
+    assert (takeover.num_slots, takeover.keep_last, len(takeover.ring.slots)) == (3, 0, 3)
+    assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
+    takeover.resize(5, 2)
+    assert (takeover.keep_last, len(takeover.ring.slots)) == (2, 3)
 
 
 @pytest.mark.parametrize("value", ["8 apples", -1, 0, float("nan"), True, "GiB"])

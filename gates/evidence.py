@@ -86,8 +86,21 @@ class Evidence:
         record = {key: collector[key][length:] for key, length in lengths.items()}
         named = named_outputs(result, written(kwargs, before), record)
         evidence.outputs = {name: (each.detach(), each.requires_grad) for name, each in named}
+        if call.parked is not None:
+            evidence.move(torch.device("cpu"))
         evidence.output_versions = _versions(each for each, _ in evidence.outputs.values())
         return evidence, result
+
+    def move(self, device: torch.device) -> None:
+        """Keep input and outputs on ``device`` from now on: a parked input has left its own."""
+        before, *others = self.inputs
+        after = before.detach().to(device, copy=True).requires_grad_(before.requires_grad)
+        self.inputs, self.input_versions[0] = [after, *others], after._version
+        self.args = tuple(replace(value, {id(before): after}) for value in self.args)
+        self.outputs = {
+            name: (each.to(device, copy=True), needs_gradient)
+            for name, (each, needs_gradient) in self.outputs.items()
+        }
 
     @contextmanager
     def state(self, device: torch.device) -> Iterator[None]:

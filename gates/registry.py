@@ -46,6 +46,8 @@ _SHORT = {
     "accumulation": 1,
     "self_check": "strict",
     "is_adversarial": True,
+    "keep_last": 0,
+    "offload_boundaries": False,
     "num_steps": 3,
     "num_layers": 3,
     "hidden_size": 64,
@@ -54,7 +56,9 @@ _LONG = {**_SHORT, "num_steps": 20, "num_layers": 6}
 # The self-check loads layers of its own accord: one mode runs without, as a fault it hides would.
 _DENSE = {**_LONG, "dtype": "float32", "dropout": 0.0, "block_size": 2, "self_check": "off"}
 
-PROMISED_MODES: tuple[dict[str, Any], ...] = (_LONG, {**_DENSE, "accumulation": 2})
+_KEPT = {**_LONG, "num_steps": 6, "keep_last": 2, "offload_boundaries": True}
+
+PROMISED_MODES: tuple[dict[str, Any], ...] = (_LONG, {**_DENSE, "accumulation": 2}, _KEPT)
 """Modes of the architectures that the gates promise."""
 OTHER_MODES: tuple[dict[str, Any], ...] = (_SHORT,)
 """Modes of every other family."""
@@ -62,9 +66,9 @@ OTHER_MODES: tuple[dict[str, Any], ...] = (_SHORT,)
 # What decides the bits of either arm and whether a difference is seen. Commands, reports and demos
 # may change without touching a record; so may the self-check, which can stop a run, not alter it.
 _CODE = (
-    *("poros.ambient", "poros.block", "poros.channels", "poros.discover", "poros.frozen"),
-    *("poros.host", "poros.layout", "poros.manager", "poros.pack", "poros.remat", "poros.ring"),
-    *("poros.rng", "poros.streams", "poros.takeover", "poros.walk"),
+    *("poros.ambient", "poros.block", "poros.boundaries", "poros.channels", "poros.discover"),
+    *("poros.frozen", "poros.host", "poros.layout", "poros.manager", "poros.pack", "poros.remat"),
+    *("poros.resident", "poros.ring", "poros.rng", "poros.streams", "poros.takeover", "poros.walk"),
     *("poros.gates.adversary", "poros.gates.arms", "poros.gates.compare", "poros.gates.parity"),
     *("poros.gates.reference", "poros.gates.sweep", "poros.gates.tiny"),
 )

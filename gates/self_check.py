@@ -134,6 +134,8 @@ class SelfCheck:
             return
         if not is_streamed(evidence.layer):
             return  # restored since its forward
+        if evidence.call.parked is not None:
+            evidence.move(self._device)
         if grad_inputs:
             del self._unchecked[index]
         else:

@@ -73,12 +73,16 @@ class Runtime:
             blocks that stay, and quantization constants), ``host_num_bytes`` and
             ``pinned_num_bytes`` (frozen bytes in host memory, and the page-locked part of them),
             ``disk_num_bytes`` and ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how
-            long training has waited for them), ``fallbacks`` (one line each).
+            long training has waited for them), ``offloaded_num_bytes`` (host memory for inputs of
+            layers), ``h2d_ms`` and ``h2d_gb_per_s`` (how long the copies of blocks took that are
+            complete, on the device, and their rate), ``stall_ms`` (for how long the device had
+            nothing to do but wait for one of them), ``fallbacks`` (one line each).
 
         Streams:
-            Reads counters on the host; waits for nothing.
+            Reads counters on the host, and events; waits for nothing.
         """
         takeover = self._takeover
+        timings = takeover.timings()
         return {
             "num_loads": takeover.manager.num_loads,
             "num_hits": takeover.manager.num_hits,
@@ -90,7 +94,11 @@ class Runtime:
             "pinned_num_bytes": takeover.host.pinned_num_bytes,
             "disk_num_bytes": takeover.host.disk_num_bytes,
             "disk_stall_ms": takeover.host.disk_stall_ms,
-            "fallbacks": list(takeover.host.fallbacks),
+            "offloaded_num_bytes": takeover.boundaries.num_bytes,
+            "h2d_ms": timings.copy_ms,
+            "h2d_gb_per_s": timings.num_bytes / timings.copy_ms / 1e6 if timings.copy_ms else 0.0,
+            "stall_ms": timings.stall_ms,
+            "fallbacks": takeover.host.fallbacks + takeover.boundaries.fallbacks,
         }
 
     @property

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from poros.ambient import AutocastRegions
 from poros.audit import GraphAudit
+from poros.boundaries import Boundaries, Parked
 from poros.channels import RECORDABLE, recorded_outputs
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
@@ -50,6 +51,7 @@ class LayerRuntime:
         is_adapter_module: Whether PEFT put a module there.
         regions: Shared by the layers of a model.
         tied_adapters: Adapter parameters of the model that are used at several places.
+        boundaries: Where inputs wait for their backward; None keeps them on the device.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class LayerRuntime:
         is_adapter_module: Callable[[nn.Module], bool],
         regions: AutocastRegions,
         tied_adapters: Sequence[str],
+        boundaries: Boundaries | None,
     ) -> None:
         self.name = name
         self.device = device
@@ -84,6 +87,7 @@ class LayerRuntime:
         self._is_adapter_module = is_adapter_module
         self._regions = regions
         self._tied_adapters = tied_adapters
+        self.boundaries = boundaries
         self._dropped_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         self._last_call: Callable[[], LayerCall | None] = lambda: None
         self._last_region: object | None = None
@@ -131,6 +135,18 @@ class LayerRuntime:
         """The forward when no gradient passes through the layer."""
         with self.visit(Phase.INFERENCE, ()):
             return self.run(args, kwargs)
+
+    def park(self, tensor: torch.Tensor) -> Parked | None:
+        """Have the layer's input wait for its backward on the host; None to keep it here."""
+        if (
+            self.boundaries is None
+            or tensor.device != self.device
+            or not tensor.is_floating_point()
+            or not tensor.is_contiguous()
+            or (tensor.is_leaf and tensor.requires_grad)
+        ):
+            return None
+        return self.boundaries.park(tensor, self.name, is_first=self._index == 0)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward, compiled if that was asked for; only inside a visit."""

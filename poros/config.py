@@ -29,6 +29,9 @@ class StreamingPolicy:
             down to whole blocks; more than there are means all of them. Their blocks stay on the
             device and count among the slots, of which the others still have at least 2. None is
             planned, or 0 without a budget.
+        offload_boundaries: Keep the inputs of recomputed layers in page-locked host memory between
+            forward and backward, for long sequences. None is planned (when nothing else makes the
+            step fit), or False without a budget.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
         allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
@@ -45,6 +48,7 @@ class StreamingPolicy:
     vram_budget: int | float | str | None = None
     slots: int | None = None
     keep_last: int | None = None
+    offload_boundaries: bool | None = None
     device: str | None = None
     allow_unvalidated: bool = False
     self_check: str = "strict"
@@ -60,6 +64,10 @@ class StreamingPolicy:
         if not isinstance(self.allow_unvalidated, bool):
             raise PolicyError(
                 f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}"
+            )
+        if not (self.offload_boundaries is None or isinstance(self.offload_boundaries, bool)):
+            raise PolicyError(
+                f"offload_boundaries: expected a bool or None, found {self.offload_boundaries!r}"
             )
         if self.self_check not in SELF_CHECKS:
             raise PolicyError(

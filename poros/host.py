@@ -51,17 +51,24 @@ class Arena:
         file: A file or memory file to map instead of new memory. It is not closed.
         offset: Where in ``file`` the arena starts; a multiple of ``PAGE_NUM_BYTES``.
         private: Whether writes stay in this process, and out of the file.
+        is_shareable: Whether new memory is a memory file, which takes a file descriptor.
 
     Raises:
         HostMemoryError: If the mapping is refused.
     """
 
     def __init__(
-        self, num_bytes: int, *, file: int | None = None, offset: int = 0, private: bool = False
+        self,
+        num_bytes: int,
+        *,
+        file: int | None = None,
+        offset: int = 0,
+        private: bool = False,
+        is_shareable: bool = True,
     ) -> None:
         self._file: int | None = None
         try:
-            if file is None and hasattr(os, "memfd_create"):
+            if file is None and is_shareable and hasattr(os, "memfd_create"):
                 self._file = file = os.memfd_create("poros", os.MFD_CLOEXEC)
                 weakref.finalize(self, os.close, file)
                 os.ftruncate(file, max(num_bytes, 1))
@@ -69,8 +76,8 @@ class Arena:
             self.memory = mmap.mmap(where, max(num_bytes, 1), offset=offset, **_flags(private))
         except (OSError, OverflowError) as error:
             raise HostMemoryError(
-                f"expected {num_bytes} bytes of host memory for the frozen base, found none left "
-                f"({error}); free memory or use a smaller model"
+                f"expected {num_bytes} bytes of host memory (for the frozen base, or for inputs of "
+                f"layers), found none left ({error}); free memory or use a smaller model"
             ) from error
 
     def fileno(self) -> int:

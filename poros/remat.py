@@ -38,6 +38,7 @@ from torch.autograd.function import FunctionCtx
 
 from poros.ambient import AmbientState, adapter_state
 from poros.audit import GraphAudit, HandedBack
+from poros.boundaries import Parked
 from poros.channels import SideChannels
 from poros.errors import RematerializationError
 from poros.pack import pack, unpack
@@ -61,6 +62,9 @@ class StreamedLayer(Protocol):
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
+
+    def park(self, tensor: torch.Tensor) -> Parked | None:
+        """Have the layer's input wait for its backward on the host; None to keep it here."""
 
 
 class LayerCall:
@@ -88,6 +92,8 @@ class LayerCall:
         self.tensors: Sequence[torch.Tensor] = tensors
         """Distinct tensors among the arguments. Empty once autograd keeps them."""
         self.num_tensors = len(tensors)
+        self.parked: Parked | None = None
+        """The first of the tensors, if it waits for the backward on the host."""
         self.handed_back: dict[int, HandedBack] = {}
         """By number of the tensor, for those that the layer uses more than once."""
         self._tree = tree
@@ -120,6 +126,12 @@ class LayerCall:
         results: list[torch.Tensor] = []
         self._result = pack(returned, f"result of {self.layer.name}", results)
         return results
+
+    def part_with(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Park the layer's input if it can be; the tensors that autograd has to keep."""
+        if tensors and self._args and unpack(self._args[0], tensors) is tensors[0]:
+            self.parked = self.layer.park(tensors[0])
+        return tensors[1:] if self.parked is not None else tensors
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward: run, and keep what the recomputation must reproduce, values aside."""
@@ -221,9 +233,11 @@ class RematerializeLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: LayerCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
+        # Before the forward, so that the input's copy to the host overlaps with it.
+        kept = call.part_with(tensors)
         results = call.forward(_leaves(tensors[: call.num_tensors]))
         ctx.call = call
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*kept)
         outputs = tuple(result.detach() for result in results)
         ctx.mark_non_differentiable(
             *(
@@ -245,6 +259,8 @@ class RematerializeLayer(torch.autograd.Function):
             )
         tensors = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
+        if call.parked is not None:
+            tensors = (call.parked.fetch(), *tensors)
         inputs = _leaves(tensors[: call.num_tensors])
         sources = [*inputs, *call.stand_ins]
         wanted = [each for each in sources if each.requires_grad]

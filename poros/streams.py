@@ -18,14 +18,28 @@ Note: Fresh memory is not idle memory
     the copy is done: ``allocate`` tells the allocator about the copy stream.
 """
 
+import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 Event = Any
 """A point on one of the two streams. Opaque to everyone but the context that made it."""
+
+
+@dataclass
+class Timings:
+    """How long the copies took that are complete. Times are the device's."""
+
+    num_bytes: int = 0
+    copy_ms: float = 0.0
+    stall_ms: float = 0.0
+    """For how long the compute stream had nothing to do but wait for a copy."""
 
 
 class StreamContext(ABC):
@@ -36,20 +50,41 @@ class StreamContext(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._timings = Timings()
+
+    @abstractmethod
+    def beside(self) -> "StreamContext":
+        """A second copy stream of the device, with the same compute stream."""
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A flat uint8 device tensor that the copy stream will write. Contents are undefined."""
 
     @abstractmethod
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A device tensor for one copy, in the compute stream's memory. Contents are undefined.
+
+        The allocator does not learn of the copy stream, and hands the memory on as the compute
+        stream's own. So it must be kept until the compute stream has waited for the copy.
+        """
+
+    def timings(self) -> Timings:
+        """What the copies up to now have taken; copies that are not complete do not count yet."""
+        return self._timings
+
+    @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
         """Queue ``target <- source`` on the copy stream, behind ``after``.
 
+        One of the two is on the device, the other on the host: page-locked, or the copy is not
+        asynchronous.
+
         Args:
-            target: Device bytes, written until the returned event.
-            source: Host bytes of the same size; must stay alive and unchanged until the returned
-                event has passed. Page-locked, or the copy is not asynchronous.
-            after: Event of the compute stream behind which ``target`` is no longer read.
+            target: Bytes written until the returned event.
+            source: Bytes of the same size; must stay alive and unchanged until the returned event
+                has passed.
+            after: Event of the compute stream behind which ``target`` is no longer read and
+                ``source`` is complete.
 
         Returns:
             The event at which the copy is complete.
@@ -86,6 +121,11 @@ class CudaStreams(StreamContext):
         self._copy_stream: torch.cuda.Stream | None = None
         self._last_compute: torch.cuda.Stream | None = None
         self._memories: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self._copied: deque[tuple[int, Event, Event]] = deque()
+        self._stalled: deque[tuple[int, Event, Event]] = deque()
+
+    def beside(self) -> "CudaStreams":
+        return CudaStreams(self.device)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -93,17 +133,30 @@ class CudaStreams(StreamContext):
         self._memories.add(memory)
         return memory
 
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def timings(self) -> Timings:
+        self._settle()
+        return self._timings
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
         stream = self._copies()
         stream.wait_event(after)
+        begin = _timed_event(stream)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(stream)
+        event = _timed_event(stream)
+        self._copied.append((source.numel() * source.element_size(), begin, event))
+        self._settle()
         return event
 
     def wait(self, event: Event) -> None:
-        self._compute().wait_event(event)
+        stream = self._compute()
+        begin = None if event.query() else _timed_event(stream)
+        stream.wait_event(event)
+        if begin is not None:
+            self._stalled.append((0, begin, _timed_event(stream)))
 
     def record(self) -> Event:
         event = torch.cuda.Event()
@@ -115,6 +168,16 @@ class CudaStreams(StreamContext):
 
     def synchronize(self, event: Event) -> None:
         event.synchronize()
+
+    def _settle(self) -> None:
+        """Add up what is complete; looks at one event more than that, and waits for none."""
+        while self._copied and self._copied[0][2].query():
+            num_bytes, begin, end = self._copied.popleft()
+            self._timings.num_bytes += num_bytes
+            self._timings.copy_ms += begin.elapsed_time(end)
+        while self._stalled and self._stalled[0][2].query():
+            _, begin, end = self._stalled.popleft()
+            self._timings.stall_ms += begin.elapsed_time(end)
 
     def _copies(self) -> torch.cuda.Stream:
         if self._copy_stream is None:
@@ -134,14 +197,31 @@ class CudaStreams(StreamContext):
         return stream
 
 
+def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
 class EagerStreams(StreamContext):
     """The stand-in for a CPU: one queue, every copy done before ``copy`` returns."""
+
+    def beside(self) -> "EagerStreams":
+        return self
+
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
+        begin = time.perf_counter()
         target.copy_(source)
+        took_ms = (time.perf_counter() - begin) * 1e3
+        self._timings.num_bytes += source.numel() * source.element_size()
+        self._timings.copy_ms += took_ms
+        self._timings.stall_ms += took_ms
         return None
 
     def wait(self, event: Event) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from poros.ambient import AutocastRegions
 from poros.block import LayerRuntime, attach, detach, runtime_of, streamed_class
+from poros.boundaries import Boundaries
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.copies import Prepare, copiers
 from poros.discover import Inventory, is_adapter_module
@@ -37,7 +38,7 @@ from poros.layout import BlockLayout
 from poros.manager import BlockManager
 from poros.resident import ResidentBlocks
 from poros.ring import DeviceRing
-from poros.streams import StreamContext
+from poros.streams import StreamContext, Timings
 from poros.walk import Action
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,10 @@ class Takeover:
             if self.device.type == "cuda":
                 self.host.pin(self.device)
             self._make_room(policy.slots or MIN_SLOTS, policy.keep_last or 0)
+            self.boundaries = Boundaries(streams)
             self.constants = DeviceConstants(self.device)
             self._engage(self._make_runtimes(inventory), model)
+            self.offload_boundaries(bool(policy.offload_boundaries))
             if not self.is_adopted:
                 drop_store(inventory.base)
         except BaseException:
@@ -137,6 +140,12 @@ class Takeover:
         if failure is not None:
             raise failure
 
+    def offload_boundaries(self, wanted: bool) -> None:
+        """Whether the inputs of layers wait for their backward on the host from now on."""
+        self.is_offloading = wanted
+        for runtime in self._runtimes():
+            runtime.boundaries = self.boundaries if wanted else None
+
     def _make_room(self, num_slots: int, keep_last: int) -> None:
         layouts = [slab.layout for slab in self.host.slabs]
         num_kept = min(keep_last // self.block_size, len(layouts))
@@ -171,6 +180,10 @@ class Takeover:
         layers = [layer for reference in self._layers if (layer := reference()) is not None]
         return [runtime_of(layer) for layer in layers]
 
+    def timings(self) -> Timings:
+        """How long copies of blocks have taken so far."""
+        return self._streams.timings()
+
     @property
     def origins(self) -> dict[str, str]:
         """Where each tensor that has moved came from, by name."""
@@ -184,6 +197,7 @@ class Takeover:
         self._move_back()
         self._undo.close()
         self.host.unpin()
+        self.boundaries.unpin()
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -275,6 +289,7 @@ class Takeover:
                 is_adapter_module=is_adapter_module,
                 regions=regions,
                 tied_adapters=inventory.tied_adapters,
+                boundaries=None,
             )
             base = type(layer)
             if base not in classes:

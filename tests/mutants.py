@@ -57,9 +57,9 @@ class Mutation:
         monkeypatch.setattr(function, "__code__", self.code)
 
 
-def stream_context_mutations() -> list[Mutation]:
+def stream_context_mutations(modules: Sequence[str] = MANAGED) -> list[Mutation]:
     """Of ``wait``, ``record`` and ``after=`` wherever a ``StreamContext`` is used."""
-    return [each for module in MANAGED for each in _mutations(module, _context_changes)]
+    return [each for module in modules for each in _mutations(module, _context_changes)]
 
 
 def cuda_mutations() -> list[Mutation]:

@@ -33,7 +33,7 @@ LAYERS = [
         "streams",
         "tree",
     },
-    {"disk", "terms"},
+    {"boundaries", "disk", "terms"},
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},

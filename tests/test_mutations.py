@@ -121,8 +121,8 @@ def test_every_point_of_order_is_mutated() -> None:
     assert any("manager" in each and "an older event" in each for each in changes)
     assert len({str(each) for each in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
     # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``.
-    # Blocks that stay have controls of their own, in test_keep_last.
-    others = {"poros.resident"}
+    # Blocks that stay have controls of their own, in test_keep_last; inputs in test_boundaries.
+    others = {"poros.resident", "poros.boundaries"}
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
     methods = {each.change.split("(")[0].split(".")[-1] for each in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)

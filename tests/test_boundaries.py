@@ -1,0 +1,251 @@
+"""Inputs of layers that wait on the host: the same bits, two on the device at a time."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import mutants
+import pytest
+import torch
+from slots import Slots
+from snapshots import layers_of
+from support import AdversarialPrepare, same_bits
+
+import poros
+from poros.api import prepare_with
+from poros.block import runtime_of
+from poros.boundaries import Boundaries, Parked
+from poros.errors import PolicyError, RematerializationError
+from poros.gates import tiny
+from poros.gates.adversary import AdversarialStreams, SlotHazard
+from poros.gates.parity import run_parity
+from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.host import HostSlab
+from poros.layout import BlockLayout
+from poros.paper import LiveBytes
+from poros.walk import Phase
+
+MUTATIONS = mutants.stream_context_mutations(["poros.boundaries"])
+NUM_LAYERS = 5
+SPEC = TrainingSpec(num_steps=3, accumulation=2)
+BATCHES = tiny.make_batches(6, num_tokens=12)
+
+
+def build(architecture: str = "qwen2", **options: Any) -> Any:
+    wanted = {"num_layers": NUM_LAYERS, "hidden_size": 64, "dropout": 0.05, **options}
+    return tiny.make_model(architecture, **wanted)
+
+
+def hostile(model: Any, **overrides: Any) -> Any:
+    """Adversarial streams with the self-check on."""
+    policy = poros.StreamingPolicy(offload_boundaries=True).override(**overrides)
+    return prepare_with(model, policy, streams=AdversarialStreams())
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", "gemma3", "gemma4", "gemma4_shared_kv", "mixtral"]
+)
+@pytest.mark.parametrize("policy", [{}, {"block_size": 2}, {"slots": 4, "keep_last": 2}])
+def test_no_bit_changes(architecture: str, policy: dict[str, Any]) -> None:
+    report = run_parity(
+        lambda: build(architecture), BATCHES, SPEC, lambda model: hostile(model, **policy)
+    )
+    assert report.exact, report.verdict()
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_changes_while_every_read_is_watched(
+    dtype: torch.dtype, autocast: torch.dtype | None
+) -> None:
+    spec = TrainingSpec(num_steps=3, accumulation=2, autocast_dtype=autocast)
+    with AdversarialPrepare().watching() as prepare:
+        expected = train(build(dtype=dtype), BATCHES, spec)
+        model = prepare(build(dtype=dtype), offload_boundaries=True)
+        assert compare_trajectories(expected, train(model, BATCHES, spec)) == []
+
+
+def test_two_inputs_are_on_the_device_at_a_time() -> None:
+    sizes = []
+    batch = tiny.make_batches(1, num_tokens=64, padded=False)[0]
+    for is_offloaded in (False, True):
+        model = poros.prepare(
+            build(num_layers=8), device="cpu", offload_boundaries=is_offloaded, self_check="off"
+        ).train()
+        model(**batch).loss.backward()
+        live = LiveBytes()
+        # Here host memory is memory of the device too.
+        live.know(*(each.bytes for each in poros.runtime(model)._takeover.boundaries._buffers))
+        with live:
+            loss = model(**batch, use_cache=False).loss
+            sizes.append(live.now)
+        del loss, model
+    one = 2 * 64 * 64 * 2
+    assert sizes[0] - sizes[1] == pytest.approx((8 - 2) * one, abs=one / 2)
+
+
+def test_host_buffers_are_used_again() -> None:
+    model = hostile(build(), self_check="off").train()
+    boundaries = poros.runtime(model)._takeover.boundaries
+    for _ in range(3):
+        model(**BATCHES[0]).loss.backward()
+    assert len(boundaries._buffers) == len(boundaries._free) == NUM_LAYERS
+    first = boundaries.num_bytes
+    longer = tiny.make_batches(1, num_tokens=40, padded=False)[0]
+    model(**longer).loss.backward()
+    model(**BATCHES[0]).loss.backward()
+    assert len(boundaries._buffers) == len(boundaries._free) == NUM_LAYERS
+    assert boundaries.num_bytes == pytest.approx(first * 40 / 12, rel=0.01)
+    assert poros.runtime(model).stats()["offloaded_num_bytes"] == boundaries.num_bytes
+
+
+def test_a_graph_that_is_dropped_gives_everything_back() -> None:
+    model = hostile(build(), self_check="off").train()
+    boundaries = poros.runtime(model)._takeover.boundaries
+    loss = model(**BATCHES[0]).loss
+    del loss
+    loss = model(**BATCHES[1]).loss
+
+    def fail(*_: object) -> None:
+        raise ValueError("interrupted")
+
+    handle = layers_of(model)[2].mlp.register_full_backward_hook(fail)
+    with pytest.raises((ValueError, RematerializationError)):
+        loss.backward()
+    handle.remove()
+    del loss
+    gc.collect()
+    assert len(boundaries._free) == len(boundaries._buffers)
+    expected = train(build(), BATCHES, SPEC)
+    model = hostile(build())
+    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
+
+
+def test_two_backwards_through_one_graph() -> None:
+    gradients = []
+    for is_offloaded in (False, True):
+        model = build().train()
+        poros.prepare(model, device="cpu", offload_boundaries=is_offloaded)
+        torch.manual_seed(0)
+        loss = model(**BATCHES[0]).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert gradients[0] and all(map(torch.equal, *gradients))
+
+
+def test_an_input_edited_in_place_is_refused() -> None:
+    model = hostile(build(), self_check="off").train()
+    inputs: list[torch.Tensor] = []
+    layers_of(model)[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    loss = model(**BATCHES[0]).loss
+    with torch.no_grad():
+        inputs[0].add_(1)
+    with pytest.raises(RematerializationError, match=r"layers\.4: its input was edited"):
+        loss.backward()
+
+
+def park_and_fetch(streams: AdversarialStreams) -> bool:
+    """Passes over five layers, one of them given up half-way; whether every byte came back."""
+    boundaries = Boundaries(streams)
+    device = Slots(2, 2, streams)
+    for number in range(4):
+        inputs, parked = [], []
+        for index in range(5):
+            device.visit(index % 2, Phase.FORWARD)  # what computes the input
+            inputs.append(torch.randn(3, 4))
+            parked.append(boundaries.park(inputs[-1].clone(), str(index), is_first=index == 0))
+        for index in reversed(range(2 if number % 2 else 0, 5)):
+            device.visit(index % 2, Phase.BACKWARD)
+            if not same_bits(parked[index].fetch(), inputs[index]):
+                return False
+        del parked
+    return True
+
+
+def is_noticed(scenario: Callable[[AdversarialStreams], bool]) -> bool:
+    streams = AdversarialStreams()
+    try:
+        with streams.watch():
+            return not scenario(streams)
+    except SlotHazard:
+        return True
+
+
+def test_the_source_as_it_is_passes() -> None:
+    assert not is_noticed(park_and_fetch)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_every_wait_and_record_is_needed(
+    mutation: mutants.Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation.apply(monkeypatch)
+    assert is_noticed(park_and_fetch), f"nothing notices that {mutation}"
+
+
+def test_control_another_inputs_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(build(), BATCHES, SPEC)
+    monkeypatch.setattr(Boundaries, "_take", lambda self, tensor: buffer)
+    buffer = HostSlab(BlockLayout((), 1 << 20))
+    model = AdversarialPrepare()(build(), offload_boundaries=True)
+    assert compare_trajectories(expected, train(model, BATCHES, SPEC))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_control_memory_given_back_under_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Parked, "__del__", lambda self: None)
+    streams = AdversarialStreams()
+    boundaries = Boundaries(streams)
+    parked = [
+        boundaries.park(torch.ones(4, 4), f"layer {index}", is_first=index == 0)
+        for index in range(5)
+    ]
+    parked[4].fetch()
+    parked[3].fetch()
+    del parked  # the input of layer 2 is on its way
+    with pytest.raises(SlotHazard, match="given back"):
+        boundaries.park(torch.ones(4, 4), "layer 0", is_first=True)
+
+
+def test_a_dropped_input_is_waited_for() -> None:
+    boundaries = Boundaries(AdversarialStreams())
+    for _ in range(2):
+        parked = [
+            boundaries.park(torch.ones(4, 4), f"layer {index}", is_first=index == 0)
+            for index in range(5)
+        ]
+        parked[4].fetch()
+        parked[3].fetch()
+        del parked
+    assert len(boundaries._free) == len(boundaries._buffers) == 5
+
+
+def test_each_input_comes_back_ahead_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    boundaries = Boundaries(AdversarialStreams())
+    inputs = [torch.full((3, 4), float(index)) for index in range(6)]
+    parked = [
+        boundaries.park(each, f"layer {index}", is_first=index == 0)
+        for index, each in enumerate(inputs)
+    ]
+    assert [each._tensor is not None for each in parked] == [False] * 4 + [True] * 2
+    for index in reversed(range(6)):
+        assert torch.equal(parked[index].fetch(), torch.full((3, 4), float(index)))
+        on_device = [number for number, each in enumerate(parked) if each._tensor is not None]
+        assert on_device == ([index - 1] if index else [])
+
+
+def test_what_cannot_be_parked_stays() -> None:
+    model = hostile(build(), self_check="off").train()
+    layer = layers_of(model)[1]
+    runtime = runtime_of(layer)
+    assert runtime.park(torch.ones(4, 6).t()) is None
+    assert runtime.park(torch.ones(4, dtype=torch.long)) is None
+    assert runtime.park(torch.nn.Parameter(torch.ones(4))) is None
+
+
+@pytest.mark.parametrize("value", ["yes", 1, 0.5])
+def test_bad_values_are_refused(value: Any) -> None:
+    with pytest.raises(PolicyError, match="offload_boundaries"):
+        poros.StreamingPolicy(offload_boundaries=value)

@@ -114,7 +114,7 @@ class AdversarialStreams(StreamContext):
         super().__init__(device or torch.device("cpu"))
         self.num_copies = 0
         self.num_bytes = 0
-        self._compute = _Compute() if beside is None else beside._compute
+        self._compute: _Compute = _Compute() if beside is None else beside._compute
         self._queue: deque[tuple[int, _Weak | _Strong, _Weak | _Strong]] = deque()
 
     def beside(self) -> "AdversarialStreams":

@@ -13,6 +13,7 @@ because a machine that does not repeat its own results can show nothing about st
 import gc
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,7 @@ def compare_arms(
         make_model: Builds the model with its adapters; called once per arm, and has to give equal
             bytes each time. It must not keep the model, or two are alive at once.
         run_arm: Trains a model and returns what it recorded; the same for both arms.
-        prepare: Turns the second model into a streamed one; None is ``poros.prepare``.
+        prepare: Turns the second model into a streamed one; None is ``poros.prepare``, two slots.
         report: An empty report with subject and settings; filled in place.
         repeat_resident: After a difference, run a third model resident and say whether it equals
             the first.
@@ -101,10 +102,15 @@ def compare_arms(
 
 
 def poros_prepare() -> Prepare:
-    """Return ``poros.prepare``; the gates are loaded without the runtime until an arm needs it."""
-    from poros.api import prepare
+    """Return ``poros.prepare`` with two slots, as far as nobody says otherwise.
 
-    return prepare
+    With the free memory of a GPU planned for it a small model would not stream at all. The gates
+    are loaded without the runtime until an arm needs it.
+    """
+    from poros.api import prepare
+    from poros.config import MIN_SLOTS
+
+    return partial(prepare, slots=MIN_SLOTS)
 
 
 def _failed(report: ParityReport, arm: str, error: Exception) -> ParityReport:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from poros.block import is_streamed, runtime_of
-from poros.config import StreamingPolicy
+from poros.budget import Budget
+from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.discover import Inventory, is_adapter_module, take_inventory
 from poros.errors import PolicyError, PreparedModelError
 from poros.streams import StreamContext, streams_for
@@ -30,6 +31,7 @@ class Runtime:
     Attributes:
         policy: The policy the model was prepared with.
         device: Where it trains.
+        budget: Makes room for the blocks.
     """
 
     def __init__(
@@ -37,9 +39,9 @@ class Runtime:
     ) -> None:
         self.policy = policy
         self.device = takeover.device
+        self.budget = Budget(policy, takeover, self_check)
         self._takeover = takeover
         self._self_check = self_check
-        self._plan: MemoryPlan | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -87,9 +89,7 @@ class Runtime:
             "num_loads": takeover.manager.num_loads,
             "num_hits": takeover.manager.num_hits,
             "h2d_num_bytes": takeover.manager.h2d_num_bytes,
-            "device_num_bytes": (
-                takeover.ring.num_bytes + takeover.resident.num_bytes + takeover.constants.num_bytes
-            ),
+            "device_num_bytes": takeover.device_num_bytes,
             "host_num_bytes": takeover.host.num_bytes,
             "pinned_num_bytes": takeover.host.pinned_num_bytes,
             "disk_num_bytes": takeover.host.disk_num_bytes,
@@ -104,52 +104,7 @@ class Runtime:
     @property
     def plan(self) -> "MemoryPlan | None":
         """What the budget was planned into; None without one, or before the first step."""
-        return self._plan
-
-    def begin(self, args: tuple[Any, ...]) -> None:
-        """Called by the first layer before it trains on ``args``: plan for a batch of this size.
-
-        Raises:
-            VRAMBudgetError: If the budget is below what such a step needs; nothing has changed.
-        """
-        if self.policy.vram_budget is None or not args or not isinstance(args[0], torch.Tensor):
-            return
-        batch_size, seq_len = args[0].shape[:2]
-        if self._plan is not None:
-            batch_size = max(batch_size, self._plan.options["batch_size"])
-            seq_len = max(seq_len, self._plan.options["seq_len"])
-            if self._plan.options == {"batch_size": batch_size, "seq_len": seq_len}:
-                return
-        from poros.planner import plan
-
-        model = self._takeover.model()
-        if model is None:
-            return
-        with torch.random.fork_rng(devices=[]):
-            found = plan(
-                model,
-                seq_len=seq_len,
-                batch_size=batch_size,
-                vram_budget=self.policy.vram_budget,
-                block_size=self.policy.block_size,
-                num_slots=self.policy.slots,
-                keep_last=self.policy.keep_last,
-                # Gradients may be there already: how many passes make a step is not known here.
-                accumulation=2,
-            )
-        takeover = self._takeover
-        if (found.num_slots, found.keep_last) != (takeover.num_slots, takeover.keep_last):
-            takeover.resize(found.num_slots, found.keep_last)
-        self._plan = found
-        logger.info(
-            "poros: %.2f GB planned of a budget of %.2f GB: %d of %d blocks on the device, %d "
-            "layers kept",
-            found.total_num_bytes / 1e9,
-            (found.vram_budget or 0) / 1e9,
-            found.num_slots,
-            found.num_blocks,
-            found.keep_last,
-        )
+        return self.budget.plan
 
     def has_trainable_parameter(self) -> bool:
         """Whether any parameter of the model requires a gradient now."""
@@ -279,8 +234,8 @@ def _supervise(takeover: Takeover, inventory: Inventory, policy: StreamingPolicy
 
 
 def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:
-    """``prepare`` with an explicit block size and the default for everything else."""
-    return prepare(model, block_size=block_size)
+    """``prepare`` with an explicit block size and two slots; nothing is planned."""
+    return prepare(model, block_size=block_size, slots=MIN_SLOTS)
 
 
 def restore(model: ModelT) -> ModelT:

@@ -103,7 +103,7 @@ class LayerRuntime:
         if self._index == 0:
             refuse_outer_graph(self.name)
             if self._tree.modules()[0].training and self.owner is not None:
-                self.owner.begin(args)
+                self.owner.budget.begin(args)
         self._refuse_recorded_outputs()
         given = (args, kwargs)
         args = tuple(self._without_cache(value) for value in args)
@@ -182,6 +182,7 @@ class LayerRuntime:
 
         Raises:
             PreparedModelError: If a frozen tensor was changed at rest, or by the layer itself.
+            VRAMBudgetError: If the device has no room for what the layer computes.
         """
         self.bindings.require_at_rest()
         blocks = self._housed()
@@ -194,6 +195,8 @@ class LayerRuntime:
             yield
             self.bindings.require_twins()
             self._require_unwritten(version, slot.buffer._version)
+        except torch.OutOfMemoryError as error:
+            raise self.owner.budget.explain(self.name, error) from error
         finally:
             for adapter in adapters:
                 adapter.owner[adapter.key] = adapter.parameter

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from poros.config import MIN_SLOTS
 from poros.demo_data import (
     ModelSize,
     RowDataset,
@@ -108,7 +110,8 @@ def run_demo(
     import poros
 
     settings = settings or DemoSettings()
-    prepare = prepare or poros.prepare
+    # On a large GPU a small model would not stream unless it is told to.
+    prepare = prepare or partial(poros.prepare, slots=MIN_SLOTS)
     console = console or Console()
     device = _choose_device(device)
     _make_empty_dir(out_dir)

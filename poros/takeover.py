@@ -180,6 +180,11 @@ class Takeover:
         layers = [layer for reference in self._layers if (layer := reference()) is not None]
         return [runtime_of(layer) for layer in layers]
 
+    @property
+    def device_num_bytes(self) -> int:
+        """Slots, blocks that stay, and quantization constants."""
+        return self.ring.num_bytes + self.resident.num_bytes + self.constants.num_bytes
+
     def timings(self) -> Timings:
         """How long copies of blocks have taken so far."""
         return self._streams.timings()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,8 @@ from poros.api import Runtime, runtime
 if TYPE_CHECKING:
     from transformers import Trainer
 
+    from poros.terms import MemoryPlan
+
 PREFIX = "poros/"
 
 
@@ -22,17 +23,18 @@ def log_streaming(trainer: "Trainer", events: str | os.PathLike[str] | None = No
     """Have a Trainer log what streaming has done since its last log.
 
     With the Trainer's own values, so wherever those go (TensorBoard, the progress bar, the log
-    history): ``poros/h2d_gb`` and ``poros/h2d_gb_per_s`` (moved to the device, and per second of
-    training), ``poros/num_loads``, ``poros/num_hits``, ``poros/disk_stall_ms``, ``poros/peak_gb``
-    (allocated on the device so far; GPUs only). GB is 1e9 bytes.
+    history): ``poros/h2d_gb`` and ``poros/h2d_gb_per_s`` (moved to the device, and the rate of the
+    copies that are complete), ``poros/stall_ms`` (for how long the device waited for them),
+    ``poros/num_loads``, ``poros/num_hits``, ``poros/disk_stall_ms``, ``poros/peak_gb`` (allocated
+    on the device so far; GPUs only). GB is 1e9 bytes.
 
     Args:
         trainer: Of a prepared model.
-        events: A file to which one JSON object per line is appended: first versions, policy, plan
-            and sizes, then what was logged at each step.
+        events: A file to which one JSON object per line is appended: first versions, policy and
+            sizes, then what was logged at each step, with the plan where it is new.
 
     Streams:
-        Reads counters on the host; waits for nothing.
+        Reads counters on the host, and events; waits for nothing.
 
     Raises:
         PreparedModelError: If the model is not prepared.
@@ -47,41 +49,34 @@ class _Telemetry(TrainerCallback):
     def __init__(self, runtime: Runtime, events: Path | None) -> None:
         self._runtime = runtime
         self._events = events
-        self._last = self._counters()
-        self._since = time.perf_counter()
+        self._last = runtime.stats()
+        self._plan: MemoryPlan | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last, self._since = self._counters(), time.perf_counter()
+        self._last = self._runtime.stats()
         self._write(_start(self._runtime))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or logs is None or "loss" not in logs:
             return  # evaluations and the summary at the end are logged as well
-        now, at = self._counters(), time.perf_counter()
-        moved = (now["h2d_num_bytes"] - self._last["h2d_num_bytes"]) / 1e9
-        values = {
-            "h2d_gb": moved,
-            "h2d_gb_per_s": moved / (at - self._since),
-            **{
-                key: now[key] - self._last[key]
-                for key in ("num_loads", "num_hits", "disk_stall_ms")
-            },
-        }
+        now, last = self._runtime.stats(), self._last
+        keys = ("num_loads", "num_hits", "stall_ms", "disk_stall_ms")
+        values = {key: now[key] - last[key] for key in keys}
+        values["h2d_gb"] = (now["h2d_num_bytes"] - last["h2d_num_bytes"]) / 1e9
+        values["h2d_gb_per_s"] = now["h2d_gb_per_s"]
         device = self._runtime.device
         if device.type == "cuda":
             values["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-        self._last, self._since = now, at
+        self._last = now
         named = {f"{PREFIX}{key}": value for key, value in values.items()}
         logs.update(named)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(named)
-        self._write({"event": "log", "step": state.global_step, **logs})
-
-    def _counters(self) -> dict[str, Any]:
-        stats = self._runtime.stats()
-        return {
-            key: stats[key] for key in ("h2d_num_bytes", "num_loads", "num_hits", "disk_stall_ms")
-        }
+        event = {"event": "log", "step": state.global_step, **logs}
+        if self._runtime.plan is not self._plan and self._runtime.plan is not None:
+            event["plan"] = self._runtime.plan.as_dict()
+        self._plan = self._runtime.plan
+        self._write(event)
 
     def _write(self, event: dict[str, Any]) -> None:
         if self._events is None:
@@ -106,7 +101,6 @@ def _start(found: Runtime) -> dict[str, Any]:
         },
         "device": str(found.device),
         "policy": vars(found.policy),
-        "plan": None if found.plan is None else found.plan.as_dict(),
         "num_blocks": found.num_blocks,
         **found.stats(),
     }

@@ -57,6 +57,16 @@ class HostileStreams(CudaStreams):
         self._passed.record(torch.cuda.current_stream(device))
         self._passed.synchronize()
 
+    def beside(self) -> "HostileStreams":
+        return HostileStreams(
+            self.device,
+            is_poisoning=self._is_poisoning,
+            copy_cycles=self._copy_cycles,
+            compute_cycles=self._compute_cycles,
+            always=self._chance == 1.0,
+            without=self._without,
+        )
+
     def allocate(self, num_bytes: int) -> torch.Tensor:
         if ALLOCATOR_TOLD in self._without:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -69,8 +79,8 @@ class HostileStreams(CudaStreams):
         if self._is_poisoning:
             copies.wait_event(after)
         with torch.cuda.stream(copies):
-            if self._is_poisoning:
-                target.fill_(POISON)
+            if self._is_poisoning and target.is_cuda:
+                target.flatten().view(torch.uint8).fill_(POISON)
             self._sleep(self._copy_cycles)
         return super().copy(target, source, after=after)
 

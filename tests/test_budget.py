@@ -8,6 +8,7 @@ from snapshots import layers_of
 from support import AdversarialPrepare
 
 import poros
+from poros import budget as budget_module
 from poros.api import prepare_with
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.gates import tiny
@@ -159,3 +160,120 @@ def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Tr
 def test_bad_budgets_are_refused(value: Any) -> None:
     with pytest.raises(PolicyError, match="vram_budget"):
         poros.prepare(build(num_layers=2), device="cpu", vram_budget=value)
+
+
+def test_without_a_budget_free_memory_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    expected = train(build(), BATCHES, SPEC)
+    free = poros.plan(build(), **SHAPE, self_check=True, num_slots=4).total_num_bytes
+    monkeypatch.setattr(budget_module, "free_memory", lambda device: free)
+    monkeypatch.setattr(budget_module, "_held", lambda model, takeover: 0)
+    model = poros.prepare(build(), device="cpu")
+    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
+    runtime = poros.runtime(model)
+    assert runtime.plan is not None and runtime.plan.vram_budget == free
+    assert 2 < runtime.num_slots < NUM_LAYERS
+    for chosen in ({"slots": 2}, {"keep_last": 0}):
+        model = poros.prepare(build(), device="cpu", **chosen).train()
+        model(**BATCHES[0]).loss.backward()
+        assert (poros.runtime(model).plan, poros.runtime(model).num_slots) == (None, 2)
+
+
+def test_without_a_budget_too_little_free_memory_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(budget_module, "free_memory", lambda device: 1)
+    monkeypatch.setattr(budget_module, "_held", lambda model, takeover: 0)
+    model = poros.prepare(build(), device="cpu").train()
+    model(**BATCHES[0]).loss.backward()
+    assert "going on with 2 slots" in caplog.text and "workspace" in caplog.text
+    assert (poros.runtime(model).plan, poros.runtime(model).num_slots) == (None, 2)
+
+
+def test_the_self_checks_share_becomes_room_when_it_has_passed() -> None:
+    shape = {**SHAPE, "num_slots": 4}
+    budget = poros.plan(build(), **shape, self_check=True).total_num_bytes
+    assert budget > poros.plan(build(), **shape).total_num_bytes
+    model = poros.prepare(build(), device="cpu", vram_budget=budget).train()
+    runtime = poros.runtime(model)
+    slots = []
+    for batch in BATCHES[:3]:
+        model(**batch).loss.backward()
+        slots.append(runtime.num_slots)
+    assert slots[0] == 4 < slots[1] == slots[2]
+    assert runtime.plan is not None and not runtime.plan.terms.get("self-check")
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_first_step_that_took_more_is_taken_off_the_budget_once(
+    excess: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    block = poros.plan(build(), **SHAPE).terms["slots"] // 2
+    budget = poros.plan(build(), **SHAPE, num_slots=5).total_num_bytes
+    peak = [0, 0]
+    monkeypatch.setattr(budget_module, "allocated_memory", lambda device: tuple(peak))
+    model = poros.prepare(build(), device="cpu", vram_budget=budget, self_check="off").train()
+    runtime = poros.runtime(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    slots = []
+    for number, batch in enumerate(BATCHES[:6]):
+        model(**batch).loss.backward()
+        slots.append(runtime.num_slots)
+        assert runtime.plan is not None
+        peak[1] = runtime.plan.total_num_bytes + excess * 2 * block
+        if number % 2:  # two micro-batches a step
+            optimizer.step()
+            optimizer.zero_grad()
+    assert slots == ([5] * 6 if not excess else [5, 5, 3, 3, 3, 3])
+    assert ("more than planned" in caplog.text) == bool(excess)
+
+
+def test_a_first_step_that_leaves_no_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = [0, 0]
+    monkeypatch.setattr(budget_module, "allocated_memory", lambda device: tuple(peak))
+    model = poros.prepare(build(), device="cpu", vram_budget=floor(), self_check="off").train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(**BATCHES[0]).loss.backward()
+    optimizer.step()
+    peak[1] = 2 * floor()
+    with pytest.raises(VRAMBudgetError, match="floor"):
+        model(**BATCHES[0])
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_a_device_that_runs_out_says_what_a_step_needs(is_backward: bool) -> None:
+    model = poros.prepare(build(), device="cpu", vram_budget=2 * floor()).train()
+    model(**BATCHES[0]).loss.backward()
+    calls: list[int] = []
+
+    def run_out(*_: object) -> None:
+        calls.append(1)
+        if len(calls) > is_backward:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    handle = layers_of(model)[0].mlp.register_forward_hook(run_out)
+    with pytest.raises(
+        VRAMBudgetError, match=r"layers\.0(.|\n)*workspace(.|\n)*Tried to"
+    ) as caught:
+        model(**BATCHES[0]).loss.backward()
+    assert isinstance(caught.value, RuntimeError) and "CUDA out of memory" in str(caught.value)
+    handle.remove()
+    model(**BATCHES[0]).loss.backward()
+
+
+def test_boundaries_are_offloaded_when_nothing_else_fits() -> None:
+    shape = {**SHAPE, "seq_len": 128}
+    batches = tiny.make_batches(6, num_tokens=128, padded=False)
+    least = poros.plan(build(), **shape, offload_boundaries=True).total_num_bytes
+    assert least < poros.plan(build(), **shape, offload_boundaries=False).total_num_bytes
+    expected = train(build(), batches, SPEC)
+    model = poros.prepare(build(), device="cpu", vram_budget=least, self_check="off")
+    assert compare_trajectories(expected, train(model, batches, SPEC)) == []
+    runtime = poros.runtime(model)
+    assert runtime.plan is not None and runtime.plan.offload_boundaries
+    assert runtime.stats()["offloaded_num_bytes"] > 0
+    model = poros.prepare(
+        build(), device="cpu", vram_budget=least, offload_boundaries=False, self_check="off"
+    )
+    with pytest.raises(VRAMBudgetError):
+        train(model, batches, SPEC)

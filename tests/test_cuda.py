@@ -183,7 +183,7 @@ def test_the_self_check_sees_a_wait_left_out(checkpoint: Path, wait: str) -> Non
 
 
 def test_the_host_store_is_page_locked(checkpoint: Path) -> None:
-    model = poros.prepare(load(checkpoint), device=str(DEVICE))
+    model = poros.prepare(load(checkpoint), device=str(DEVICE), slots=2)
     runtime = poros.runtime(model)
     stats = runtime.stats()
     assert stats["fallbacks"] == []
@@ -237,7 +237,7 @@ def test_prepare_moves_the_base_to_the_host_and_restore_back(checkpoint: Path, o
     model = load(checkpoint, origin)
     before = start_digests(model)
     resident = requested_bytes() - base
-    poros.prepare(model, device=str(DEVICE))
+    poros.prepare(model, device=str(DEVICE), slots=2)
     stats = poros.runtime(model).stats()
     frozen, slots = stats["host_num_bytes"], stats["device_num_bytes"]
     tensors = [*model.parameters(), *model.buffers()]
@@ -255,7 +255,7 @@ def test_prepare_moves_the_base_to_the_host_and_restore_back(checkpoint: Path, o
 
 
 def test_a_copy_is_restored_to_where_the_original_was(checkpoint: Path) -> None:
-    model = poros.prepare(load(checkpoint), device=str(DEVICE))
+    model = poros.prepare(load(checkpoint), device=str(DEVICE), slots=2)
     twin = poros.restore(copy.deepcopy(model))
     assert {str(each.device) for each in (*twin.parameters(), *twin.buffers())} == {str(DEVICE)}
     assert hash_digests(start_digests(twin)) == hash_digests(start_digests(load(checkpoint)))
@@ -266,17 +266,18 @@ def test_a_copy_is_restored_to_where_the_original_was(checkpoint: Path) -> None:
 
 def test_a_model_loaded_on_the_cpu_trains_like_a_resident_one(checkpoint: Path) -> None:
     expected = train(load(checkpoint, "cpu").to(DEVICE), BATCHES, SPEC)
-    model = poros.prepare(load(checkpoint, "cpu"), device=str(DEVICE))
+    model = poros.prepare(load(checkpoint, "cpu"), device=str(DEVICE), slots=2)
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
 
 
 def test_a_trainer_run_is_bitwise_equal(tmp_path: Path) -> None:
+    two_slots = partial(poros.prepare, slots=2)
     arms = Arms.make(tmp_path, torch.float32, str(DEVICE))
     expected = arms.run("resident", **FULL)
     check_not_vacuous(expected)
-    assert compare_trajectories(expected, arms.run("streamed", poros.prepare, **FULL)) == []
+    assert compare_trajectories(expected, arms.run("streamed", two_slots, **FULL)) == []
     assert arms.log_history("streamed") == arms.log_history("resident")
-    resumed = arms.run("resumed", poros.prepare, arms.checkpoint("streamed", RESUME_AT), **FULL)
+    resumed = arms.run("resumed", two_slots, arms.checkpoint("streamed", RESUME_AT), **FULL)
     assert arms.log_history("resumed") == arms.log_history("resident")
     for name, weight in expected.steps[-1].weights.items():
         assert same_bits(weight, resumed.steps[-1].weights[name]), name

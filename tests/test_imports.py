@@ -39,6 +39,7 @@ LAYERS = [
     {"block"},
     {"guards", "copies", "takeover"},
     {"skeleton"},
+    {"budget"},
     {"api", "trainer", "loading", "planner"},
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},
 ]

@@ -32,7 +32,15 @@ from poros.gates.report import ParityReport, environment
 ROOT = Path(__file__).resolve().parents[1]
 # Decide no bit of either arm: messages, commands, audits after the fact, and the registry itself.
 NOT_HASHED = {
-    *("poros.api", "poros.audit", "poros.cli", "poros.config", "poros.copies", "poros.demo"),
+    *(
+        "poros.api",
+        "poros.audit",
+        "poros.budget",
+        "poros.cli",
+        "poros.config",
+        "poros.copies",
+        "poros.demo",
+    ),
     *("poros.demo_data", "poros.demo_report", "poros.errors", "poros.guards", "poros.tree"),
     *("poros.disk", "poros.loading", "poros.memory", "poros.paper", "poros.planner"),
     *("poros.skeleton", "poros.telemetry", "poros.terms"),

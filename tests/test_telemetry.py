@@ -63,6 +63,30 @@ def test_the_logs_add_up_and_nothing_changes(tmp_path: Path) -> None:
     assert 0 < counted <= total
     moved = sum(each["poros/h2d_gb"] for each in logged)
     assert moved > 0 and all(each["poros/h2d_gb_per_s"] > 0 for each in logged)
+    assert all(each["poros/stall_ms"] >= 0 for each in logged)
+
+
+def test_the_events_show_what_a_larger_budget_saves(tmp_path: Path) -> None:
+    shape = {"seq_len": 8, "batch_size": 1, "accumulation": 2}
+    moved = []
+    for slots in (2, 3):
+        budget = poros.plan(build(), **shape, num_slots=slots).total_num_bytes
+        model = poros.prepare(build(), device="cpu", vram_budget=budget, self_check="off")
+        trainer = trainer_of(model, tmp_path / str(slots))
+        trainer.args.eval_strategy = "no"
+        trainer.control.should_evaluate = False
+        poros.log_streaming(trainer, events=tmp_path / f"{slots}.jsonl")
+        trainer.train()
+        lines = [
+            json.loads(line) for line in (tmp_path / f"{slots}.jsonl").read_text().splitlines()
+        ]
+        plans = [each["plan"] for each in lines if "plan" in each]
+        assert [each["num_slots"] for each in plans] == [slots]
+        num_blocks = plans[0]["num_blocks"]
+        # The second log is of warm steps.
+        moved.append((lines[-1]["poros/h2d_gb"], num_blocks - slots))
+    (large, streamed), (small, still_streamed) = moved
+    assert small / large == pytest.approx(still_streamed / streamed)
 
 
 def test_a_model_that_is_not_prepared_is_refused(tmp_path: Path) -> None:

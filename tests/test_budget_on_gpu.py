@@ -1,0 +1,130 @@
+"""Offloaded inputs, the default budget and running out of memory, on a GPU."""
+
+import gc
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hostile_streams import COMPUTE_AFTER_COPY, HostileStreams
+
+import poros
+from poros.api import prepare_with
+from poros.boundaries import Parked
+from poros.errors import VRAMBudgetError
+from poros.gates import tiny
+from poros.gates.parity import run_parity
+from poros.gates.reference import TrainingSpec, compare_trajectories, train
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+NUM_LAYERS = 6
+SPEC = TrainingSpec(num_steps=3, accumulation=2)
+BATCHES = tiny.make_batches(6, num_tokens=256, vocab_size=8192, padded=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=1024, dropout=0.05)
+    config.intermediate_size, config.vocab_size = 4096, 8192
+    config.max_position_embeddings = 8192
+    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
+    return folder
+
+
+def load(checkpoint: Path) -> Any:
+    base = tiny.load_base(checkpoint, dtype=torch.bfloat16, device=str(DEVICE))
+    return tiny.attach_lora(base, rank=16, dropout=0.05)
+
+
+def hostile(model: Any, without: Any = (), **options: Any) -> Any:
+    streams = HostileStreams(DEVICE, is_poisoning=True, without=without)
+    policy = poros.StreamingPolicy(slots=2, offload_boundaries=True).override(**options)
+    return prepare_with(model, policy, streams=streams)
+
+
+@pytest.mark.parametrize("keep_last", [0, 2])
+def test_offloaded_inputs_change_no_bit(checkpoint: Path, keep_last: int) -> None:
+    report = run_parity(
+        partial(load, checkpoint), BATCHES, SPEC, partial(hostile, keep_last=keep_last)
+    )
+    assert report.exact, report.verdict()
+    assert report.stats["offloaded_num_bytes"] > 0 and report.stats["fallbacks"] == []
+
+
+def test_control_inputs_that_are_not_waited_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(load(checkpoint), BATCHES, SPEC)
+    wait = HostileStreams.wait
+
+    def give_up(self: Parked) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            late = HostileStreams(DEVICE, without=(COMPUTE_AFTER_COPY,), compute_cycles=0)
+            patch.setattr(HostileStreams, "wait", lambda _, event: wait(late, event))
+            return original(self)
+
+    original = Parked._give_up
+    monkeypatch.setattr(Parked, "_give_up", give_up)
+    model = hostile(load(checkpoint), self_check="off")
+    assert compare_trajectories(expected, train(model, BATCHES, SPEC))
+
+
+def requested() -> int:
+    torch.cuda.synchronize()
+    gc.collect()
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
+def test_two_inputs_are_on_the_device_at_a_time(checkpoint: Path) -> None:
+    batch = {"input_ids": torch.zeros(1, 4096, dtype=torch.long, device=DEVICE)}
+    found = []
+    for is_offloaded in (False, True):
+        model = load(checkpoint).train()
+        poros.prepare(model, slots=2, offload_boundaries=is_offloaded, self_check="off")
+        hidden = model(**batch, logits_to_keep=1).logits
+        del hidden
+        before = requested()
+        hidden = model(**batch, logits_to_keep=1).logits
+        found.append(requested() - before)
+        del hidden, model
+    one = 4096 * 1024 * 2
+    assert found[0] - found[1] == pytest.approx((NUM_LAYERS - 2) * one, rel=0.05)
+
+
+def test_without_a_budget_free_memory_is_used(checkpoint: Path) -> None:
+    expected = train(load(checkpoint), BATCHES, SPEC)
+    model = poros.prepare(load(checkpoint), device=str(DEVICE))
+    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
+    plan = poros.runtime(model).plan
+    assert plan is not None and plan.keep_last == NUM_LAYERS
+    free, whole = torch.cuda.mem_get_info(DEVICE)
+    assert plan.vram_budget is not None and 0.8 * free < plan.vram_budget <= 0.9 * whole
+
+
+def test_running_out_says_what_a_step_needs(checkpoint: Path) -> None:
+    model = load(checkpoint).train()
+    poros.prepare(model, slots=2, self_check="off")
+    tokens = torch.zeros(4, 4096, dtype=torch.long, device=DEVICE)
+    _, whole = torch.cuda.mem_get_info(DEVICE)
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 100 * 2**20
+    torch.cuda.set_per_process_memory_fraction(room / whole)
+    try:
+        with pytest.raises(VRAMBudgetError, match=r"layers\.0: expected room(.|\n)*out of memory"):
+            model(input_ids=tokens)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    model(input_ids=tokens[:1, :64], labels=tokens[:1, :64]).loss.backward()
+
+
+def test_stall_and_rate_are_measured(checkpoint: Path) -> None:
+    model = poros.prepare(load(checkpoint), device=str(DEVICE), slots=2, self_check="off").train()
+    batch = {key: each.to(DEVICE) for key, each in BATCHES[0].items()}
+    for _ in range(3):
+        model(**batch).loss.backward()
+    torch.cuda.synchronize()
+    stats = poros.runtime(model).stats()
+    assert 1 < stats["h2d_gb_per_s"] < 1000 and stats["h2d_ms"] > 0 and stats["stall_ms"] >= 0

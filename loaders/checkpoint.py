@@ -155,6 +155,7 @@ class Checkpoint:
         if not entry.num_bytes:
             return
         with self._lock:  # transformers may take slices in several threads
+            self._require_open()
             if self._reader is None:
                 self._reader = ThreadPoolExecutor(1, thread_name_prefix="poros-reader")
             if name not in self._asked:
@@ -212,12 +213,13 @@ class Checkpoint:
 
         The mappings are let go, not undone: a tensor that is still held keeps its own.
         """
-        if self._reader is not None:
-            self._reader.shutdown(cancel_futures=True)
-            self._reader = None
-        self._asked = {}
-        self._shards = []
-        self._shard_of = {}
+        with self._lock:
+            reader, self._reader = self._reader, None
+            self._asked = {}
+            self._shards = []
+            self._shard_of = {}
+        if reader is not None:
+            reader.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Checkpoint":
         return self

@@ -404,9 +404,12 @@ def _compare_rates(pinned: Sequence[HostSlab], pageable: HostSlab, device: torch
     """What the fallback costs here, measured: empty without a device or without anything pinned."""
     if device.type != "cuda":
         return ""
-    slow = _copy_rate(pageable.bytes, device)
-    text = f" (measured here: {slow:.1f} GB/s pageable"
-    return text + (f", {_copy_rate(pinned[-1].bytes, device):.1f} pinned)" if pinned else ")")
+    try:
+        slow = _copy_rate(pageable.bytes, device)
+        text = f" (measured here: {slow:.1f} GB/s pageable"
+        return text + (f", {_copy_rate(pinned[-1].bytes, device):.1f} pinned)" if pinned else ")")
+    except torch.OutOfMemoryError:
+        return ""
 
 
 def _copy_rate(source: torch.Tensor, device: torch.device) -> float:
@@ -425,8 +428,10 @@ def _copy_rate(source: torch.Tensor, device: torch.device) -> float:
 
 def _unregister(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
     # A copy may still read the slab when the last reference to it goes.
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(pointer)
+    try:
+        torch.cuda.synchronize(device)
+    finally:
+        torch.cuda.cudart().cudaHostUnregister(pointer)
 
 
 def _clear_cuda_error(device: torch.device) -> None:

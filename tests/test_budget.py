@@ -252,9 +252,8 @@ def test_a_device_that_runs_out_says_what_a_step_needs(is_backward: bool) -> Non
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     handle = layers_of(model)[0].mlp.register_forward_hook(run_out)
-    with pytest.raises(
-        VRAMBudgetError, match=r"layers\.0(.|\n)*workspace(.|\n)*Tried to"
-    ) as caught:
+    message = r"layers\.0(.|\n)*workspace(.|\n)*Tried to"
+    with pytest.raises(VRAMBudgetError, match=message) as caught:
         model(**BATCHES[0]).loss.backward()
     assert isinstance(caught.value, RuntimeError) and "CUDA out of memory" in str(caught.value)
     handle.remove()

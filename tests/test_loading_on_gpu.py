@@ -64,11 +64,9 @@ def test_streaming_from_where_it_was_loaded(checkpoint: Path, quantization: str 
 def test_streaming_from_a_store(checkpoint: Path, tmp_path: Path, num_in_memory: int) -> None:
     expected = resident(checkpoint)
     whole = poros.load(checkpoint, store=tmp_path / "store")
-    layer = (
-        poros.runtime(poros.prepare(with_lora(whole), slots=2)).stats()["host_num_bytes"]
-        // NUM_LAYERS
-    )
-    del whole
+    prepared = poros.prepare(with_lora(whole), slots=2)
+    layer = poros.runtime(prepared).stats()["host_num_bytes"] // NUM_LAYERS
+    del whole, prepared
     budget = num_in_memory * (layer + 2**16)
     model = poros.prepare(with_lora(poros.load(tmp_path / "store", host_budget=budget)), slots=2)
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []

@@ -32,18 +32,10 @@ from poros.gates.report import ParityReport, environment
 ROOT = Path(__file__).resolve().parents[1]
 # Decide no bit of either arm: messages, commands, audits after the fact, and the registry itself.
 NOT_HASHED = {
-    *(
-        "poros.api",
-        "poros.audit",
-        "poros.budget",
-        "poros.cli",
-        "poros.config",
-        "poros.copies",
-        "poros.demo",
-    ),
-    *("poros.demo_data", "poros.demo_report", "poros.errors", "poros.guards", "poros.tree"),
+    *("poros.api", "poros.audit", "poros.budget", "poros.cli", "poros.config", "poros.copies"),
+    *("poros.demo", "poros.demo_data", "poros.demo_report", "poros.errors", "poros.guards"),
     *("poros.disk", "poros.loading", "poros.memory", "poros.paper", "poros.planner"),
-    *("poros.skeleton", "poros.telemetry", "poros.terms"),
+    *("poros.skeleton", "poros.telemetry", "poros.terms", "poros.tree"),
     *("poros.gates.registry", "poros.gates.registry_table", "poros.gates.report"),
     *("poros.gates.trainer_parity", "poros.gates.self_check", "poros.gates.evidence"),
 }

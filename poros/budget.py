@@ -75,7 +75,7 @@ class Budget:
             return
         batch_size, seq_len = args[0].shape[:2]
         if self.plan is None:
-            self._num_bytes = self._begin_with(model)
+            self._num_bytes = self._begin_with(model, args[0])
         elif self._measurement is not None and self._measurement.is_over():
             self._num_bytes -= self._measurement.excess(self.plan)
             self._measurement = None
@@ -107,10 +107,10 @@ class Budget:
             text += ". Use vram_budget to have slots and kept layers planned, or fewer slots"
         return VRAMBudgetError(f"{text}. PyTorch says: {error}")
 
-    def _begin_with(self, model: nn.Module) -> int:
+    def _begin_with(self, model: nn.Module, hidden: torch.Tensor) -> int:
         device = self._takeover.device
         if allocated_memory(device) is not None:
-            self._measurement = _Measurement(model, self._takeover)
+            self._measurement = _Measurement(model, hidden, self._takeover)
         if self._policy.vram_budget is not None:
             return parse_num_bytes(self._policy.vram_budget, "vram_budget")
         return (free_memory(device) or 0) + _held(model, self._takeover)
@@ -170,11 +170,11 @@ class Budget:
 class _Measurement:
     """The peak of the first optimizer step, if it is the highest of the process so far."""
 
-    def __init__(self, model: nn.Module, takeover: Takeover) -> None:
+    def __init__(self, model: nn.Module, hidden: torch.Tensor, takeover: Takeover) -> None:
         self._device = takeover.device
         now, self._peak_before = allocated_memory(self._device) or (0, 0)
-        # What the process holds besides the model; of the step itself little is there yet.
-        self._others = now - _held(model, takeover)
+        # What the process holds besides the model and, of the step, its first layer's input.
+        self._others = now - _held(model, takeover) - hidden.untyped_storage().nbytes()
         trained = [each for each in model.parameters() if each.requires_grad]
         # Both matrices of one LoRA: the first step changes at least the one that starts at zero.
         self._watched = [(each, each.detach().clone()) for each in trained[:2]]
@@ -188,9 +188,9 @@ class _Measurement:
         _, peak = allocated_memory(self._device) or (0, 0)
         if peak <= self._peak_before:
             return 0
-        # Tokens, masks and the first layer's input were there, and are in the plan.
-        others = self._others - plan.terms["inputs"] - plan.terms["boundaries"]
-        excess = max(0, peak - max(0, others) - plan.total_num_bytes)
+        # Tokens and masks were there, and are in the plan.
+        others = max(0, self._others - plan.terms["inputs"])
+        excess = max(0, peak - others - plan.total_num_bytes)
         if excess:
             logger.warning(
                 "poros: the first step took %.3f GB more than planned; planning with so much less",

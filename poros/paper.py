@@ -8,15 +8,21 @@ operator.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.utils.output_capturing import _active_collector
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,10 @@ class LayerCost:
 
     saved: int
     """Kept between its forward and its backward if it is not recomputed, without its input."""
+    kept_input: int
+    """The same of its input: nothing if all that is kept of it is a copy in another dtype."""
     peak: int
-    """At most, in forward or backward, above its input and its result's gradient."""
+    """At most, in forward or backward, above its input."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class StepCost:
     shared: int
     """What layers are given besides: masks, rotary embeddings."""
     loss_peak: int
-    """Of final norm, head and loss, forward and backward."""
+    """Of the last layer's output, final norm, head and loss, forward and backward."""
     inputs: int
 
 
@@ -108,7 +116,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        *batch, heads, length, _ = query.shape
+        # Kernels lay the heads of a token side by side, as the projection behind them wants it.
+        output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, rows)
         return output
@@ -123,7 +133,10 @@ class _Attention(torch.autograd.Function):
 def step_cost(
     model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
 ) -> StepCost:
-    """Run one micro-batch of ``model`` on paper.
+    """Run one micro-batch of ``model`` on paper, in a fraction of a second whatever its depth.
+
+    Layers that cost the same are run once; the others hand their input on. Contexts of the caller
+    (what transformers records of a model that is running) are not seen and not written to.
 
     Args:
         model: On the meta device, with adapters, and ready to train.
@@ -131,54 +144,96 @@ def step_cost(
         batch_size: Rows.
         seq_len: Tokens per row; every row is full.
     """
+    return Context().run(_step_cost, model, layers, batch_size, seq_len)
+
+
+def _step_cost(
+    model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
+) -> StepCost:
     tokens = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     live = LiveBytes()
+    walk = _Walk()
     marks: list[int] = []
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append((args, kwargs))
+    def mark(module: nn.Module, args: Any, output: Any) -> None:
+        """What follows the last layer is counted from here."""
+        marks.append(live.mark())
 
-    def cut(module: nn.Module, args: Any, output: Any) -> Any:
-        """Drop the layer's graph; what follows the last one is counted from here."""
-        if module is layers[-1]:
-            marks.append(live.mark())
-        return _detached(output)
-
-    handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in layers]
-    handles += [each.register_forward_hook(cut) for each in layers]
+    handle = layers[-1].register_forward_hook(mark)
     try:
-        with FusedAttention(), live:
+        with FusedAttention(), live, walk.over(layers):
             live.know(tokens, *model.parameters(), *model.buffers())
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
     for parameter in model.parameters():
         parameter.grad = None
+    boundary = _num_bytes(walk.calls[0].args[0])
     costs: dict[object, LayerCost] = {}
     found = []
-    for layer, call in zip(layers, calls, strict=True):
-        kind = _kind(layer, call)
-        if kind not in costs:
-            costs[kind] = _layer_cost(layer, *call)
-        found.append(costs[kind])
-    # The last layer's graph was still there when the mark was set.
-    loss_peak = live.peak - (marks[0] - found[-1].saved)
-    hidden = calls[0][0][0]
+    for layer, call in zip(layers, walk.calls, strict=True):
+        if call.kind not in costs:
+            costs[call.kind] = _layer_cost(layer, call.args, call.kwargs)
+        found.append(costs[call.kind])
     others = {
         each.untyped_storage()._cdata: each.untyped_storage().nbytes()
-        for args, kwargs in calls
-        for each in tree_leaves((args[1:], kwargs))
+        for call in walk.calls
+        for each in tree_leaves((call.args[1:], call.kwargs))
         if isinstance(each, torch.Tensor)
     }
     return StepCost(
         layers=found,
-        boundary=_num_bytes(hidden),
+        boundary=boundary,
         shared=sum(others.values()),
-        loss_peak=loss_peak,
+        loss_peak=live.peak - marks[0] + boundary,
         inputs=2 * _num_bytes(tokens),
     )
+
+
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    kind: object
+
+
+class _Walk:
+    """The decoder layers of a model on paper, while the model's own forward runs.
+
+    Each layer drops its graph, and is left out if one like it has run and nothing of it goes past
+    its output.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self._have_run: set[object] = set()
+
+    @contextmanager
+    def over(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Take the layers' forwards over. They are the model's again afterwards."""
+        try:
+            for layer in layers:
+                layer.forward = partial(self._run, layer, layer.forward)
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
+
+    def _run(
+        self, layer: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        call = _Call(args, kwargs, _kind(layer, args, kwargs))
+        self.calls.append(call)
+        if call.kind in self._have_run and not _has_side_channels(kwargs):
+            return torch.empty_like(args[0], requires_grad=True)
+        output = _detached(forward(*args, **kwargs))
+        if isinstance(output, torch.Tensor) and output.shape == args[0].shape:
+            self._have_run.add(call.kind)
+        return output
+
+
+def _has_side_channels(kwargs: dict[str, Any]) -> bool:
+    """Whether layers tell each other or the model anything aside."""
+    return bool(_active_collector.get()) or any(isinstance(e, UserDict) for e in kwargs.values())
 
 
 def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCost:
@@ -186,26 +241,34 @@ def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     hidden = args[0].detach().requires_grad_()
     trained = [each for each in layer.parameters() if each.requires_grad]
     live = LiveBytes()
+    kept: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.untyped_storage()._cdata)
+        return tensor
+
     with FusedAttention(), live:
         live.know(hidden, *layer.parameters(), *layer.buffers())
         live.know(*(e for e in tree_leaves((args, kwargs)) if isinstance(e, torch.Tensor)))
-        output = layer(hidden, *args[1:], **kwargs)
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            output = layer(hidden, *args[1:], **kwargs)
         ends = [e for e in tree_leaves(output) if isinstance(e, torch.Tensor) and e.requires_grad]
-        results = sum(_num_bytes(each) for each in ends)
-        saved = live.now - results
+        saved = live.now - sum(_num_bytes(each) for each in ends)
         starts = [torch.empty_like(each) for each in ends]
-        given = sum(_num_bytes(each) for each in starts)
         gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
         del gradients
-    return LayerCost(saved=saved, peak=live.peak - given)
+    is_kept = hidden.untyped_storage()._cdata in kept
+    return LayerCost(saved, kept_input=_num_bytes(hidden) * is_kept, peak=live.peak)
 
 
-def _kind(layer: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[object, ...]:
-    """Equal for layers that cost the same."""
+def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    """Equal for calls of layers that cost the same."""
     shapes = tuple(
-        (name, each.shape, each.requires_grad) for name, each in layer.named_parameters()
+        (name, each.shape, each.dtype, each.requires_grad)
+        for name, each in layer.named_parameters()
     )
-    return (type(layer), getattr(layer, "layer_type", None), shapes, len(call[0]))
+    given = tuple(e.shape for e in tree_leaves((args, kwargs)) if isinstance(e, torch.Tensor))
+    return (type(layer), getattr(layer, "layer_type", None), shapes, len(args), given)
 
 
 def _detached(value: Any) -> Any:

@@ -1,25 +1,23 @@
 """``plan``: what a training step will need, from a configuration alone."""
 
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from poros.advice import advice
 from poros.config import StreamingPolicy, parse_num_bytes
-from poros.discover import find_layers, frozen_by_block
-from poros.errors import PolicyError, UnsupportedModelError
-from poros.frozen import is_4bit
-from poros.layout import BlockLayout
-from poros.loaders.intake import part_tensors
-from poros.paper import step_cost
-from poros.skeleton import skeleton, with_adapters
-from poros.terms import MemoryPlan, Shapes, Speeds, plan_for
+from poros.errors import PolicyError, VRAMBudgetError
+from poros.rehearsal import Rehearsal, Request
+from poros.skeleton import Recipe
+from poros.terms import MemoryPlan, Speeds
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import BitsAndBytesConfig, PreTrainedConfig
+    from transformers import PreTrainedConfig
 
 
 def plan(
@@ -35,6 +33,9 @@ def plan(
     block_size: int = 1,
     num_slots: int | None = None,
     keep_last: int | None = None,
+    offload_boundaries: bool | None = None,
+    self_check: bool = False,
+    optimizer: str = "adamw_torch_fused",
     optimizer_num_bytes: int | None = None,
     accumulation: int = 1,
     speeds: Speeds | None = None,
@@ -42,7 +43,7 @@ def plan(
     """Plan a training step: memory term by term, slots and kept layers, bytes moved.
 
     The model is built without memory and one micro-batch is run on paper, so only a configuration
-    is needed, some seconds (about 10 for 72B on a busy CPU), and no GPU.
+    is needed, about two seconds for 72B, and no GPU. ``Planner`` makes several plans of one model.
 
     Args:
         source: A folder or hub name with a ``config.json``, a configuration, or a transformers or
@@ -57,174 +58,148 @@ def plan(
         block_size: Layers per transfer.
         num_slots: Fixes the slots; None takes what the budget affords.
         keep_last: Fixes the layers that are not recomputed; None likewise.
-        optimizer_num_bytes: State and temporaries of the optimizer; None is fused AdamW.
+        offload_boundaries: Whether inputs of recomputed layers wait in host memory; None does so
+            only if the budget is too small otherwise.
+        self_check: Plan for the first step too, in which every layer is checked.
+        optimizer: As in ``TrainingArguments.optim``.
+        optimizer_num_bytes: The state of an optimizer that is not known by name.
         accumulation: Micro-batches per optimizer step.
         speeds: For a forecast of the step's time.
 
     Raises:
         PolicyError: If a number makes no sense.
         UnsupportedModelError: If the model has no decoder layers that can be streamed.
-        VRAMBudgetError: If the budget is below the floor; the message holds the terms.
+        VRAMBudgetError: If the budget is below the floor; the message holds the terms, and what
+            would make it fit.
     """
-    for what, value in (
-        ("seq_len", seq_len),
-        ("batch_size", batch_size),
-        ("rank", rank),
-        ("accumulation", accumulation),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PolicyError(f"{what}: expected a positive whole number, found {value!r}")
-    StreamingPolicy(block_size=block_size)
-    budget = None if vram_budget is None else parse_num_bytes(vram_budget, "vram_budget")
-    model = _on_paper(source, quantization, dtype, lora, rank)
-    _, layers = find_layers(model)
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(limit, int) and seq_len > limit:
-        raise PolicyError(
-            f"seq_len: expected at most the model's {limit} positions, found {seq_len}"
-        )
-    try:
-        cost = step_cost(model.train(), layers, batch_size, seq_len)
-    except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedModelError(
-            f"expected a model whose operators run on shapes alone, found {type(model).__name__} "
-            f"of {model.config.model_type!r}, which does not (adapters on fused experts?): {error}"
-        ) from error
-    return plan_for(
-        shapes_of(model),
-        cost,
+    planner = Planner(source, rank=rank, lora=lora, quantization=quantization, dtype=dtype)
+    return planner.plan(
+        seq_len=seq_len,
+        batch_size=batch_size,
+        vram_budget=vram_budget,
         block_size=block_size,
         num_slots=num_slots,
         keep_last=keep_last,
-        vram_budget=budget,
+        offload_boundaries=offload_boundaries,
+        self_check=self_check,
+        optimizer=optimizer,
         optimizer_num_bytes=optimizer_num_bytes,
         accumulation=accumulation,
         speeds=speeds,
-        options={"batch_size": batch_size, "seq_len": seq_len},
     )
 
 
-def shapes_of(model: nn.Module) -> Shapes:
-    """Sizes of a model with adapters, on any device."""
-    name, layers = find_layers(model)
-    blocks = frozen_by_block(model, name, layers, block_size=1)
-    streamed = {id(each.tensor) for block in blocks for each in block}
-    base = _base_of(model)
-    embedding = _weights(base.get_input_embeddings())
-    head = _weights(base.get_output_embeddings())
-    trained = {id(each): each for each in model.parameters() if each.requires_grad}
-    constants, other = 0, 0
-    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        parts = part_tensors(tensor_name, tensor, with_constants=True)
-        if id(tensor) in streamed:
-            moved = part_tensors(tensor_name, tensor).keys()
-            constants += _num_bytes(each for key, each in parts.items() if key not in moved)
-        elif id(tensor) not in trained.keys() | embedding.keys() | head.keys():
-            other += _num_bytes(parts.values())
-    return Shapes(
-        layers=[
-            BlockLayout.pack((part.name, part.get()) for each in block for part in each.parts())
-            for block in blocks
-        ],
-        num_adapter_parameters=sum(each.numel() for each in trained.values()),
-        adapters=_num_bytes(trained.values()),
-        embedding=_num_bytes(embedding.values()),
-        head=_num_bytes(each for key, each in head.items() if key not in embedding),
-        other=other + constants,
-        num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
-    )
+class Planner:
+    """Plans steps of one model. What does not depend on the batch is worked out once.
 
+    Args:
+        source: See ``plan``. A model is not kept alive; if its adapters have changed since the last
+            plan (others, other dtypes, others trained), the next one starts anew.
+        rank: See ``plan``.
+        lora: See ``plan``.
+        quantization: See ``plan``.
+        dtype: See ``plan``.
+    """
 
-def _on_paper(
-    source: Any,
-    quantization: str | None,
-    dtype: torch.dtype,
-    lora: "PeftConfig | None",
-    rank: int,
-) -> Any:
-    from transformers import PreTrainedConfig
+    def __init__(
+        self,
+        source: "str | os.PathLike[str] | PreTrainedConfig | nn.Module",
+        *,
+        rank: int = 16,
+        lora: "PeftConfig | None" = None,
+        quantization: str | None = "nf4",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        from peft import LoraConfig
 
-    if isinstance(source, nn.Module):
-        return _model_on_paper(source)
-    if not isinstance(source, PreTrainedConfig):
-        source = _configuration(source)
-    wanted = _quantization(quantization, dtype)
-    base = skeleton(source, wanted, dtype)
-    return with_adapters(base, {"default": lora or _lora_on_layers(base, rank)})
+        _require_positive(rank=rank)
+        self._given: Callable[[], nn.Module | None] = lambda: None
+        self._adapters: object = None
+        if isinstance(source, nn.Module):
+            self._given = weakref.ref(source)
+            self._recipe = Recipe.like(source)
+            self._adapters = _adapters_of(source)
+        else:
+            wanted = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            self._recipe = Recipe.of(source, quantization, dtype, wanted)
+        self._paper: Rehearsal | None = None
 
-
-def _lora_on_layers(base: Any, rank: int) -> "PeftConfig":
-    from peft import LoraConfig
-
-    return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _model_on_paper(model: nn.Module) -> Any:
-    """The same modules, adapters and dtypes without memory."""
-    base = _base_of(model)
-    adapters: Mapping[str, PeftConfig] = getattr(model, "peft_config", {})
-    if not adapters:
-        raise UnsupportedModelError(
-            "expected a model with PEFT adapters, found one without; call get_peft_model first, or "
-            "plan from its configuration"
+    def plan(
+        self,
+        *,
+        seq_len: int,
+        batch_size: int = 1,
+        vram_budget: int | float | str | None = None,
+        block_size: int = 1,
+        num_slots: int | None = None,
+        keep_last: int | None = None,
+        offload_boundaries: bool | None = None,
+        self_check: bool = False,
+        optimizer: str = "adamw_torch_fused",
+        optimizer_num_bytes: int | None = None,
+        accumulation: int = 1,
+        speeds: Speeds | None = None,
+    ) -> MemoryPlan:
+        """Plan a step; see ``poros.plan``. Random states stay as they are."""
+        _require_positive(seq_len=seq_len, batch_size=batch_size, accumulation=accumulation)
+        # The policy says what is wrong with the others.
+        StreamingPolicy(block_size=block_size, slots=num_slots, keep_last=keep_last)
+        request = Request(
+            seq_len=seq_len,
+            batch_size=batch_size,
+            block_size=block_size,
+            num_slots=num_slots,
+            keep_last=keep_last,
+            offload_boundaries=offload_boundaries,
+            self_check=self_check,
+            optimizer=optimizer,
+            optimizer_num_bytes=optimizer_num_bytes,
+            accumulation=accumulation,
+            speeds=speeds,
         )
-    quantization = getattr(base.config, "quantization_config", None)
-    made: Any = with_adapters(skeleton(base.config, quantization, base.dtype), adapters)
-    given = dict(model.named_parameters())
-    for name, parameter in made.named_parameters():
-        like = given.get(name)
-        if like is not None and not is_4bit(parameter):
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(like.dtype)
-            parameter.requires_grad_(like.requires_grad)
-    return made
+        budget = None if vram_budget is None else parse_num_bytes(vram_budget, "vram_budget")
+        text = self._recipe.config.get_text_config(decoder=True)
+        limit = getattr(text, "max_position_embeddings", None)
+        if isinstance(limit, int) and seq_len > limit:
+            raise PolicyError(
+                f"seq_len: expected at most the model's {limit} positions, found {seq_len}"
+            )
+        with torch.random.fork_rng(devices=[]):
+            paper = self._on_paper()
+            if budget is None:
+                return paper.plan(request, None)
+            try:
+                return paper.plan(request, budget)
+            except VRAMBudgetError as error:
+                raise VRAMBudgetError(f"{error}\n{advice(paper, request, budget)}") from None
+
+    def _on_paper(self) -> Rehearsal:
+        model = self._given()
+        if model is not None:
+            adapters = _adapters_of(model)
+            if adapters != self._adapters:
+                self._adapters, self._paper = adapters, None
+                self._recipe = Recipe.like(model)
+        if self._paper is None:
+            self._paper = Rehearsal(self._recipe)
+        return self._paper
 
 
-def _configuration(source: Any) -> "PreTrainedConfig":
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"expected a model that transformers knows, found at {os.fspath(source)!r}: {error}"
-        ) from error
+def _require_positive(**values: int) -> None:
+    for what, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PolicyError(f"{what}: expected a positive whole number, found {value!r}")
 
 
-def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
-    from transformers import BitsAndBytesConfig
-
-    if kind is None:
-        return None
-    if kind not in ("nf4", "fp4"):
-        raise PolicyError(f"quantization: expected 'nf4', 'fp4' or None, found {kind!r}")
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-
-
-def _weights(module: nn.Module | None) -> dict[int, torch.Tensor]:
-    found = (
-        [] if module is None else [each for each in module.parameters() if not each.requires_grad]
-    )
-    return {id(each): each for each in found}
-
-
-def _num_weights(tensor: Any) -> int:
-    if is_4bit(tensor):
-        return int(torch.Size(tensor.quant_state.shape).numel())
-    return int(tensor.numel()) if tensor.dim() > 1 else 0
-
-
-def _num_bytes(tensors: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+def _adapters_of(model: Any) -> object:
+    """Differs when a plan would."""
+    trained = {
+        name: (each.shape, each.dtype)
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
+    active = getattr(model, "active_adapters", None)
+    return trained, active() if callable(active) else active
 
 
 def render(plan: MemoryPlan) -> Any:
@@ -244,10 +219,13 @@ def render(plan: MemoryPlan) -> Any:
     rows: Sequence[tuple[str, str]] = [
         ("slots", f"{plan.num_slots} of {plan.num_blocks} blocks"),
         ("layers kept", str(plan.keep_last)),
+        ("boundaries", "in host memory" if plan.offload_boundaries else "on the device"),
         ("adapter parameters", f"{plan.num_adapter_parameters:,}"),
     ]
     for name, value in rows:
         table.add_row(name, value)
-    if plan.step_ms is not None:
+    if plan.step_ms is not None and plan.speeds is not None:
+        table.add_row("copy rate", f"{plan.speeds.copy_gb_per_s:.1f} GB/s")
+        table.add_row("rate of products", f"{plan.speeds.tflop_per_s:.1f} TFLOP/s")
         table.add_row("forecast of a micro-batch", f"{plan.step_ms:.0f} ms")
     return table

@@ -4,12 +4,16 @@ Plans read shapes and sizes off it and run its layers on the meta device, where 
 shapes only.
 """
 
-from collections.abc import Mapping
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from poros.errors import PolicyError, UnsupportedModelError
 from poros.frozen import is_4bit, packed_like
 from poros.loaders.build import model_class_of
 from poros.loaders.quantize import quantized_form
@@ -19,6 +23,102 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 _META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a model on paper is made from."""
+
+    config: "PreTrainedConfig"
+    quantization: "BitsAndBytesConfig | None"
+    dtype: torch.dtype
+    adapters: Mapping[str, "PeftConfig"]
+    active: Sequence[str] = ()
+    """The adapters in use, if not the first."""
+    forms: Mapping[str, tuple[torch.dtype, bool]] = field(default_factory=dict)
+    """Dtype of a parameter, and whether it is trained, where that is not what PEFT gives it."""
+
+    @classmethod
+    def of(
+        cls,
+        source: "str | os.PathLike[str] | PreTrainedConfig",
+        quantization: str | None,
+        dtype: torch.dtype,
+        adapters: "PeftConfig",
+    ) -> "Recipe":
+        """From a configuration, or a folder or hub name where one is.
+
+        Raises:
+            PolicyError: If ``quantization`` is none of "nf4", "fp4" and None.
+            UnsupportedModelError: If there is no configuration that transformers knows.
+        """
+        from transformers import PreTrainedConfig
+
+        config = source if isinstance(source, PreTrainedConfig) else _configuration(source)
+        return cls(config, _quantization(quantization, dtype), dtype, {"default": adapters})
+
+    @classmethod
+    def like(cls, model: Any) -> "Recipe":
+        """From a model with PEFT adapters, prepared or not.
+
+        Raises:
+            UnsupportedModelError: If it has no adapters.
+        """
+        adapters: Mapping[str, PeftConfig] = getattr(model, "peft_config", {})
+        if not adapters:
+            raise UnsupportedModelError(
+                "expected a model with PEFT adapters, found one without; call get_peft_model "
+                "first, or plan from its configuration"
+            )
+        base = base_of(model)
+        active = model.active_adapters
+        return cls(
+            config=base.config,
+            quantization=getattr(base.config, "quantization_config", None),
+            dtype=base.dtype,
+            adapters=dict(adapters),
+            active=tuple(active() if callable(active) else active),
+            forms={
+                name: (each.dtype, each.requires_grad)
+                for name, each in base.named_parameters()
+                if not is_4bit(each)
+            },
+        )
+
+    @property
+    def rank(self) -> int | None:
+        """Of its LoRA adapter, if it has one, with the same rank everywhere."""
+        (config, *others) = self.adapters.values()
+        if others or getattr(config, "rank_pattern", None) or config.peft_type != "LORA":
+            return None
+        return int(config.r)
+
+    def with_rank(self, rank: int) -> "Recipe":
+        """The same with LoRA of another rank."""
+        ((name, config),) = self.adapters.items()
+        changed: Any = copy.copy(config)
+        changed.r = rank
+        return replace(self, adapters={name: changed})
+
+    def make(self) -> Any:
+        """The model, ready to train."""
+        made: Any = with_adapters(
+            skeleton(self.config, self.quantization, self.dtype), self.adapters
+        )
+        if self.active and tuple(made.active_adapters) != self.active:
+            made.base_model.set_adapter(list(self.active))
+        for name, parameter in base_of(made).named_parameters():
+            if name in self.forms and not is_4bit(parameter):
+                dtype, is_trained = self.forms[name]
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(dtype)
+                parameter.requires_grad_(is_trained)
+        return made.train()
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def skeleton(
@@ -99,3 +199,29 @@ def quantize_on_paper(model: nn.Module) -> None:
             state2=nested,
         )
         module._parameters["weight"] = packed_like(weight, form.packed, module.quant_state, module)
+
+
+def _configuration(source: Any) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"expected a model that transformers knows, found at {os.fspath(source)!r}: {error}"
+        ) from error
+
+
+def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
+    from transformers import BitsAndBytesConfig
+
+    if kind is None:
+        return None
+    if kind not in ("nf4", "fp4"):
+        raise PolicyError(f"quantization: expected 'nf4', 'fp4' or None, found {kind!r}")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )

@@ -38,9 +38,8 @@ LAYERS = [
     {"remat", "adapters", "discover"},
     {"block"},
     {"guards", "copies", "takeover"},
-    {"skeleton"},
-    {"budget"},
-    {"api", "trainer", "loading", "planner"},
+    {"skeleton", "rehearsal", "advice", "budget"},
+    {"api", "trainer", "loading", "planner", "speeds"},
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

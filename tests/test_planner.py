@@ -15,7 +15,8 @@ from poros.errors import PolicyError, UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.layout import BlockLayout
 from poros.paper import LayerCost, LiveBytes, StepCost
-from poros.planner import plan, render, shapes_of
+from poros.planner import plan, render
+from poros.rehearsal import shapes_of
 from poros.terms import Shapes, Speeds, plan_for
 
 ARCHITECTURES = ["qwen2", "llama", "phi3", "gemma3", "gemma4", "mixtral", "qwen3_moe"]
@@ -127,8 +128,9 @@ def test_the_rise_of_a_step_is_the_planned_one(accumulation: int, sizes: tuple[i
 
 def numbers(num_layers: int = 8, layer: int = 1000, saved: int = 300) -> tuple[Shapes, StepCost]:
     tensor = torch.empty(layer, dtype=torch.uint8, device="meta")
-    shapes = Shapes([BlockLayout.pack([("w", tensor)])] * num_layers, 10, 40, 500, 500, 10, 10**6)
-    cost = StepCost([LayerCost(saved, 2 * saved)] * num_layers, 16, 4, 700, 160)
+    layers = [BlockLayout.pack([("w", tensor)])] * num_layers
+    shapes = Shapes(layers, [5] * num_layers, [(10, 40)], 500, 500, 10, 10**6, 10**5)
+    cost = StepCost([LayerCost(saved, 16, 2 * saved)] * num_layers, 16, 4, 700, 160)
     return shapes, cost
 
 
@@ -147,6 +149,9 @@ def test_more_budget_never_gives_less_and_is_never_exceeded(budget: int, block_s
     if less is None:
         return
     assert less.total_num_bytes <= budget
+    assert less.offload_boundaries >= more.offload_boundaries
+    if less.offload_boundaries and not more.offload_boundaries:
+        return  # the room that offloading frees becomes slots
     assert more.num_slots >= less.num_slots and more.keep_last >= less.keep_last
     assert more.bytes_per_step <= less.bytes_per_step
     assert less.keep_last == 0 or less.num_slots == less.num_blocks
@@ -163,10 +168,66 @@ def test_at_full_budget_nothing_moves_and_nothing_is_recomputed() -> None:
 
 
 def test_below_the_floor_the_floor_and_the_terms_are_named() -> None:
-    floor = plan_for(*numbers()).total_num_bytes
+    floor = plan_for(*numbers(), offload_boundaries=True).total_num_bytes
     assert plan_for(*numbers(), vram_budget=floor).num_slots == 2
     with pytest.raises(VRAMBudgetError, match=r"the floor for 2 slots(.|\n)*slots(.|\n)*workspace"):
         plan_for(*numbers(), vram_budget=floor - 1)
+
+
+def test_boundaries_are_offloaded_when_not_even_two_slots_fit_otherwise() -> None:
+    shapes, cost = numbers()
+    kept_here = plan_for(shapes, cost)
+    offloaded = plan_for(shapes, cost, offload_boundaries=True)
+    assert not kept_here.offload_boundaries and offloaded.offload_boundaries
+    floor = kept_here.total_num_bytes
+    assert not plan_for(shapes, cost, vram_budget=floor).offload_boundaries
+    assert plan_for(shapes, cost, vram_budget=floor - 1).as_dict() == {
+        **offloaded.as_dict(),
+        "vram_budget": floor - 1,
+    }
+    with pytest.raises(VRAMBudgetError):
+        plan_for(shapes, cost, vram_budget=floor - 1, offload_boundaries=False)
+    # Eight layers: two of eight inputs on the device, eight more on the host and twice on the wire.
+    assert kept_here.terms["boundaries"] == 8 * cost.boundary
+    assert offloaded.terms["boundaries"] == 2 * cost.boundary
+    assert offloaded.host_num_bytes - kept_here.host_num_bytes == 8 * cost.boundary
+    assert offloaded.bytes_per_step - kept_here.bytes_per_step == 16 * cost.boundary
+
+
+def test_inputs_of_kept_layers_stay_in_their_graphs() -> None:
+    shapes, cost = numbers()
+    found = plan_for(shapes, cost, num_slots=8, keep_last=3, offload_boundaries=True)
+    assert found.terms["boundaries"] == 2 * cost.boundary
+    assert found.terms["kept graphs"] == 3 * (cost.layers[0].saved + cost.boundary)
+    assert found.host_num_bytes == plan_for(shapes, cost).host_num_bytes + 5 * cost.boundary
+    everything = plan_for(shapes, cost, num_slots=8, keep_last=8, offload_boundaries=True)
+    assert everything.bytes_per_step == 0
+    assert everything.terms == plan_for(shapes, cost, num_slots=8, keep_last=8).terms
+
+
+def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
+    shapes, cost = numbers()
+    tokens = cost.inputs / 16
+    products = 2e-9 * tokens * shapes.num_linear_parameters  # ms at one TFLOP per second
+    head = 2e-9 * tokens * shapes.num_head_parameters
+    block, boundary = 1024 / 1e6, cost.boundary / 1e6  # ms at one GB per second
+
+    def step_ms(copy: float, compute: float, **options: Any) -> float:
+        found = plan_for(shapes, cost, speeds=Speeds(copy, compute), **options).step_ms
+        assert found is not None
+        return found
+
+    endless = 1e12
+    assert step_ms(endless, 1) == pytest.approx(3 * products + 2 * head)
+    half = {"num_slots": 8, "keep_last": 4}
+    assert step_ms(endless, 1, **half) == pytest.approx(2.5 * products + 2 * head)
+    assert step_ms(1, endless) == pytest.approx(2 * 6 * block)
+    # Out against the blocks, whose 6 take longer than the 8 boundaries; back behind them.
+    offloaded = step_ms(1, endless, offload_boundaries=True)
+    assert offloaded == pytest.approx(2 * 6 * block + 8 * boundary)
+    # The wire takes longer than the forward's products, and shorter than the backward's.
+    rate = (1.5 * products + head) / (6 * block)
+    assert step_ms(1, rate) == pytest.approx(6 * block + (2 * products + head) / rate)
 
 
 @pytest.mark.parametrize(

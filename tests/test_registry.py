@@ -36,6 +36,7 @@ NOT_HASHED = {
     *("poros.demo", "poros.demo_data", "poros.demo_report", "poros.errors", "poros.guards"),
     *("poros.disk", "poros.loading", "poros.memory", "poros.paper", "poros.planner"),
     *("poros.skeleton", "poros.telemetry", "poros.terms", "poros.tree"),
+    *("poros.advice", "poros.rehearsal", "poros.speeds"),
     *("poros.gates.registry", "poros.gates.registry_table", "poros.gates.report"),
     *("poros.gates.trainer_parity", "poros.gates.self_check", "poros.gates.evidence"),
 }

@@ -77,7 +77,7 @@ class Budget:
         if self.plan is None:
             self._num_bytes = self._begin_with(model, args[0])
         elif self._measurement is not None and self._measurement.is_over():
-            self._num_bytes -= self._measurement.excess(self.plan)
+            self._num_bytes = max(1, self._num_bytes - self._measurement.excess(self.plan))
             self._measurement = None
         wanted = {
             "batch_size": max(batch_size, self._planned.get("batch_size", 0)),

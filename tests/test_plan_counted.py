@@ -49,7 +49,11 @@ CHECKED: dict[str, dict[str, Any]] = {
     "low rank, many layers": {"rank": 1, "num_layers": 16, "seq_len": 64},
     "blocks of three": {"rank": 2, "block_size": 3, "seq_len": 64},
     "blocks of two, two layers kept": {
-        "rank": 1, "block_size": 2, "slots": 3, "keep_last": 2, "seq_len": 16
+        "rank": 1,
+        "block_size": 2,
+        "slots": 3,
+        "keep_last": 2,
+        "seq_len": 16,
     },
 }
 
@@ -149,5 +153,12 @@ def test_the_checked_step_is_counted(case: str, tmp_path: Path) -> None:
     counted = Counted(prepare(model, wanted), wanted)
     first, later = counted.step(), counted.step()
     assert poros.runtime(model).self_check["status"] == "passed"
-    print(case, first, later, first-later, max(first, later) / expected.total_num_bytes, expected.terms)
+    print(
+        case,
+        first,
+        later,
+        first - later,
+        max(first, later) / expected.total_num_bytes,
+        expected.terms,
+    )
     assert max(first, later) == pytest.approx(expected.total_num_bytes, rel=TOLERANCE)

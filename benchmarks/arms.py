@@ -137,8 +137,9 @@ def offloaded(model: Any, device: torch.device) -> Iterator[Placed]:
         for holder in holders:
             cpu_offload(holder, execution_device=device)
             hooked.append(holder)
+        offloaded_ones = set(hooked)
         for module in model.modules():
-            if module not in set(hooked):
+            if module not in offloaded_ones:
                 _move_own(module, device)
         with _recomputed(model), set_checkpoint_early_stop(False):
             # Stopping early would skip the hook that takes the last weight off again.

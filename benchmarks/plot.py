@@ -49,11 +49,13 @@ def draw(rows: Sequence[TextRow], target: Path) -> None:
     time.fill_between(budgets, lows, highs, alpha=0.2, color="tab:blue", linewidth=0)
     time.plot(budgets, middles, "o-", color="tab:blue", label="Poros: median, p10 to p90")
     memory.plot(budgets, budgets, ":", color="tab:gray", label="the budget")
-    memory.plot(budgets, peaks, "o-", color="tab:blue", label="Poros: peak allocated")
+    if any(peaks):
+        memory.plot(budgets, peaks, "o-", color="tab:blue", label="Poros: peak allocated")
     for name, style in (("resident", "--"), ("resident, checkpointing", "-.")):
         own = [row for row in rows if row["arm"] == name and row["ms"]]
         if own:
-            memory.axhline(_peak(own), linestyle=style, color="tab:orange", label=name)
+            if _peak(own):
+                memory.axhline(_peak(own), linestyle=style, color="tab:orange", label=name)
             time.axhline(_times(own)[0], linestyle=style, color="tab:orange", label=name)
     memory.set_ylabel("peak memory, GB")
     time.set_ylabel("step, ms")

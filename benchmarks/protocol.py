@@ -36,10 +36,11 @@ _POROS = ("block_size", "num_slots", "keep_last", "vram_budget", "offload_bounda
 COLUMNS = (
     *("case", "arm", *_SHAPE, "pass", "turn", "step", "ms", "forward_ms", "loss_bits"),
     *("adapters_start", "adapters_end", *_PEAKS, *_HOST, *_POROS, *_PER_STEP, *_WHEN_THERE),
-    *("copy_gb_per_s", "planned_num_bytes", "forecast_ms", "note"),
+    *("copy_gb_per_s", "runtime_gb_per_s", "planned_num_bytes", "forecast_ms", "note"),
 )
 """Sizes in bytes; loads, hits, bytes moved and stalls per step; an arm that did not run has one
-row with the reason in ``note``."""
+row with the reason in ``note``. ``copy_gb_per_s`` is the plain copy's, ``runtime_gb_per_s`` what
+the runtime says of its own copies, where it does."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,11 @@ class Clock:
         self.measured = memory.device_peaks(self._device, self._base) | memory.host_memory()
         after = self._counters()
         for key in (*_PER_STEP, *_WHEN_THERE):
-            if key in after:
-                self.measured[key] = (after[key] - self._before[key]) / self._schedule.steps
+            if after.get(key) is not None:
+                self.measured[key] = (after[key] - (self._before[key] or 0)) / self._schedule.steps
         if after:
             self.measured["pinned_num_bytes"] = after["pinned_num_bytes"]
+            self.measured["runtime_gb_per_s"] = after.get("h2d_gb_per_s")
 
     def _counters(self) -> Mapping[str, Any]:
         runtime = self._placed.runtime

@@ -63,7 +63,7 @@ class Page:
         """The page for the rows of ``path``; a plot is linked where ``benchmarks.plot`` puts it."""
         machine = "; ".join(f"{key} {value}" for key, value in self.environment.items() if value)
         parts = [
-            f"# {self.title}",
+            f"# {self.title}: {rows[0]['model']}, {_base(rows[0])}, {rows[0]['layers']} layers",
             f"**Question.** {self.question}",
             f"**Machine and software.** {machine}",
             f"**Procedure.** `{self.command}`. {self.procedure}",
@@ -96,7 +96,8 @@ def summarize_steps(rows: Sequence[TextRow]) -> list[Summary]:
             bits = {
                 (row["pass"], row["step"]): (row["loss_bits"], row["adapters_end"]) for row in timed
             }
-            line |= _times(timed) | _sizes(timed) | _plans(timed, rows)
+            line |= _times(timed) | _beside_resident(timed, rows)
+            line |= _sizes(timed) | _plans(timed, rows)
             line["same bits"] = "yes" if bits == first.setdefault(work, bits) else "NO"
         line["note"] = "; ".join(dict.fromkeys(row["note"] for row in own if row["note"]))
         lines.append(line)
@@ -116,7 +117,6 @@ def numbers(rows: Sequence[TextRow], key: str) -> list[float]:
 
 def _head(row: TextRow) -> Summary:
     return {
-        "model": f"{row['model']}, {row['quantization']}, {row['layers']} layers",
         "arm": row["arm"],
         "batch": f"{row['batch']} x {row['seq']}",
         "slots": row["num_slots"],
@@ -137,6 +137,22 @@ def _times(timed: Sequence[TextRow]) -> Summary:
     }
 
 
+def _resident(timed: Sequence[TextRow], rows: Sequence[TextRow]) -> list[TextRow]:
+    """The timed rows of the resident arm on the same work."""
+    work = (timed[0]["batch"], timed[0]["seq"])
+    return [
+        row
+        for row in rows
+        if row["arm"] == "resident" and row["ms"] and (row["batch"], row["seq"]) == work
+    ]
+
+
+def _beside_resident(timed: Sequence[TextRow], rows: Sequence[TextRow]) -> Summary:
+    found = numbers(_resident(timed, rows), "ms")
+    share = statistics.median(numbers(timed, "ms")) / statistics.median(found) if found else None
+    return {"of resident": "" if share is None else f"{share:.3f}"}
+
+
 def _sizes(timed: Sequence[TextRow]) -> Summary:
     named = {
         "peak GB": "peak_allocated",
@@ -149,6 +165,7 @@ def _sizes(timed: Sequence[TextRow]) -> Summary:
     found = {name: _gb(numbers(timed, key), max) for name, key in named.items()}
     found["moved GB"] = _gb(numbers(timed, "h2d_num_bytes"), statistics.median)
     found["stall ms"] = _one(numbers(timed, "stall_ms"), "{:.1f}")
+    found["engine GB/s"] = _one(numbers(timed, "runtime_gb_per_s"), "{:.1f}")
     return found
 
 
@@ -159,13 +176,8 @@ def _plans(timed: Sequence[TextRow], rows: Sequence[TextRow]) -> Summary:
     if planned and peaks:
         found["plan error"] = f"{planned[0] / max(peaks) - 1:+.1%}"
     rates = numbers(timed, "copy_gb_per_s")
-    same = ("batch", "seq")
-    resident = [
-        row
-        for row in rows
-        if row["arm"] == "resident" and row["ms"] and all(row[k] == timed[0][k] for k in same)
-    ]
-    found["copy GB/s"] = _one(rates, "{:.1f}")
+    resident = _resident(timed, rows)
+    found["plain GB/s"] = _one(rates, "{:.1f}")
     if not rates or not resident:
         return found
     middle = statistics.median(numbers(timed, "ms"))
@@ -180,6 +192,10 @@ def _plans(timed: Sequence[TextRow], rows: Sequence[TextRow]) -> Summary:
         found["forecast ms"] = f"{forecast[0]:.1f}"
         found["forecast error"] = f"{forecast[0] / middle - 1:+.0%}"
     return found
+
+
+def _base(row: TextRow) -> str:
+    return "dense" if row["quantization"] == "none" else row["quantization"]
 
 
 def _gb(values: Sequence[float], choose: Any) -> str:

@@ -125,7 +125,6 @@ def summarize(rows: Sequence[TextRow]) -> list[Summary]:
         rates = sorted(_rate(row) for row in own)
         alone = [float(row["num_bytes"]) / float(row["copying_ms"]) / 1e6 for row in own]
         line = {
-            "model": f"{own[0]['model']}, {own[0]['quantization']}, {own[0]['layers']} layers",
             "phase": phase,
             "copies": own[0]["num_copies"],
             "GB": f"{float(own[0]['num_bytes']) / 1e9:.3f}",

@@ -1,9 +1,10 @@
-"""Models of real shapes made on the spot: random NF4 bytes, no download, no bf16 copy of the base.
+"""Models of real shapes made on the spot from random bytes: no download, no bf16 copy of the base.
 
 Speed and memory depend on shapes, dtypes and devices, not on what the weights are. Scales are such
 that activations stay finite.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,19 @@ from torch import nn
 _TILE_NUM_ELEMENTS = 1 << 24
 _QWEN = {"vocab_size": 152064, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
-# From the published config.json of each model.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# From the published config.json of each model, but for "tiny", on which the code is tried out.
 SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        **_QWEN,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     "qwen2.5-0.5b": {
         **_QWEN,
         "vocab_size": 151936,
@@ -61,57 +73,92 @@ def config_of(name: str, num_layers: int | None = None) -> Any:
     return Qwen2Config(**sizes, use_cache=False, attention_dropout=0.0)
 
 
+def random_model(config: Any, quantization: str = "nf4") -> Any:
+    """A causal LM of ``config``, as ``random_nf4`` or ``random_dense`` (``"none"``) makes it."""
+    makers = {"nf4": random_nf4, "none": random_dense}
+    if quantization not in makers:
+        raise ValueError(f"expected one of {', '.join(makers)}, found {quantization!r}")
+    return makers[quantization](config)
+
+
 def random_nf4(config: Any) -> Any:
     """A causal LM of ``config`` on the CPU: bf16, linear layers of its blocks in NF4, nested."""
     from bitsandbytes.nn import Linear4bit
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(_TILE_NUM_ELEMENTS, generator=generator).mul_(0.02).bfloat16()
-    nibbles = torch.randint(0, 256, (_TILE_NUM_ELEMENTS,), dtype=torch.uint8, generator=generator)
+    model = _on_meta(config)
+    quantizer = Bnb4BitHfQuantizer(
+        BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
+        pre_quantized=False,
+    )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        quantizer = Bnb4BitHfQuantizer(
-            BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.bfloat16,
-            ),
-            pre_quantized=False,
-        )
         quantizer.preprocess_model(model=model, dtype=torch.bfloat16, device_map=None)
+    nibbles = torch.randint(
+        0, 256, (_tile_size(config),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     for number, module in enumerate(model.modules()):
         if isinstance(module, Linear4bit):
             module._parameters["weight"] = _random_4bit(module, nibbles, number)
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None and tensor.is_meta:
-                    made = _random_dense(tensor, noise, number)
-                    table[key] = nn.Parameter(made, False) if key in module._parameters else made
-    rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=config)
-    model.tie_weights()
+    _fill(model)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
     model.config.quantization_config = quantizer.quantization_config
     return model
 
 
-def with_lora(model: Any, rank: int = 16, dropout: float = 0.0) -> Any:
-    """LoRA in fp32 on the seven projections, with both factors random."""
+def random_dense(config: Any) -> Any:
+    """A causal LM of ``config`` on the CPU, all in bf16."""
+    model = _on_meta(config)
+    _fill(model)
+    return model
+
+
+def _on_meta(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def _tile_size(config: Any) -> int:
+    return min(_TILE_NUM_ELEMENTS, int(config.vocab_size * config.hidden_size))
+
+
+def _fill(model: Any) -> None:
+    """Give everything that has no memory yet random bytes, and the model its tables."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(_tile_size(model.config), generator=generator).mul_(0.02).bfloat16()
+    for number, module in enumerate(model.modules()):
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    made = _random_dense(tensor, noise, number)
+                    table[key] = nn.Parameter(made, False) if key in module._parameters else made
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=model.config)
+    model.tie_weights()
+
+
+def with_lora(
+    model: Any, rank: int = 16, dropout: float = 0.0, targets: Sequence[str] = TARGETS
+) -> Any:
+    """LoRA in fp32 on the seven projections, or on ``targets``, with both factors random."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapted = get_peft_model(
         model,
         LoraConfig(
             r=rank,
             lora_alpha=rank,
             lora_dropout=dropout,
-            target_modules=targets,
+            target_modules=list(targets),
             task_type="CAUSAL_LM",
         ),
     )

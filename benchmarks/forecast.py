@@ -1,0 +1,70 @@
+"""What the plan says of each Poros row, with rates measured in the same run."""
+
+import inspect
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import poros
+from benchmarks import memory
+from benchmarks.work import Work
+from poros.planner import shapes_of
+from poros.terms import Speeds
+
+
+def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Add ``planned_num_bytes``, and ``forecast_ms`` where a resident arm did the same work.
+
+    The rate of compute is that arm's: its step is one product per weight in forward and one in
+    backward. The rate of copies is the plain copy's of the row's own arm.
+    """
+    for case in dict.fromkeys(each["case"] for each in rows if "num_slots" in each):
+        own = [each for each in rows if each["case"] == case and "num_slots" in each]
+        work = Work(own[0]["batch"], own[0]["seq"])
+        options = {key: own[0][key] for key in ("num_slots", "keep_last", "block_size")}
+        if own[0].get("offload_boundaries"):
+            options["offload_boundaries"] = True
+        if any(key not in inspect.signature(poros.plan).parameters for key in options):
+            continue
+        resident = [
+            each["ms"]
+            for each in rows
+            if each["arm"] == "resident" and "ms" in each and _work(each) == work
+        ]
+        speeds = None
+        if resident:
+            num_tokens = work.batch_size * work.seq_len
+            tflop = 2 * 2e-12 * shapes_of(model).num_linear_parameters * num_tokens
+            speeds = Speeds(
+                copy_gb_per_s=statistics.median(each["copy_gb_per_s"] for each in own),
+                tflop_per_s=tflop / (statistics.median(resident) / 1e3),
+            )
+        planned = poros.plan(
+            model, seq_len=work.seq_len, batch_size=work.batch_size, speeds=speeds, **options
+        )
+        for each in own:
+            each["planned_num_bytes"] = planned.total_num_bytes
+            if planned.step_ms is not None:
+                each["forecast_ms"] = planned.step_ms
+
+
+def copy_rate(runtime: Any, device: torch.device, repeats: int = 3) -> float:
+    """GB/s of plain copies of whole blocks, one after the other, on one stream."""
+    slabs = [runtime.host_slab(block) for block in range(runtime.num_blocks)]
+    target = torch.empty(max(map(len, slabs)), dtype=torch.uint8, device=device)
+    rates = []
+    for _ in range(repeats):
+        memory.synchronize(device)
+        began = time.perf_counter()
+        for slab in slabs:
+            target[: len(slab)].copy_(slab, non_blocking=True)
+        memory.synchronize(device)
+        rates.append(sum(map(len, slabs)) / (time.perf_counter() - began) / 1e9)
+    return statistics.median(rates)
+
+
+def _work(row: dict[str, Any]) -> Work:
+    return Work(row["batch"], row["seq"])

@@ -1,0 +1,341 @@
+"""The benchmarks at a tiny shape on the CPU: every table and arm, and what they must refuse."""
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from benchmarks import arms, plot, report, tables, transfer
+from benchmarks.arms import Arm, NotOffloadedError, Placed
+from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
+from benchmarks.models import config_of, random_model, with_lora
+from benchmarks.protocol import COLUMNS, Bench, Case, Schedule
+from benchmarks.work import Work
+
+CPU = torch.device("cpu")
+SMALL = ["tiny", "--device", "cpu", "--rank", "2", "--seq", "8", "--batch", "2"]
+SHORT = ["--warm", "1", "--steps", "2", "--passes", "1"]
+CAN_OFFLOAD_BOUNDARIES = "offload_boundaries" in {
+    each.name for each in fields(poros.StreamingPolicy)
+}
+
+# Arguments, and the arms in the table.
+TABLES = {
+    "step": (
+        ["--slots", "2", "3", "--keep-last", "1", "--budgets", "1MB", "--passes", "2"],
+        [
+            "resident",
+            "resident, checkpointing",
+            "PEFT + HF Trainer",
+            "Accelerate offload, checkpointing",
+            "poros, 2 slots",
+            "poros, 3 slots",
+            "poros, 3 slots, 1 kept",
+            "poros, 1MB",
+        ],
+    ),
+    "offload": (
+        [],
+        [
+            "resident",
+            "resident, checkpointing",
+            "PEFT + HF Trainer",
+            "Accelerate offload, checkpointing",
+            "poros, 2 slots",
+        ],
+    ),
+    "block-size": (
+        [],
+        ["resident", "poros, blocks of 1", "poros, blocks of 2", "poros, blocks of 4"],
+    ),
+    "sequence": (
+        ["--lengths", "4", "8"],
+        [
+            "resident",
+            "resident, checkpointing",
+            "poros, 2 slots",
+            "poros, 2 slots, boundaries on the host",
+        ]
+        * 2,
+    ),
+}
+NOT_POSSIBLE = {
+    ("step", "Accelerate offload, checkpointing"): "quant_state.absmax",
+}
+if not CAN_OFFLOAD_BOUNDARIES:
+    NOT_POSSIBLE["sequence", "poros, 2 slots, boundaries on the host"] = "no offload_boundaries"
+
+
+def run_table(name: str, folder: Path, *options: str) -> tuple[int, Path]:
+    path = folder / f"{name}.csv"
+    return tables.main([name, *SMALL, *SHORT, *options, "--out", str(path)]), path
+
+
+@pytest.fixture(scope="module")
+def slots_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The CSV of a table of slots; its page is beside it."""
+    status, path = run_table("slots", tmp_path_factory.mktemp("slots"))
+    assert status == 0
+    return path
+
+
+def cells(page: str) -> list[dict[str, str]]:
+    """The table of a page."""
+    lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
+    names, *body = [[cell.strip() for cell in line] for line in lines]
+    return [dict(zip(names, line, strict=True)) for line in body[1:]]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_arm_of_a_step_table_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    options, expected = TABLES[name]
+    status, path = run_table(name, tmp_path, *options)
+    rows, table = report.read(path), cells(path.with_suffix(".md").read_text())
+    assert status == 0
+    assert list(rows[0]) == list(COLUMNS)
+    assert [line["arm"] for line in table] == expected
+    assert len({row["adapters_start"] for row in rows if row["ms"]}) == 1
+    for line, case in zip(table, dict.fromkeys(row["case"] for row in rows), strict=True):
+        own = [row for row in rows if row["case"] == case]
+        reason = NOT_POSSIBLE.get((name, line["arm"]))
+        if reason is not None:
+            assert reason in line["note"]
+            assert line["median ms"] == "" and len(own) == 1
+            continue
+        assert line["same bits"] == "yes"
+        assert line.get("note", "") == ""
+        assert len(own) == 2 * (2 if "--passes" in options else 1)
+        middle = statistics.median(float(row["ms"]) for row in own)
+        assert line["median ms"] == f"{middle:.1f}"
+        if line["arm"].startswith("poros"):
+            assert float(line["floor ms"]) > 0 and float(line["forecast ms"]) > 0
+            forecast = float(own[0]["forecast_ms"]) / middle - 1
+            assert line["forecast error"] == f"{forecast:+.0%}"
+            assert all(float(row["planned_num_bytes"]) > 0 for row in own)
+
+
+def test_poros_rows_say_what_was_moved(slots_table: Path) -> None:
+    table = cells(slots_table.with_suffix(".md").read_text())
+    assert [line["same bits"] for line in table] == ["yes"] * 5
+    assert [line["slots"] for line in table] == ["", "", "2", "3", "4"]
+    rows = [row for row in report.read(slots_table) if row["num_slots"]]
+    loads = {int(row["num_slots"]): float(row["num_loads"]) for row in rows}
+    assert loads == {2: 4, 3: 2, 4: 0}  # 2 (K - S) blocks of K = 4 layers
+    for row in rows:
+        assert (float(row["h2d_num_bytes"]) > 0) == (row["num_slots"] != "4")
+        assert float(row["host_rss"]) > 0
+
+
+def test_a_budget_table_reaches_from_two_slots_to_all_layers_kept(tmp_path: Path) -> None:
+    status, path = run_table("budget", tmp_path, "--points", "3")
+    rows, page = report.read(path), path.with_suffix(".md").read_text()
+    found = [(row["num_slots"], row["keep_last"]) for row in rows if row["num_slots"]]
+    assert status == 0
+    assert found[0] == ("2", "0") and found[-1] == ("4", "4")
+    assert "(budget.svg)" in page
+    drawn = plot.points(rows)
+    assert [each[0] for each in drawn] == sorted(
+        {float(r["vram_budget"]) / 1e9 for r in rows if r["vram_budget"]}
+    )
+    assert drawn[0][1] == statistics.median(
+        float(row["ms"]) for row in rows if row["num_slots"] == "2"
+    )
+
+
+def test_the_plot_is_drawn_and_the_same_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = dict.fromkeys(COLUMNS, "") | {"model": "m", "layers": "2", "batch": "1", "seq": "8"}
+    row |= {"ms": "5", "peak_allocated": "1000000000"}
+    rows = [row | {"arm": "resident"}]
+    rows += [row | {"arm": "poros", "vram_budget": str(each)} for each in (10**9, 2 * 10**9)]
+    images = []
+    for name in ("one.svg", "two.svg"):
+        plot.draw(rows, tmp_path / name)
+        images.append((tmp_path / name).read_bytes())
+    assert images[0] == images[1] and b"<svg" in images[0]
+    with pytest.raises(ValueError, match="budget table"):
+        plot.draw(rows[:1], tmp_path / "none.svg")
+
+
+def test_a_page_says_what_its_csv_says(slots_table: Path) -> None:
+    """Negative control: another number in the CSV gives another page."""
+    page, rows = slots_table.with_suffix(".md").read_text(), report.read(slots_table)
+    assert report.markdown(report.summarize_steps(rows)) in page
+    rows[0] = rows[0] | {"ms": "123456"}
+    assert report.markdown(report.summarize_steps(rows)) not in page
+
+
+def test_the_transfer_table_compares_with_plain_copies(tmp_path: Path) -> None:
+    status, path = run_table("transfer", tmp_path)
+    rows, table = report.read(path), cells(path.with_suffix(".md").read_text())
+    assert status == 0
+    assert list(rows[0]) == list(transfer.COLUMNS)
+    assert [line["phase"] for line in table] == ["forward", "backward"]
+    assert [line["copies"] for line in table] == ["2", "2"]  # of 4 blocks, 2 are there
+    plain = statistics.median(
+        float(r["num_bytes"]) / float(r["ms"]) for r in rows if r["kind"] == "plain"
+    )
+    own = statistics.median(
+        float(r["num_bytes"]) / float(r["ms"]) for r in rows if r["phase"] == "backward"
+    )
+    assert table[1]["share of plain"] == f"{own / plain:.1%}"
+
+
+def test_gaps_between_copies_count_and_the_turn_does_not() -> None:
+    copies = [
+        transfer._Copy(10, 7, 0.0, 1.0),
+        transfer._Copy(10, 8, 1.5, 2.5),  # half a second late
+        transfer._Copy(10, 7, 9.0, 10.0),  # behind the turn
+        transfer._Copy(10, 6, 10.0, 11.0),
+    ]
+    forward, backward = transfer._phases(copies, {6: 1, 7: 2, 8: 3}, is_cuda=False)
+    assert (forward["num_copies"], forward["ms"], forward["copying_ms"]) == (2, 2500.0, 2000.0)
+    assert (backward["num_copies"], backward["ms"], backward["copying_ms"]) == (2, 2000.0, 2000.0)
+
+
+def make_bench(quantization: str = "none", steps: int = 1) -> Bench:
+    config = config_of("tiny", 2)
+    config._attn_implementation = "sdpa"
+    model = with_lora(random_model(config, quantization), 2)
+    shape = {"model": "tiny", "quantization": quantization, "layers": 2, "rank": 2}
+    return Bench(model, CPU, Schedule(warm=1, steps=steps, passes=1, forwards=1), shape)
+
+
+def summaries(rows: list[dict[str, Any]], tmp_path: Path) -> list[dict[str, str]]:
+    page = report.Page("t", "q", "c", {}, "p", "l", report.summarize_steps)
+    report.write(tmp_path / "rows.csv", COLUMNS, rows, page)
+    return report.summarize_steps(report.read(tmp_path / "rows.csv"))
+
+
+def test_a_resident_model_does_not_pass_for_an_offloaded_one() -> None:
+    """Negative control of the assertion that something really is on the CPU."""
+    bench = make_bench()
+    adapters = {n: p for n, p in bench.model.named_parameters() if p.requires_grad}
+
+    @contextmanager
+    def pretending(model: Any, device: torch.device) -> Iterator[Placed]:
+        with arms.checkpointing(model, device):
+            yield Placed(check=lambda: arms.check_offloaded(model, device, adapters))
+
+    with pytest.raises(NotOffloadedError, match="expected no bytes in the model"):
+        bench.run([Case(Arm("Accelerate offload", pretending), Work(1, 8))])
+
+
+def test_one_weight_that_stays_is_found() -> None:
+    bench = make_bench()
+    adapters = {n: p for n, p in bench.model.named_parameters() if p.requires_grad}
+    with arms.offloaded(bench.model, CPU) as placed:
+        placed.check()
+        norm = bench.model.get_base_model().model.layers[1].input_layernorm
+        norm.weight = torch.nn.Parameter(torch.ones_like(norm.weight, device="cpu"), False)
+        with pytest.raises(NotOffloadedError, match=r"layer 1 input_layernorm\.weight"):
+            arms.check_offloaded(bench.model, CPU, adapters)
+
+
+def test_an_adapter_that_was_replaced_is_found() -> None:
+    bench = make_bench()
+    name, found = next((n, p) for n, p in bench.model.named_parameters() if p.requires_grad)
+    other = {name: torch.nn.Parameter(found.detach().clone())}
+    with (
+        arms.offloaded(bench.model, CPU),
+        pytest.raises(NotOffloadedError, match="not the parameter that is trained"),
+    ):
+        arms.check_offloaded(bench.model, CPU, other)
+
+
+def test_offloading_a_4_bit_base_is_refused_and_leaves_the_model_whole(tmp_path: Path) -> None:
+    cases = [Case(each, Work(1, 8)) for each in (arms.accelerate_arm(), arms.resident_arm())]
+    bench = make_bench("nf4")
+    before = arms.find_layers(bench.model)[1][0].self_attn.q_proj.base_layer.weight.clone()
+    found = summaries(bench.run(cases), tmp_path)
+    assert "quant_state.absmax" in found[0]["note"]
+    assert found[1]["same bits"] == "yes"
+    after = arms.find_layers(bench.model)[1][0].self_attn.q_proj.base_layer.weight
+    assert torch.equal(before, after)
+
+
+def test_offloading_brings_the_base_back(tmp_path: Path) -> None:
+    bench = make_bench()
+    before = {name: each.clone() for name, each in bench.model.state_dict().items()}
+    bench.run([Case(arms.accelerate_arm(), Work(1, 8))])
+    after = bench.model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) for n in before if "lora_" not in n)
+
+
+def test_other_bits_are_reported(tmp_path: Path) -> None:
+    """Negative control of the comparison between arms: one weight of the base is changed."""
+    bench = make_bench()
+
+    @contextmanager
+    def tampered(model: Any, device: torch.device) -> Iterator[Placed]:
+        weight = arms.find_layers(model)[1][1].input_layernorm.weight
+        with torch.no_grad():
+            weight[0] += 1
+        yield Placed()
+
+    cases = [Case(arms.resident_arm(), Work(1, 8)), Case(Arm("tampered", tampered), Work(1, 8))]
+    found = summaries(bench.run(cases), tmp_path)
+    assert [line["same bits"] for line in found] == ["yes", "NO"]
+    assert not report.is_exact(report.read(tmp_path / "rows.csv"))
+
+
+def test_another_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faster(model: Any, batch: Batch, meter: Meter, num_steps: int) -> Any:
+        optimizer = plain_loop(model, batch, meter, num_steps)
+        optimizer.param_groups[0]["lr"] = 2 * OPTIMIZER["lr"]
+        return optimizer
+
+    with pytest.raises(RuntimeError, match="expected the optimizer"):
+        make_bench().run([Case(Arm("faster", arms.resident, faster), Work(1, 8))])
+
+
+def test_an_adapter_without_a_gradient_is_refused() -> None:
+    @contextmanager
+    def cut(model: Any, device: torch.device) -> Iterator[Placed]:
+        adapter = arms.find_layers(model)[1][0].self_attn.q_proj.lora_A["default"]
+        hook = adapter.register_forward_hook(lambda module, args, output: output.detach())
+        yield Placed()
+        hook.remove()
+
+    with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn.*lora_A.*expected a gradient"):
+        make_bench().run([Case(Arm("cut", cut), Work(1, 8))])
+
+
+def test_adapters_of_another_start_are_refused() -> None:
+    bench = make_bench()
+    name = next(iter(bench._start))
+    bench._start[name] = bench._start[name] + 1
+    with pytest.raises(RuntimeError, match="the adapters of the other arms"):
+        bench.run([Case(arms.resident_arm(), Work(1, 8))])
+
+
+def test_an_arm_of_a_later_version_is_refused_by_name() -> None:
+    arm = arms.poros_arm("later", no_such_field=True)
+    with pytest.raises(NotPossibleError, match="no no_such_field"), arm.place(None, CPU):
+        pass
+
+
+def test_a_result_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "slots.csv").write_text("a result")
+    with pytest.raises(SystemExit, match="a new measurement is a new file"):
+        run_table("slots", tmp_path)
+    (tmp_path / "slots.csv").rename(tmp_path / "other.csv")
+    (tmp_path / "rows.md").write_text("a page")
+    page = report.Page("t", "q", "c", {}, "p", "l", report.summarize_steps)
+    with pytest.raises(FileExistsError):
+        report.write(tmp_path / "rows.csv", COLUMNS, [], page)
+    assert not (tmp_path / "rows.csv").exists()
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_quick_takes_eight_layers_and_one_pass(name: str) -> None:
+    options = tables.parse([name, "qwen2.5-7b", "--quick"])
+    assert (options.layers, options.passes, options.steps) == (8, 1, 3)
+    assert tables.parse([name, "qwen2.5-7b"]).layers is None

@@ -129,8 +129,8 @@ def offloaded(model: Any, device: torch.device) -> Iterator[Placed]:
     _, layers = find_layers(model)
     holders = [each for layer in layers for each in layer.modules() if _is_frozen_holder(each)]
     kinds = {type(each): each for each in holders if isinstance(each, nn.Linear)}
-    for holder in kinds.values():
-        _require_possible(holder, device)
+    for linear in kinds.values():
+        _require_possible(linear, device)
     adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     hooked: list[nn.Module] = []
     try:

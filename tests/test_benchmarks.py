@@ -176,8 +176,8 @@ def test_the_transfer_table_compares_with_plain_copies(tmp_path: Path) -> None:
     rows, table = report.read(path), cells(path.with_suffix(".md").read_text())
     assert status == 0
     assert list(rows[0]) == list(transfer.COLUMNS)
-    assert [line["phase"] for line in table] == ["forward", "backward"]
-    assert [line["copies"] for line in table] == ["2", "2"]  # of 4 blocks, 2 are there
+    assert [line["phase"] for line in table] == ["forward", "backward", "with the turn"]
+    assert [line["copies"] for line in table] == ["2", "2", "4"]  # of 4 blocks, 2 are there
     plain = statistics.median(
         float(r["num_bytes"]) / float(r["ms"]) for r in rows if r["kind"] == "plain"
     )
@@ -194,9 +194,10 @@ def test_gaps_between_copies_count_and_the_turn_does_not() -> None:
         transfer._Copy(10, 7, 9.0, 10.0),  # behind the turn
         transfer._Copy(10, 6, 10.0, 11.0),
     ]
-    forward, backward = transfer._phases(copies, {6: 1, 7: 2, 8: 3}, is_cuda=False)
+    forward, backward, both = transfer._phases(copies, {6: 1, 7: 2, 8: 3}, is_cuda=False)
     assert (forward["num_copies"], forward["ms"], forward["copying_ms"]) == (2, 2500.0, 2000.0)
     assert (backward["num_copies"], backward["ms"], backward["copying_ms"]) == (2, 2000.0, 2000.0)
+    assert (both["num_copies"], both["ms"], both["copying_ms"]) == (4, 11000.0, 4000.0)
 
 
 def make_bench(quantization: str = "none", steps: int = 1) -> Bench:

@@ -142,7 +142,7 @@ def offloaded(model: Any, device: torch.device) -> Iterator[Placed]:
             if module not in offloaded_ones:
                 _move_own(module, device)
         with _recomputed(model), set_checkpoint_early_stop(False):
-            # Stopping early would skip the hook that takes the last weight off again.
+            # Stopping early can skip the hook that takes a layer's last weight off again.
             yield Placed(check=lambda: check_offloaded(model, device, adapters))
     finally:
         for holder in hooked:

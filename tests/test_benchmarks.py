@@ -1,8 +1,8 @@
 """The benchmarks at a tiny shape on the CPU: every table and arm, and what they must refuse."""
 
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import poros
 from benchmarks import arms, plot, report, tables, transfer
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
-from benchmarks.models import config_of, random_model, with_lora
+from benchmarks.models import TARGETS, config_of, random_model, with_lora
 from benchmarks.protocol import COLUMNS, Bench, Case, Schedule
 from benchmarks.work import Work
 
@@ -200,12 +200,12 @@ def test_gaps_between_copies_count_and_the_turn_does_not() -> None:
     assert (both["num_copies"], both["ms"], both["copying_ms"]) == (4, 11000.0, 4000.0)
 
 
-def make_bench(quantization: str = "none", steps: int = 1) -> Bench:
+def make_bench(quantization: str = "none", targets: Sequence[str] = TARGETS) -> Bench:
     config = config_of("tiny", 2)
     config._attn_implementation = "sdpa"
-    model = with_lora(random_model(config, quantization), 2)
+    model = with_lora(random_model(config, quantization), 2, targets=targets)
     shape = {"model": "tiny", "quantization": quantization, "layers": 2, "rank": 2}
-    return Bench(model, CPU, Schedule(warm=1, steps=steps, passes=1, forwards=1), shape)
+    return Bench(model, CPU, Schedule(warm=1, steps=1, passes=1, forwards=1), shape)
 
 
 def summaries(rows: list[dict[str, Any]], tmp_path: Path) -> list[dict[str, str]]:
@@ -259,6 +259,18 @@ def test_offloading_a_4_bit_base_is_refused_and_leaves_the_model_whole(tmp_path:
     assert found[1]["same bits"] == "yes"
     after = arms.find_layers(bench.model)[1][0].self_attn.q_proj.base_layer.weight
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_the_last_weight_of_a_layer_is_taken_off_again(
+    stops_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputation that stops early leaves down_proj behind when no adapter needs what follows."""
+    if stops_early:
+        monkeypatch.setattr(arms, "set_checkpoint_early_stop", lambda enable: nullcontext())
+    refused = pytest.raises(NotOffloadedError, match=r"mlp\.down_proj\.weight")
+    with refused if stops_early else nullcontext():
+        make_bench(targets=["q_proj"]).run([Case(arms.accelerate_arm(), Work(1, 8))])
 
 
 def test_offloading_brings_the_base_back(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import poros
-from benchmarks import arms, plot, report, tables, transfer
+from benchmarks import arms, memory, plot, report, tables, transfer
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
 from benchmarks.models import TARGETS, config_of, random_model, with_lora
@@ -352,3 +352,62 @@ def test_quick_takes_eight_layers_and_one_pass(name: str) -> None:
     options = tables.parse([name, "qwen2.5-7b", "--quick"])
     assert (options.layers, options.passes, options.steps) == (8, 1, 3)
     assert tables.parse([name, "qwen2.5-7b"]).layers is None
+
+
+def test_a_copy_on_a_gpu_is_framed_behind_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for streams and events: waiting for the slot is no part of the copy."""
+    journal: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.enable_timing = enable_timing
+
+        def record(self, stream: object) -> None:
+            journal.append("timed record" if self.enable_timing else "record")
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 4.0
+
+    class Stream:
+        def wait_event(self, event: object) -> None:
+            journal.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    streams = transfer.TimedCudaStreams(CPU)
+    source = torch.arange(8, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    streams.copy(target, source, after=Event())
+    assert torch.equal(source, target)
+    assert journal == ["wait", "timed record", "wait", "record", "timed record"]
+    found = transfer._phases(streams.copies, {source.data_ptr(): 0}, is_cuda=True)
+    assert [(each["phase"], each["num_bytes"], each["ms"]) for each in found] == [
+        ("forward", 8, 4.0),
+        ("with the turn", 8, 4.0),
+    ]
+
+
+def test_peaks_on_a_gpu_are_those_of_the_allocator_and_of_the_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda", 0)
+    stats = {"allocated": (30, 50), "requested": (20, 40), "reserved": (60, 80)}
+    flat = {
+        f"{kind}_bytes.all.{what}": value
+        for kind, pair in stats.items()
+        for what, value in zip(("current", "peak"), pair, strict=True)
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: flat)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    assert memory.empty(gpu) == {"allocated": 30, "requested": 20}
+    assert memory.device_peaks(gpu, {"allocated": 1, "requested": 2}) == {
+        "peak_allocated": 49,
+        "peak_requested": 38,
+        "peak_reserved": 80,
+        "peak_process": 120,  # 100 in use now, 20 less than when most was reserved
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    assert memory.empty(gpu) == {"allocated": 0, "requested": 0}

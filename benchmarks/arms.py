@@ -129,8 +129,8 @@ def offloaded(model: Any, device: torch.device) -> Iterator[Placed]:
     _, layers = find_layers(model)
     holders = [each for layer in layers for each in layer.modules() if _is_frozen_holder(each)]
     kinds = {type(each): each for each in holders if isinstance(each, nn.Linear)}
-    for holder in kinds.values():
-        _require_possible(holder, device)
+    for linear in kinds.values():
+        _require_possible(linear, device)
     adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     hooked: list[nn.Module] = []
     try:
@@ -142,7 +142,7 @@ def offloaded(model: Any, device: torch.device) -> Iterator[Placed]:
             if module not in offloaded_ones:
                 _move_own(module, device)
         with _recomputed(model), set_checkpoint_early_stop(False):
-            # Stopping early would skip the hook that takes the last weight off again.
+            # Stopping early can skip the hook that takes a layer's last weight off again.
             yield Placed(check=lambda: check_offloaded(model, device, adapters))
     finally:
         for holder in hooked:

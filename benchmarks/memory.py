@@ -96,7 +96,9 @@ def environment(device: torch.device) -> dict[str, str]:
     for module in (torch, transformers, peft, accelerate, bitsandbytes, poros):
         found[module.__name__] = str(module.__version__)
     if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
         found["device"] = torch.cuda.get_device_name(device)
+        found["device memory in use at the start"] = f"{(total - free) / 1e9:.2f} GB"
         values = _output("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader")
         names = _GPU_FIELDS.split(",")
         first = values.splitlines()[0].split(",") if values else []

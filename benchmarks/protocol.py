@@ -93,14 +93,15 @@ class Clock:
         self._placed.check()
 
     def _finish(self) -> None:
-        self.measured = memory.device_peaks(self._device, self._base) | memory.host_memory()
+        self.measured |= memory.device_peaks(self._device, self._base) | memory.host_memory()
         after = self._counters()
         for key in (*_PER_STEP, *_WHEN_THERE):
             if after.get(key) is not None:
                 self.measured[key] = (after[key] - (self._before[key] or 0)) / self._schedule.steps
         if after:
             self.measured["pinned_num_bytes"] = after["pinned_num_bytes"]
-            self.measured["runtime_gb_per_s"] = after.get("h2d_gb_per_s")
+            if after.get("h2d_gb_per_s") is not None:
+                self.measured["runtime_gb_per_s"] = after["h2d_gb_per_s"]
 
     def _counters(self) -> Mapping[str, Any]:
         runtime = self._placed.runtime

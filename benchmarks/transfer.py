@@ -118,7 +118,7 @@ def summarize(rows: Sequence[TextRow]) -> list[Summary]:
     plain = [_rate(row) for row in rows if row["kind"] == "plain"]
     middle = statistics.median(plain)
     lines = []
-    for phase in ("forward", "backward"):
+    for phase in ("forward", "backward", "with the turn"):
         own = [row for row in rows if row["phase"] == phase]
         if not own:
             continue
@@ -160,11 +160,15 @@ def _step(model: Any, batch: Any, optimizer: Any, device: torch.device) -> float
 def _phases(
     copies: Sequence[_Copy], blocks: Mapping[int, int], is_cuda: bool
 ) -> list[dict[str, Any]]:
-    """The step's copies split at the turn: blocks go up in forward and down in backward."""
+    """The step's copies split at the turn: blocks go up in forward and down in backward.
+
+    All of them together are a third row, which has the gap at the turn in it.
+    """
     numbered = [blocks[each.block] for each in copies]
     turn = next((n for n in range(1, len(copies)) if numbered[n] <= numbered[n - 1]), len(copies))
     found = []
-    for phase, own in (("forward", copies[:turn]), ("backward", copies[turn:])):
+    phases = {"forward": copies[:turn], "backward": copies[turn:], "with the turn": copies}
+    for phase, own in phases.items():
         if own:
             found.append({"kind": "poros", "phase": phase, **_span(own, is_cuda)})
     return found

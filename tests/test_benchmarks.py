@@ -1,8 +1,8 @@
 """The benchmarks at a tiny shape on the CPU: every table and arm, and what they must refuse."""
 
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import poros
-from benchmarks import arms, plot, report, tables, transfer
+from benchmarks import arms, memory, plot, report, tables, transfer
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
-from benchmarks.models import config_of, random_model, with_lora
+from benchmarks.models import TARGETS, config_of, random_model, with_lora
 from benchmarks.protocol import COLUMNS, Bench, Case, Schedule
 from benchmarks.work import Work
 
@@ -176,8 +176,8 @@ def test_the_transfer_table_compares_with_plain_copies(tmp_path: Path) -> None:
     rows, table = report.read(path), cells(path.with_suffix(".md").read_text())
     assert status == 0
     assert list(rows[0]) == list(transfer.COLUMNS)
-    assert [line["phase"] for line in table] == ["forward", "backward"]
-    assert [line["copies"] for line in table] == ["2", "2"]  # of 4 blocks, 2 are there
+    assert [line["phase"] for line in table] == ["forward", "backward", "with the turn"]
+    assert [line["copies"] for line in table] == ["2", "2", "4"]  # of 4 blocks, 2 are there
     plain = statistics.median(
         float(r["num_bytes"]) / float(r["ms"]) for r in rows if r["kind"] == "plain"
     )
@@ -194,17 +194,18 @@ def test_gaps_between_copies_count_and_the_turn_does_not() -> None:
         transfer._Copy(10, 7, 9.0, 10.0),  # behind the turn
         transfer._Copy(10, 6, 10.0, 11.0),
     ]
-    forward, backward = transfer._phases(copies, {6: 1, 7: 2, 8: 3}, is_cuda=False)
+    forward, backward, both = transfer._phases(copies, {6: 1, 7: 2, 8: 3}, is_cuda=False)
     assert (forward["num_copies"], forward["ms"], forward["copying_ms"]) == (2, 2500.0, 2000.0)
     assert (backward["num_copies"], backward["ms"], backward["copying_ms"]) == (2, 2000.0, 2000.0)
+    assert (both["num_copies"], both["ms"], both["copying_ms"]) == (4, 11000.0, 4000.0)
 
 
-def make_bench(quantization: str = "none", steps: int = 1) -> Bench:
+def make_bench(quantization: str = "none", targets: Sequence[str] = TARGETS) -> Bench:
     config = config_of("tiny", 2)
     config._attn_implementation = "sdpa"
-    model = with_lora(random_model(config, quantization), 2)
+    model = with_lora(random_model(config, quantization), 2, targets=targets)
     shape = {"model": "tiny", "quantization": quantization, "layers": 2, "rank": 2}
-    return Bench(model, CPU, Schedule(warm=1, steps=steps, passes=1, forwards=1), shape)
+    return Bench(model, CPU, Schedule(warm=1, steps=1, passes=1, forwards=1), shape)
 
 
 def summaries(rows: list[dict[str, Any]], tmp_path: Path) -> list[dict[str, str]]:
@@ -258,6 +259,18 @@ def test_offloading_a_4_bit_base_is_refused_and_leaves_the_model_whole(tmp_path:
     assert found[1]["same bits"] == "yes"
     after = arms.find_layers(bench.model)[1][0].self_attn.q_proj.base_layer.weight
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_the_last_weight_of_a_layer_is_taken_off_again(
+    stops_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputation that stops early leaves down_proj behind when no adapter needs what follows."""
+    if stops_early:
+        monkeypatch.setattr(arms, "set_checkpoint_early_stop", lambda enable: nullcontext())
+    refused = pytest.raises(NotOffloadedError, match=r"mlp\.down_proj\.weight")
+    with refused if stops_early else nullcontext():
+        make_bench(targets=["q_proj"]).run([Case(arms.accelerate_arm(), Work(1, 8))])
 
 
 def test_offloading_brings_the_base_back(tmp_path: Path) -> None:
@@ -339,3 +352,62 @@ def test_quick_takes_eight_layers_and_one_pass(name: str) -> None:
     options = tables.parse([name, "qwen2.5-7b", "--quick"])
     assert (options.layers, options.passes, options.steps) == (8, 1, 3)
     assert tables.parse([name, "qwen2.5-7b"]).layers is None
+
+
+def test_a_copy_on_a_gpu_is_framed_behind_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for streams and events: waiting for the slot is no part of the copy."""
+    journal: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.enable_timing = enable_timing
+
+        def record(self, stream: object) -> None:
+            journal.append("timed record" if self.enable_timing else "record")
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 4.0
+
+    class Stream:
+        def wait_event(self, event: object) -> None:
+            journal.append("wait")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    streams = transfer.TimedCudaStreams(CPU)
+    source = torch.arange(8, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    streams.copy(target, source, after=Event())
+    assert torch.equal(source, target)
+    assert journal == ["wait", "timed record", "wait", "record", "timed record"]
+    found = transfer._phases(streams.copies, {source.data_ptr(): 0}, is_cuda=True)
+    assert [(each["phase"], each["num_bytes"], each["ms"]) for each in found] == [
+        ("forward", 8, 4.0),
+        ("with the turn", 8, 4.0),
+    ]
+
+
+def test_peaks_on_a_gpu_are_those_of_the_allocator_and_of_the_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda", 0)
+    stats = {"allocated": (30, 50), "requested": (20, 40), "reserved": (60, 80)}
+    flat = {
+        f"{kind}_bytes.all.{what}": value
+        for kind, pair in stats.items()
+        for what, value in zip(("current", "peak"), pair, strict=True)
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: flat)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900, 1000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    assert memory.empty(gpu) == {"allocated": 30, "requested": 20}
+    assert memory.device_peaks(gpu, {"allocated": 1, "requested": 2}) == {
+        "peak_allocated": 49,
+        "peak_requested": 38,
+        "peak_reserved": 80,
+        "peak_process": 120,  # 100 in use now, 20 less than when most was reserved
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    assert memory.empty(gpu) == {"allocated": 0, "requested": 0}

@@ -11,7 +11,7 @@ import torch
 import poros
 from benchmarks import memory
 from benchmarks.work import Work
-from poros.planner import shapes_of
+from poros.rehearsal import shapes_of
 from poros.terms import Speeds
 
 

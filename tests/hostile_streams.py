@@ -7,7 +7,7 @@ it. The waits are those of ``CudaStreams``, called unchanged; each can be left o
 """
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,12 @@ class HostileStreams(CudaStreams):
         if ALLOCATOR_TOLD in self._without:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return super().allocate(num_bytes)
+
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        memory = super().borrow(shape, dtype)
+        if self._is_poisoning:
+            memory.flatten().view(torch.uint8).fill_(POISON)
+        return memory
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
         if COPY_AFTER_RELEASE in self._without:

@@ -39,8 +39,8 @@ def load(checkpoint: Path) -> Any:
     return tiny.attach_lora(base, rank=16, dropout=0.05)
 
 
-def hostile(model: Any, without: Any = (), **options: Any) -> Any:
-    streams = HostileStreams(DEVICE, is_poisoning=True, without=without)
+def hostile(model: Any, always: bool = False, **options: Any) -> Any:
+    streams = HostileStreams(DEVICE, is_poisoning=True, always=always)
     policy = poros.StreamingPolicy(slots=2, offload_boundaries=True).override(**options)
     return prepare_with(model, policy, streams=streams)
 
@@ -68,7 +68,7 @@ def test_control_inputs_that_are_not_waited_for(
 
     original = Parked._give_up
     monkeypatch.setattr(Parked, "_give_up", give_up)
-    model = hostile(load(checkpoint), self_check="off")
+    model = hostile(load(checkpoint), always=True, self_check="off")
     assert compare_trajectories(expected, train(model, BATCHES, SPEC))
 
 

@@ -34,7 +34,7 @@ class LayerCost:
     kept_input: int
     """The same of its input: nothing if all that is kept of it is a copy in another dtype."""
     peak: int
-    """At most, in forward or backward, above its input."""
+    """At most while it is recomputed and differentiated, above its input."""
 
 
 @dataclass(frozen=True)
@@ -250,11 +250,13 @@ def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     with FusedAttention(), live:
         live.know(hidden, *layer.parameters(), *layer.buffers())
         live.know(*(e for e in tree_leaves((args, kwargs)) if isinstance(e, torch.Tensor)))
+        # It has arrived before the layer is recomputed.
+        gradient = torch.empty_like(hidden)
         with saved_tensors_hooks(note, lambda tensor: tensor):
             output = layer(hidden, *args[1:], **kwargs)
         ends = [e for e in tree_leaves(output) if isinstance(e, torch.Tensor) and e.requires_grad]
-        saved = live.now - sum(_num_bytes(each) for each in ends)
-        starts = [torch.empty_like(each) for each in ends]
+        saved = live.now - sum(_num_bytes(each) for each in (gradient, *ends))
+        starts = [gradient if e.shape == gradient.shape else torch.empty_like(e) for e in ends]
         gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
         del gradients
     is_kept = hidden.untyped_storage()._cdata in kept

@@ -11,7 +11,6 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -135,8 +134,7 @@ def step_cost(
 ) -> StepCost:
     """Run one micro-batch of ``model`` on paper, in a fraction of a second whatever its depth.
 
-    Layers that cost the same are run once; the others hand their input on. Contexts of the caller
-    (what transformers records of a model that is running) are not seen and not written to.
+    Layers that cost the same are run once; the others hand on a tensor like their input.
 
     Args:
         model: On the meta device, with adapters, and ready to train.
@@ -144,12 +142,6 @@ def step_cost(
         batch_size: Rows.
         seq_len: Tokens per row; every row is full.
     """
-    return Context().run(_step_cost, model, layers, batch_size, seq_len)
-
-
-def _step_cost(
-    model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
-) -> StepCost:
     tokens = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
     live = LiveBytes()
     walk = _Walk()
@@ -161,7 +153,7 @@ def _step_cost(
 
     handle = layers[-1].register_forward_hook(mark)
     try:
-        with FusedAttention(), live, walk.over(layers):
+        with FusedAttention(), _folding_without_autocast(), live, walk.over(layers):
             live.know(tokens, *model.parameters(), *model.buffers())
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     finally:
@@ -247,7 +239,7 @@ def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         kept.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    with FusedAttention(), live:
+    with FusedAttention(), _folding_without_autocast(), live:
         live.know(hidden, *layer.parameters(), *layer.buffers())
         live.know(*(e for e in tree_leaves((args, kwargs)) if isinstance(e, torch.Tensor)))
         # It has arrived before the layer is recomputed.
@@ -271,6 +263,33 @@ def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     )
     given = tuple(e.shape for e in tree_leaves((args, kwargs)) if isinstance(e, torch.Tensor))
     return (type(layer), getattr(layer, "layer_type", None), shapes, len(args), given)
+
+
+@contextmanager
+def _folding_without_autocast() -> Iterator[None]:
+    """Let PEFT fold adapters into fused experts that have no memory.
+
+    It switches autocast off for the device at hand, which PyTorch refuses for the meta device. For
+    tensors on any other device, in any thread, nothing is different meanwhile.
+    """
+    from peft.tuners.lora import layer
+
+    proxy: Any = getattr(layer, "_LoraFactorsProxy", None)
+    if proxy is None:
+        yield
+        return
+    forward = proxy.forward
+
+    def fold(self: Any, weight: torch.Tensor) -> Any:
+        if not weight.is_meta:
+            return forward(self, weight)
+        return torch.baddbmm(weight, self.lhs, self.rhs, alpha=self.scaling)
+
+    proxy.forward = fold
+    try:
+        yield
+    finally:
+        proxy.forward = forward
 
 
 def _detached(value: Any) -> Any:

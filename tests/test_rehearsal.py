@@ -147,6 +147,22 @@ def test_planning_within_a_forward_leaves_what_it_records_alone() -> None:
     assert torch.equal(found.aux_loss, expected.aux_loss)
 
 
+SURROUNDINGS: dict[str, Any] = {
+    "no gradients": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "activations on the CPU": torch.autograd.graph.save_on_cpu,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_a_plan_is_the_same_whatever_surrounds_it(surroundings: str) -> None:
+    model = model_of()
+    expected = plan(model, seq_len=16)
+    with SURROUNDINGS[surroundings]():
+        assert plan(model, seq_len=16) == expected
+
+
 # What would make it fit.
 
 

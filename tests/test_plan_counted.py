@@ -28,7 +28,9 @@ USUAL: dict[str, Any] = {
     "block_size": 1,
     "architecture": "qwen2",
     "target_modules": None,
+    "offload_boundaries": False,
 }
+LAYOUT = ("slots", "keep_last", "block_size", "offload_boundaries")
 CASES: dict[str, dict[str, Any]] = {
     "usual": {},
     "many layers": {"num_layers": 16},
@@ -43,6 +45,15 @@ CASES: dict[str, dict[str, Any]] = {
     "all kept": {"slots": 6, "keep_last": 6},
     "blocks of two": {"block_size": 2},
     "blocks of two, two layers kept": {"block_size": 2, "slots": 3, "keep_last": 2},
+    "offloaded": {"num_layers": 12, "seq_len": 256, "offload_boundaries": True, "rank": 2},
+    "offloaded, two layers kept": {
+        "num_layers": 12,
+        "seq_len": 256,
+        "slots": 12,
+        "keep_last": 2,
+        "offload_boundaries": True,
+        "rank": 2,
+    },
     "llama": {"architecture": "llama"},
     "gemma3": {"architecture": "gemma3"},
     "gemma4 with shared keys": {"architecture": "gemma4_shared_kv"},
@@ -130,7 +141,8 @@ class Counted:
         ]
         there = [*self.batch.values(), *outside, *self.trained, *state]
         with DeviceBytes() as live:
-            live.know(*there, *held, *(slab.bytes for slab in takeover.host.slabs))
+            on_the_host = (*takeover.host.slabs, *takeover.boundaries._buffers)
+            live.know(*there, *held, *(slab.bytes for slab in on_the_host))
             live.know(*self.model.parameters(), *self.model.buffers())
             self.model(**self.batch, use_cache=False).loss.backward()
             self.optimizer.step()
@@ -146,12 +158,13 @@ def planned(model: Any, wanted: dict[str, Any], **options: Any) -> Any:
         num_slots=wanted["slots"],
         keep_last=wanted["keep_last"],
         block_size=wanted["block_size"],
+        offload_boundaries=wanted["offload_boundaries"],
         **options,
     )
 
 
 def prepare(model: Any, wanted: dict[str, Any], **options: Any) -> Any:
-    layout = {key: wanted[key] for key in ("slots", "keep_last", "block_size")}
+    layout = {key: wanted[key] for key in LAYOUT}
     return poros.prepare(model, device="cpu", allow_unvalidated=True, **layout, **options)
 
 
@@ -160,10 +173,13 @@ def test_planned_is_counted(case: str, tmp_path: Path) -> None:
     wanted = {**USUAL, **CASES[case]}
     model = make(tmp_path, wanted)
     expected = planned(model, wanted)
+    assert expected.offload_boundaries == wanted["offload_boundaries"]
     counted = Counted(prepare(model, wanted, self_check="off"), wanted)
     counted.step()
     found = counted.step()
     assert found == pytest.approx(expected.total_num_bytes, rel=TOLERANCE)
+    stats = poros.runtime(model).stats()
+    assert stats["host_num_bytes"] + stats["offloaded_num_bytes"] == expected.host_num_bytes
 
 
 @pytest.mark.parametrize("case", CHECKED)

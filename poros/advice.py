@@ -8,6 +8,8 @@ from typing import NamedTuple
 from poros.rehearsal import Rehearsal, Request
 
 _MOST_TRIES = 12
+_PRECISION = 0.02
+"""By how much, in proportion, a larger value than the one that is named may fit too."""
 
 
 class _Try(NamedTuple):
@@ -74,12 +76,12 @@ def _tries(rehearsal: Rehearsal, request: Request, before: int, budget: int) -> 
 def _largest(
     make: Callable[[int], _Try], low: _Try, high: _Try, budget: int, *, is_linear: bool = False
 ) -> _Try:
-    """The largest value that fits, between one that does and one that does not.
+    """About the largest value that fits, between one that does and one that does not.
 
     If what is needed ``is_linear`` in it, the first that fits is taken for the largest.
     """
     for attempt in range(_MOST_TRIES):
-        if high.value - low.value < 2:
+        if high.value - low.value <= max(1, int(high.value * _PRECISION)):
             break
         # What is needed grows almost in proportion; halving helps where it does not.
         share = (budget - low.num_bytes) / (high.num_bytes - low.num_bytes)

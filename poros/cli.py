@@ -210,34 +210,57 @@ def plan(
     rank: Annotated[int, typer.Option(help="Of LoRA on every linear layer of the blocks.")] = 16,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = 1,
+    optimizer: Annotated[
+        str, typer.Option(help="As TrainingArguments.optim.")
+    ] = "adamw_torch_fused",
+    offload_boundaries: Annotated[
+        bool | None,
+        typer.Option(help="Keep layer inputs in host memory.", show_default="if nothing else fits"),
+    ] = None,
+    self_check: Annotated[
+        bool, typer.Option(help="Plan for the first step too, which is checked.")
+    ] = True,
     copy_gb_per_s: Annotated[
         float | None, typer.Option(help="Host to device, for the forecast of time.")
     ] = None,
     tflop_per_s: Annotated[
         float | None, typer.Option(help="Of the model's products, for the forecast of time.")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure these two here, on the GPU.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where to measure.", show_default="the current GPU")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what a training step needs, before anything is downloaded."""
-    from poros.planner import plan as make_plan
-    from poros.planner import render
+    from poros.planner import Planner, render
     from poros.terms import Speeds
 
     _quieten_libraries()
     if (copy_gb_per_s is None) != (tflop_per_s is None):
         raise typer.BadParameter("give both --copy-gb-per-s and --tflop-per-s, or neither")
+    if measure and copy_gb_per_s is not None:
+        raise typer.BadParameter("give either the rates or --measure")
+    if device is not None and not measure:
+        raise typer.BadParameter("--device is where to --measure")
     speeds = None
-    if copy_gb_per_s is not None and tflop_per_s is not None:
-        speeds = Speeds(copy_gb_per_s, tflop_per_s)
     with _readable_errors():
-        found = make_plan(
-            model,
+        planner = Planner(model, rank=rank)
+        if measure:
+            speeds = planner.measure(seq_len=seq, batch_size=batch, device=device)
+        elif copy_gb_per_s is not None and tflop_per_s is not None:
+            speeds = Speeds(copy_gb_per_s, tflop_per_s)
+        found = planner.plan(
             seq_len=seq,
             batch_size=batch,
-            rank=rank,
             vram_budget=vram,
             accumulation=accumulation,
             block_size=block_size,
+            optimizer=optimizer,
+            offload_boundaries=offload_boundaries,
+            self_check=self_check,
             speeds=speeds,
         )
     if as_json:

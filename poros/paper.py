@@ -11,7 +11,6 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ class LayerCost:
     kept_input: int
     """The same of its input: nothing if all that is kept of it is a copy in another dtype."""
     peak: int
-    """At most, in forward or backward, above its input."""
+    """At most while it is recomputed and differentiated, above its input."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,7 @@ def step_cost(
 ) -> StepCost:
     """Run one micro-batch of ``model`` on paper, in a fraction of a second whatever its depth.
 
-    Layers that cost the same are run once; the others hand their input on. Contexts of the caller
-    (what transformers records of a model that is running) are not seen and not written to.
+    Layers that cost the same are run once; the others hand on a tensor like their input.
 
     Args:
         model: On the meta device, with adapters, and ready to train.
@@ -144,12 +142,6 @@ def step_cost(
         batch_size: Rows.
         seq_len: Tokens per row; every row is full.
     """
-    return Context().run(_step_cost, model, layers, batch_size, seq_len)
-
-
-def _step_cost(
-    model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
-) -> StepCost:
     tokens = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
     live = LiveBytes()
     walk = _Walk()
@@ -161,7 +153,7 @@ def _step_cost(
 
     handle = layers[-1].register_forward_hook(mark)
     try:
-        with FusedAttention(), live, walk.over(layers):
+        with FusedAttention(), _folding_without_autocast(), live, walk.over(layers):
             live.know(tokens, *model.parameters(), *model.buffers())
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     finally:
@@ -247,14 +239,16 @@ def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         kept.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    with FusedAttention(), live:
+    with FusedAttention(), _folding_without_autocast(), live:
         live.know(hidden, *layer.parameters(), *layer.buffers())
         live.know(*(e for e in tree_leaves((args, kwargs)) if isinstance(e, torch.Tensor)))
+        # It has arrived before the layer is recomputed.
+        gradient = torch.empty_like(hidden)
         with saved_tensors_hooks(note, lambda tensor: tensor):
             output = layer(hidden, *args[1:], **kwargs)
         ends = [e for e in tree_leaves(output) if isinstance(e, torch.Tensor) and e.requires_grad]
-        saved = live.now - sum(_num_bytes(each) for each in ends)
-        starts = [torch.empty_like(each) for each in ends]
+        saved = live.now - sum(_num_bytes(each) for each in (gradient, *ends))
+        starts = [gradient if e.shape == gradient.shape else torch.empty_like(e) for e in ends]
         gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
         del gradients
     is_kept = hidden.untyped_storage()._cdata in kept
@@ -269,6 +263,33 @@ def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     )
     given = tuple(e.shape for e in tree_leaves((args, kwargs)) if isinstance(e, torch.Tensor))
     return (type(layer), getattr(layer, "layer_type", None), shapes, len(args), given)
+
+
+@contextmanager
+def _folding_without_autocast() -> Iterator[None]:
+    """Let PEFT fold adapters into fused experts that have no memory.
+
+    It switches autocast off for the device at hand, which PyTorch refuses for the meta device. For
+    tensors on any other device, in any thread, nothing is different meanwhile.
+    """
+    from peft.tuners.lora import layer
+
+    proxy: Any = getattr(layer, "_LoraFactorsProxy", None)
+    if proxy is None:
+        yield
+        return
+    forward = proxy.forward
+
+    def fold(self: Any, weight: torch.Tensor) -> Any:
+        if not weight.is_meta:
+            return forward(self, weight)
+        return torch.baddbmm(weight, self.lhs, self.rhs, alpha=self.scaling)
+
+    proxy.forward = fold
+    try:
+        yield
+    finally:
+        proxy.forward = forward
 
 
 def _detached(value: Any) -> Any:

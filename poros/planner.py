@@ -3,6 +3,8 @@
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,7 +142,10 @@ class Planner:
         accumulation: int = 1,
         speeds: Speeds | None = None,
     ) -> MemoryPlan:
-        """Plan a step; see ``poros.plan``. Random states stay as they are."""
+        """Plan a step; see ``poros.plan``. Random states stay as they are.
+
+        May be called within a forward of the model, whatever surrounds it.
+        """
         _require_positive(seq_len=seq_len, batch_size=batch_size, accumulation=accumulation)
         # The policy says what is wrong with the others.
         StreamingPolicy(block_size=block_size, slots=num_slots, keep_last=keep_last)
@@ -164,14 +169,33 @@ class Planner:
             raise PolicyError(
                 f"seq_len: expected at most the model's {limit} positions, found {seq_len}"
             )
+        # In a thread and a context of its own, because a caller may be in the middle of a forward:
+        # grad mode, autocast and saved-tensor hooks belong to a thread, what models record to a
+        # context.
+        with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(1) as pool:
+            return pool.submit(Context().run, self._plan, request, budget).result()
+
+    def measure(
+        self, *, seq_len: int, batch_size: int = 1, device: torch.device | str | None = None
+    ) -> Speeds:
+        """Measure this machine's rates for the model and a batch, for ``plan(speeds=...)``.
+
+        See ``poros.speeds.measure_speeds``.
+        """
+        from poros.speeds import measure_speeds
+
+        _require_positive(seq_len=seq_len, batch_size=batch_size)
         with torch.random.fork_rng(devices=[]):
-            paper = self._on_paper()
-            if budget is None:
-                return paper.plan(request, None)
-            try:
-                return paper.plan(request, budget)
-            except VRAMBudgetError as error:
-                raise VRAMBudgetError(f"{error}\n{advice(paper, request, budget)}") from None
+            return measure_speeds(self._on_paper().layers, batch_size * seq_len, device)
+
+    def _plan(self, request: Request, budget: int | None) -> MemoryPlan:
+        rehearsal = self._on_paper()
+        if budget is None:
+            return rehearsal.plan(request, None)
+        try:
+            return rehearsal.plan(request, budget)
+        except VRAMBudgetError as error:
+            raise VRAMBudgetError(f"{error}\n{advice(rehearsal, request, budget)}") from None
 
     def _on_paper(self) -> Rehearsal:
         model = self._given()

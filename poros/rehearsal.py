@@ -42,6 +42,7 @@ class Rehearsal:
     Attributes:
         recipe: See above.
         model: On the meta device.
+        layers: Its decoder layers.
         shapes: Its sizes.
     """
 
@@ -49,7 +50,7 @@ class Rehearsal:
         self.recipe = recipe
         self.model: Any = recipe.make()
         self.shapes = shapes_of(self.model)
-        _, self._layers = find_layers(self.model)
+        _, self.layers = find_layers(self.model)
         self._costs: dict[tuple[int, int], StepCost] = {}
 
     def plan(self, request: Request, budget: int | None) -> MemoryPlan:
@@ -82,12 +83,12 @@ class Rehearsal:
         found = self._costs.get((batch_size, seq_len))
         if found is None:
             try:
-                found = step_cost(self.model, self._layers, batch_size, seq_len)
+                found = step_cost(self.model, self.layers, batch_size, seq_len)
             except (RuntimeError, NotImplementedError) as error:
                 name, config = type(self.model).__name__, self.model.config
                 raise UnsupportedModelError(
                     f"expected a model whose operators run on shapes alone, found {name} of "
-                    f"{config.model_type!r}, which does not (adapters on fused experts?): {error}"
+                    f"{config.model_type!r}, which does not: {error}"
                 ) from error
             self._costs[batch_size, seq_len] = found
         return found

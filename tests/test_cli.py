@@ -218,12 +218,45 @@ def test_plan_prints_the_terms(checkpoint: Path) -> None:
     assert table.exit_code == 0 and "workspace" in table.output and "ms" in table.output
 
 
+def test_plan_measures_the_rates_of_its_forecast(checkpoint: Path) -> None:
+    measured = ("--seq", "16", "--measure", "--device", "cpu")
+    found = poros_command("plan", str(checkpoint), *measured, "--json")
+    assert found.exit_code == 0, found.output
+    values = json.loads(found.stdout)
+    assert values["copy_gb_per_s"] > 0 and values["tflop_per_s"] > 0 and values["step_ms"] > 0
+    table = poros_command("plan", str(checkpoint), *measured)
+    assert table.exit_code == 0 and "TFLOP/s" in table.output and "GB/s" in table.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_plan_measures_on_a_gpu_or_says_that_there_is_none(checkpoint: Path) -> None:
+    found = poros_command("plan", str(checkpoint), "--seq", "16", "--measure")
+    assert found.exit_code == BAD_INPUT
+    assert "expected a CUDA device to measure on" in text(found)
+
+
+def test_plan_says_where_boundaries_are_and_what_the_check_needs(checkpoint: Path) -> None:
+    command = ("plan", str(checkpoint), "--seq", "16", "--optimizer", "sgd", "--json")
+    values = json.loads(poros_command(*command).stdout)
+    assert values["offload_boundaries"] is False and values["terms"]["self-check"] > 0
+    options = ("--offload-boundaries", "--no-self-check", "--optimizer", "adamw_torch")
+    others = json.loads(poros_command(*command, *options).stdout)
+    assert others["offload_boundaries"] is True and "self-check" not in others["terms"]
+    assert others["terms"]["optimizer"] > 0 == values["terms"]["optimizer"]
+
+
 def test_plan_refuses_what_cannot_be_planned(checkpoint: Path, tmp_path: Path) -> None:
     for options, expected in (
         (("--seq", "16", "--vram", "8 apples"), "8 apples"),
         (("--seq", "16", "--vram", "1kB"), "floor"),
         (("--seq", "0"), "positive whole number"),
+        (("--seq", "16", "--vram", "-1GiB"), "-1GiB"),
+        (("--seq", "16", "--vram", "nan"), "nan"),
+        (("--seq", "100000"), "positions"),
+        (("--seq", "16", "--optimizer", "adam"), "adamw_torch_fused"),
         (("--seq", "16", "--copy-gb-per-s", "25"), "neither"),
+        (("--seq", "16", "--device", "cpu"), "--measure"),
+        (("--seq", "16", "--measure", "--device", "apples"), "apples"),
     ):
         found = poros_command("plan", str(checkpoint), *options)
         assert found.exit_code == BAD_INPUT and expected in found.output, found.output

@@ -1,6 +1,7 @@
 """A plan needs a configuration only, and says what the model and the runtime then have."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from poros.gates import tiny
 from poros.layout import BlockLayout
 from poros.paper import LayerCost, LiveBytes, StepCost
 from poros.planner import plan, render
-from poros.rehearsal import shapes_of
-from poros.terms import Shapes, Speeds, plan_for
+from poros.rehearsal import Rehearsal, Request, shapes_of
+from poros.skeleton import Recipe
+from poros.terms import OptimizerCost, Shapes, Speeds, optimizer_cost, plan_for
+from tests import test_peft_breadth
 
 ARCHITECTURES = ["qwen2", "llama", "phi3", "gemma3", "gemma4", "mixtral", "qwen3_moe"]
 ATTENTION = ["q_proj", "v_proj", "qkv_proj"]
@@ -32,17 +35,13 @@ def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{**wanted, **options})
 
 
+# Those that training is tested with, and some that only change what is drawn.
 KINDS: dict[str, dict[str, Any]] = {
+    **test_peft_breadth.KINDS,
     "plain": {},
-    "rank-stabilised": {"use_rslora": True},
-    "dora": {"use_dora": True},
-    "all linear": {"target_modules": "all-linear"},
     "rank pattern": {"rank_pattern": {"v_proj": 7}},
-    "some layers": {"layers_to_transform": [1]},
-    "modules to save": {"modules_to_save": ["lm_head"]},
-    "bias of lora": {"bias": "lora_only"},
-    "lora bias": {"lora_bias": True},
     "gaussian": {"init_lora_weights": "gaussian"},
+    "tied head": {"target_modules": ["q_proj", "lm_head"]},
 }
 
 
@@ -56,6 +55,24 @@ def test_adapters_planned_are_the_models(kind: str) -> None:
     assert found.terms["adapters"] == sum(each.numel() * each.element_size() for each in trained)
     from_model = plan(model, seq_len=8)
     assert from_model.as_dict() == found.as_dict()
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]},
+    ],
+)
+def test_adapters_on_fused_experts_are_planned(architecture: str, options: dict[str, Any]) -> None:
+    base = base_of(architecture)
+    found = plan(base.config, seq_len=8, lora=lora(**options))
+    model = get_peft_model(base, lora(**options))
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    assert any("experts" in name for name in trained)
+    assert found.num_adapter_parameters == sum(each.numel() for each in trained.values())
+    assert plan(model, seq_len=8).as_dict() == found.as_dict()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -259,8 +276,23 @@ def test_bad_requests_are_refused() -> None:
         plan(config, seq_len=8, quantization="int3")
     with pytest.raises(UnsupportedModelError, match="PEFT adapters"):
         plan(base_of(), seq_len=8)
-    with pytest.raises(UnsupportedModelError, match="fused experts"):
-        plan(base_of("mixtral").config, seq_len=8, lora=lora(target_modules="all-linear"))
+    with pytest.raises(UnsupportedModelError, match=r"k_proj\.bias: expected a frozen base"):
+        plan(config, seq_len=8, lora=lora(bias="all"))
+    for name in ("adamw", "", None):
+        with pytest.raises(PolicyError, match=r"optimizer: expected one of adamw_torch_fused, .*"):
+            plan(config, seq_len=8, optimizer=name)
+
+
+def test_a_model_that_looks_at_values_is_refused() -> None:
+    class Curious(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden * hidden.nonzero().shape[0]
+
+    rehearsal = Rehearsal(Recipe.of(base_of().config, "nf4", torch.bfloat16, lora()))
+    layer = rehearsal.model.get_base_model().model.layers[0]
+    layer.mlp = Curious()
+    with pytest.raises(UnsupportedModelError, match=r"operators run on shapes alone.*'qwen2'"):
+        rehearsal.plan(Request(8), None)
 
 
 def test_a_plan_is_plain_values_and_a_table() -> None:
@@ -268,3 +300,51 @@ def test_a_plan_is_plain_values_and_a_table() -> None:
     again = json.loads(json.dumps(found.as_dict()))
     assert again["total_num_bytes"] == sum(again["terms"].values())
     assert render(found).row_count > len(found.terms)
+
+
+# What optimizers keep.
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "sgd"])
+def test_an_optimizer_keeps_and_needs_what_is_planned(name: str) -> None:
+    """Counted while a real one steps, over parameters above and below the size of 8 bits."""
+    import bitsandbytes as bnb
+
+    made: dict[str, Any] = {
+        "adamw_torch_fused": lambda each: torch.optim.AdamW(each, fused=True),
+        "adamw_torch": lambda each: torch.optim.AdamW(each, foreach=True),
+        "adamw_bnb_8bit": bnb.optim.AdamW8bit,
+        "sgd": lambda each: torch.optim.SGD(each, lr=0.1, foreach=True),
+    }
+    sizes = [(64, 256), (16, 100), (64, 64), (63, 65)]
+    trained = [torch.nn.Parameter(torch.ones(each)) for each in sizes]
+    shapes = replace(numbers()[0], adapter_sizes=[(e.numel(), 4 * e.numel()) for e in trained])
+    planned = optimizer_cost(name, shapes)
+    optimizer = made[name](trained)
+    for each in trained:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    distinct = {
+        id(tensor): tensor.numel() * tensor.element_size()
+        for state in optimizer.state.values()
+        for key, tensor in state.items()
+        # Steps are scalars, and the code books of 8-bit states 2 kB in all.
+        if isinstance(tensor, torch.Tensor) and tensor.dim() and not key.startswith("qmap")
+    }
+    assert planned.state == sum(distinct.values())
+    with LiveBytes() as live:
+        for state in optimizer.state.values():
+            live.know(*(each for each in state.values() if isinstance(each, torch.Tensor)))
+        live.know(*trained, *(each.grad for each in trained if each.grad is not None))
+        optimizer.step()
+    assert planned.temporaries == pytest.approx(live.peak, abs=64)
+
+
+def test_temporaries_of_the_optimizer_count_at_its_step_only() -> None:
+    shapes, cost = numbers()
+    small = replace(cost, layers=[LayerCost(0, 0, 0)] * 8, loss_peak=0)
+    for temporaries in (0, 10**6):
+        found = plan_for(shapes, small, optimizer=OptimizerCost(0, temporaries))
+        assert found.terms["workspace"] == temporaries
+    found = plan_for(shapes, cost, optimizer=OptimizerCost(0, 100))
+    assert found.terms == plan_for(shapes, cost, optimizer=OptimizerCost(0)).terms

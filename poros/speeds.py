@@ -1,0 +1,149 @@
+"""A machine's two rates, measured, from which ``poros.plan`` forecasts the time of a step.
+
+Both are measured as a step meets them: a copy from a slab of the host store on the copy stream,
+and the largest linear layer of the model's blocks, forward and backward to its input.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.errors import PolicyError, UnsupportedModelError
+from poros.host import HostSlab
+from poros.layout import BlockLayout
+from poros.streams import StreamContext, streams_for
+from poros.terms import Speeds
+
+logger = logging.getLogger(__name__)
+
+COPY_NUM_BYTES = 2**28
+"""Of one copy: enough that starting it takes no time in comparison."""
+_NUM_RUNS = 7
+
+
+def measure_speeds(
+    layers: Iterable[nn.Module],
+    num_tokens: int,
+    device: torch.device | str | None = None,
+    *,
+    copy_num_bytes: int = COPY_NUM_BYTES,
+) -> Speeds:
+    """Measure how fast this machine copies and multiplies.
+
+    Args:
+        layers: A model's decoder layers; only shapes and dtypes are read, so the meta device will
+            do.
+        num_tokens: In a micro-batch.
+        device: Where to measure; None is the current CUDA device. On a CPU a copy is one within
+            host memory.
+        copy_num_bytes: Of one copy.
+
+    Returns:
+        Medians of several runs.
+
+    Streams:
+        Blocks the host until each run is done. Needs ``copy_num_bytes`` and one dense linear layer
+        of device memory, and gives them back.
+
+    Raises:
+        PolicyError: If there is no such device.
+        UnsupportedModelError: If the layers have no linear layer.
+    """
+    streams = streams_for(_usable(device))
+    return Speeds(
+        copy_gb_per_s=copy_num_bytes / _copy_ms(streams, copy_num_bytes) / 1e6,
+        tflop_per_s=_product_rate(streams, _largest_linear(layers), num_tokens),
+    )
+
+
+def _usable(device: torch.device | str | None) -> torch.device:
+    try:
+        return torch.empty(0, device="cuda" if device is None else device).device
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        raise PolicyError(
+            f"device: expected {device or 'a CUDA device'} to measure on, found none ({why}); give "
+            "the rates as they are known (--copy-gb-per-s, --tflop-per-s), or device 'cpu'"
+        ) from error
+
+
+def _copy_ms(streams: StreamContext, num_bytes: int) -> float:
+    slab = HostSlab(BlockLayout((), num_bytes))
+    slab.bytes.fill_(1)  # memory that nobody has written to is not there yet
+    if streams.device.type == "cuda" and not slab.pin(streams.device):
+        logger.warning("poros: the driver refused page-locked memory; copies from pageable memory")
+    target = streams.allocate(num_bytes)
+    try:
+        return _median_ms(
+            streams, lambda: streams.wait(streams.copy(target, slab.bytes, after=streams.record()))
+        )
+    finally:
+        slab.unpin()
+
+
+def _product_rate(streams: StreamContext, like: Any, num_tokens: int) -> float:
+    """TFLOP/s of a layer of this form, forward and backward to its input."""
+    linear, dtype = _twin(like, streams.device)
+    hidden = torch.randn(num_tokens, like.in_features, device=streams.device).to(dtype)
+    hidden.requires_grad_()
+
+    def run() -> None:
+        output = linear(hidden)
+        torch.autograd.grad(output, hidden, torch.ones_like(output))
+
+    num_operations = 2 * 2 * num_tokens * like.in_features * like.out_features
+    return num_operations / _median_ms(streams, run) / 1e9
+
+
+def _median_ms(streams: StreamContext, run: Callable[[], None]) -> float:
+    times = []
+    for _ in range(_NUM_RUNS + 2):
+        streams.synchronize(streams.record())
+        begin = time.perf_counter()
+        run()
+        streams.synchronize(streams.record())
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[2:])  # the first ones warm up
+
+
+def _largest_linear(layers: Iterable[nn.Module]) -> Any:
+    """Of the base: adapters are far smaller."""
+    found: list[Any] = [
+        module
+        for layer in layers
+        for module in layer.modules()
+        if isinstance(module, nn.Linear) and module.in_features and module.out_features
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            "expected linear layers in the decoder's blocks to measure, found none; give the rates "
+            "as they are known"
+        )
+    return max(found, key=lambda each: each.in_features * each.out_features)
+
+
+def _twin(like: Any, device: torch.device) -> tuple[nn.Module, torch.dtype]:
+    """A layer of the same form with random weights, and the dtype of what it is given."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    dtype = like.compute_dtype if isinstance(like, Linear4bit) else like.weight.dtype
+    weight = torch.randn(like.out_features, like.in_features, device=device).mul_(0.02).to(dtype)
+    if not isinstance(like, Linear4bit):
+        made = nn.Linear(1, 1, bias=False)
+        made.weight = nn.Parameter(weight, requires_grad=False)
+        return made, dtype
+    packed = Linear4bit(1, 1, bias=False, compute_dtype=dtype, quant_type=like.weight.quant_type)
+    packed.weight = Params4bit(
+        weight,
+        requires_grad=False,
+        quant_type=like.weight.quant_type,
+        blocksize=like.weight.blocksize,
+        compress_statistics=like.weight.compress_statistics,
+        module=packed,
+    ).to(device)
+    return packed, dtype

@@ -11,6 +11,7 @@ import torch
 import poros
 from benchmarks import memory
 from benchmarks.work import Work
+from poros.config import MIN_SLOTS
 from poros.rehearsal import shapes_of
 from poros.terms import Speeds
 
@@ -25,6 +26,7 @@ def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:
         own = [each for each in rows if each["case"] == case and "num_slots" in each]
         work = Work(own[0]["batch"], own[0]["seq"])
         options = {key: own[0][key] for key in ("num_slots", "keep_last", "block_size")}
+        options["num_slots"] = max(MIN_SLOTS, options["num_slots"])  # one if all is one block
         if own[0].get("offload_boundaries"):
             options["offload_boundaries"] = True
         if any(key not in inspect.signature(poros.plan).parameters for key in options):
@@ -37,7 +39,9 @@ def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:
         speeds = None
         if resident:
             num_tokens = work.batch_size * work.seq_len
-            tflop = 2 * 2e-12 * shapes_of(model).num_linear_parameters * num_tokens
+            shapes = shapes_of(model)
+            num_parameters = shapes.num_linear_parameters + shapes.num_head_parameters
+            tflop = 2 * 2e-12 * num_parameters * num_tokens
             speeds = Speeds(
                 copy_gb_per_s=statistics.median(each["copy_gb_per_s"] for each in own),
                 tflop_per_s=tflop / (statistics.median(resident) / 1e3),

@@ -1,13 +1,14 @@
 """Offloaded inputs, the default budget and running out of memory, on a GPU."""
 
 import gc
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hostile_streams import COMPUTE_AFTER_COPY, HostileStreams
+from hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
 
 import poros
 from poros.api import prepare_with
@@ -39,8 +40,8 @@ def load(checkpoint: Path) -> Any:
     return tiny.attach_lora(base, rank=16, dropout=0.05)
 
 
-def hostile(model: Any, always: bool = False, **options: Any) -> Any:
-    streams = HostileStreams(DEVICE, is_poisoning=True, always=always)
+def hostile(model: Any, late: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    streams = HostileStreams(DEVICE, is_poisoning=True, **(late or {}))
     policy = poros.StreamingPolicy(slots=2, offload_boundaries=True).override(**options)
     return prepare_with(model, policy, streams=streams)
 
@@ -68,7 +69,9 @@ def test_control_inputs_that_are_not_waited_for(
 
     original = Parked._give_up
     monkeypatch.setattr(Parked, "_give_up", give_up)
-    model = hostile(load(checkpoint), always=True, self_check="off")
+    # The host takes some milliseconds a layer, and compute does not wait.
+    late = {"always": True, "copy_cycles": 60 * MEGA, "compute_cycles": 0}
+    model = hostile(load(checkpoint), late, self_check="off")
     assert compare_trajectories(expected, train(model, BATCHES, SPEC))
 
 

@@ -9,11 +9,13 @@ without it the page is printed only. Exit status 1: some arm gave other bits tha
 """
 
 import argparse
+import os
 import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +40,8 @@ class Table:
     cases: Callable[[Any, Any], list[Case]]
     """Of the model and the options."""
     quantization: str = "nf4"
+    is_deterministic: bool = False
+    """Whether PyTorch is told to take deterministic kernels only."""
 
 
 def _work(options: Any) -> Work:
@@ -146,6 +150,8 @@ TABLES = {
         "How do time and peak grow with the sequence, streamed and resident?",
         _LIMITS + " Attention with other kernels.",
         _sequences,
+        # The fused attention kernels do not repeat themselves over long sequences otherwise.
+        is_deterministic=True,
     ),
     "slots": Table(
         "Slots",
@@ -190,6 +196,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--passes", type=int)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", default=None)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
@@ -199,6 +206,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     options.passes = options.passes or (1 if quick else 2)
     options.points = options.points or (4 if quick else 7)
     options.quantization = options.quantization or TABLES[options.table].quantization
+    options.deterministic = options.deterministic or TABLES[options.table].is_deterministic
     sizes = (1, 2, 4, 8, 16) if options.table == "block-size" else (1,)
     options.block_sizes = options.block_sizes or list(sizes)
     every = (128, 1024, 4096) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -242,18 +250,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         has_plot=options.table == "budget",
     )
     schedule = Schedule(options.warm, options.steps, options.passes)
-    if is_transfer:
-        columns: Sequence[str] = transfer.COLUMNS
-        rows = transfer.measure(model, device, _work(options), schedule, shape)
-    else:
-        columns = COLUMNS
-        rows = Bench(model, device, schedule, shape).run(table.cases(model, options))
+    with _kernels(options.deterministic):
+        if is_transfer:
+            columns: Sequence[str] = transfer.COLUMNS
+            rows = transfer.measure(model, device, _work(options), schedule, shape)
+        else:
+            columns = COLUMNS
+            rows = Bench(model, device, schedule, shape).run(table.cases(model, options))
     with TemporaryDirectory() as folder:
         path = options.out or Path(folder, f"{options.table}.csv")
         print(report.write(path, columns, rows, page))
         exact = is_transfer or report.is_exact(report.read(path))
         print(f"took {time.perf_counter() - began:.0f} s", flush=True)
     return 0 if exact else 1
+
+
+@contextmanager
+def _kernels(deterministic: bool) -> Iterator[None]:
+    """Deterministic kernels only, if wanted."""
+    if not deterministic:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would only cost time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def _config(options: Any) -> Any:
@@ -269,6 +295,7 @@ def _procedure(options: Any) -> str:
         f"in fp32 on {targets}, fused AdamW, {options.batch} row(s) of random tokens, SDPA, no "
         f"dropout; {options.warm} warm-up and {options.steps} timed steps a turn, {options.passes} "
         "pass(es), the device synchronised around each step"
+        + (", deterministic kernels" if options.deterministic else "")
     )
     if options.table == "transfer":
         return f"{work}; two slots; plain copies before and after the steps of each pass."

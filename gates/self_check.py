@@ -217,8 +217,10 @@ class SelfCheck:
             return f"the layer, or a hook inside it, edits what it is given in place ({edited})"
         return (
             "resident does not equal itself: running the layer twice from the same state gives "
-            f"different bits ({unsteady}), so nothing can be said about streaming; look for a "
-            "nondeterministic operation, or set torch.use_deterministic_algorithms(True)"
+            f"different bits ({unsteady}), so nothing can be said about streaming. On GPUs the "
+            "fused attention kernels are such an operation over long sequences: use "
+            "torch.use_deterministic_algorithms(True) (TrainingArguments(full_determinism=True)), "
+            'or self_check="warn" to train without a proof'
         )
 
     def _resident(

@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "all kept": {"slots": 6, "keep_last": 6},
     "blocks of two": {"block_size": 2},
     "blocks of two, two layers kept": {"block_size": 2, "slots": 3, "keep_last": 2},
+    "many boundaries": {"num_layers": 12, "seq_len": 256, "rank": 2},
     "offloaded": {"num_layers": 12, "seq_len": 256, "offload_boundaries": True, "rank": 2},
     "offloaded, two layers kept": {
         "num_layers": 12,

@@ -263,9 +263,15 @@ class _Formula:
         # Of trained parts outside the layers most are in the head, whose backward is first.
         self.gradients_above = list(backwards)[:-1][::-1]
 
-    def plan(self, slots: int, kept: int, offload: bool) -> MemoryPlan:
-        num_recomputed = self.num_layers - kept
-        first_kept = -(-num_recomputed // self.block_size)
+    def plan(self, slots: int, keep_last: int, offload: bool) -> MemoryPlan:
+        """For layers to keep as in ``StreamingPolicy``: rounded down to whole blocks, or all."""
+        if keep_last < self.num_layers:
+            first_kept = max(0, len(self.blocks) - keep_last // self.block_size)
+            keep_last = self.block_size * (len(self.blocks) - first_kept)
+        else:
+            first_kept, keep_last = 0, self.num_layers
+        num_recomputed = min(first_kept * self.block_size, self.num_layers)
+        kept = self.num_layers - num_recomputed
         resident = [block.num_bytes for block in self.blocks[first_kept:]]
         ring, ring_slots = self.blocks[:first_kept], max(0, min(slots - len(resident), first_kept))
         if ring:
@@ -292,7 +298,7 @@ class _Formula:
         return MemoryPlan(
             terms=terms,
             num_slots=ring_slots + len(resident),
-            keep_last=kept,
+            keep_last=keep_last,
             offload_boundaries=offload,
             num_blocks=len(self.blocks),
             block_size=self.block_size,

@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "large vocabulary": {"vocab_size": 65536},
     "narrow and deep": {"num_layers": 16, "hidden_size": 512, "intermediate_size": 4096},
     "accumulation": {"accumulation": 3, "rank": 64},
+    "dropout": {"dropout": 0.1, "seq_len": 2048},
     "foreach optimizer": {"optimizer": "adamw_torch", "rank": 256, "seq_len": 64},
     "8-bit optimizer": {"optimizer": "adamw_bnb_8bit", "rank": 128, "seq_len": 64},
     "offloaded": {"offload_boundaries": True, "num_layers": 16, "seq_len": 2048},
@@ -44,7 +45,7 @@ CHECKED: dict[str, dict[str, Any]] = {
 }
 
 
-def build(folder: Path, rank: int, sizes: dict[str, int]) -> Any:
+def build(folder: Path, rank: int, sizes: dict[str, int], dropout: float = 0.0) -> Any:
     config = tiny.small_config(
         "qwen2", num_layers=sizes["num_layers"], hidden_size=sizes["hidden_size"], dropout=0.0
     )
@@ -52,7 +53,7 @@ def build(folder: Path, rank: int, sizes: dict[str, int]) -> Any:
     config.max_position_embeddings = 4096
     tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
     base = tiny.load_base(folder, dtype=torch.bfloat16, device="cuda")
-    return tiny.attach_lora(base, rank=rank)
+    return tiny.attach_lora(base, rank=rank, dropout=dropout)
 
 
 def requested() -> int:
@@ -114,6 +115,7 @@ USUAL: dict[str, Any] = {
     "block_size": 1,
     "offload_boundaries": False,
     "optimizer": "adamw_torch_fused",
+    "dropout": 0.0,
 }
 
 
@@ -122,7 +124,7 @@ def measure(
 ) -> tuple[poros.MemoryPlan, int, int]:
     """The plan, and the peaks of the first step and a later one."""
     base = start()
-    model = build(folder, wanted["rank"], wanted).train()
+    model = build(folder, wanted["rank"], wanted, wanted["dropout"]).train()
     layout = {key: wanted[key] for key in ("keep_last", "block_size", "offload_boundaries")}
     batch = {key: wanted[key] for key in ("batch_size", "seq_len", "accumulation", "optimizer")}
     planned = poros.plan(model, **batch, **layout, num_slots=wanted["slots"], self_check=self_check)

@@ -34,6 +34,8 @@ class LayerCost:
     """The same of its input: nothing if all that is kept of it is a copy in another dtype."""
     peak: int
     """At most while it is recomputed and differentiated, above its input."""
+    attention_flop: int = 0
+    """Of attention in its forward."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,23 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FusedKernels(TorchFunctionMode):
-    """Writes attention and dropout down as the kernels of a GPU have them."""
+    """Writes attention and dropout down as the kernels of a GPU have them.
+
+    Attributes:
+        attention_flop: Floating-point operations of attention so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_flop = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             query, key, value = args[:3]
+            # Scores and their product with the values; a causal kernel leaves half of both out.
+            num_scores = query.shape[:-1].numel() * key.shape[-2]
+            flop = 2 * num_scores * (query.shape[-1] + value.shape[-1])
+            self.attention_flop += flop // 2 if (kwargs or {}).get("is_causal") else flop
             return _Attention.apply(query, key, value)
         if func is nn.functional.dropout:
             return _dropout(*args, **(kwargs or {}))
@@ -258,7 +272,7 @@ def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         kept.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    with FusedKernels(), _folding_without_autocast(), live:
+    with FusedKernels() as kernels, _folding_without_autocast(), live:
         live.know(hidden, *layer.parameters(), *layer.buffers())
         live.know(*(e for e in tree_leaves((args, kwargs)) if isinstance(e, torch.Tensor)))
         # It has arrived before the layer is recomputed.
@@ -271,7 +285,12 @@ def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
         del gradients
     is_kept = hidden.untyped_storage()._cdata in kept
-    return LayerCost(saved, kept_input=_num_bytes(hidden) * is_kept, peak=live.peak)
+    return LayerCost(
+        saved,
+        kept_input=_num_bytes(hidden) * is_kept,
+        peak=live.peak,
+        attention_flop=kernels.attention_flop,
+    )
 
 
 def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:

@@ -74,7 +74,7 @@ class Speeds:
     copy_gb_per_s: float
     """From page-locked host memory to the device, and as fast the other way at the same time."""
     tflop_per_s: float
-    """Of the model's linear layers as they run, with dequantization."""
+    """Of the model's linear layers as they run, with dequantization; taken for all products."""
 
 
 @dataclass(frozen=True)
@@ -363,12 +363,18 @@ class _Formula:
         if self.speeds is None:
             return None
         num_tokens = self.cost.inputs / 16  # tokens and labels, 8 bytes each
-        per_parameter = 2e-9 * num_tokens / self.speeds.tflop_per_s
-        layers = self.shapes.num_linear_parameters * per_parameter
-        head = self.shapes.num_head_parameters * per_parameter
-        # Frozen weights need no gradient: backward is one product per weight, as forward is.
-        recomputed = layers * (1 - kept / self.num_layers)
-        compute = (layers + head, layers + head + recomputed)
+        layers = 2 * num_tokens * self.shapes.num_linear_parameters / self.num_layers
+        head = 2 * num_tokens * self.shapes.num_head_parameters
+        forward = [layers + each.attention_flop for each in self.cost.layers]
+        # Frozen weights need no gradient: backward is one product per weight, as forward is. Of
+        # attention it is five products, and the forward two.
+        backward = [layers + 2.5 * each.attention_flop for each in self.cost.layers]
+        recomputed = forward[: self.num_layers - kept]
+        per_flop = 1e-9 / self.speeds.tflop_per_s
+        compute = (
+            per_flop * (sum(forward) + head),
+            per_flop * (sum(backward) + sum(recomputed) + head),
+        )
         wires = (each / self.speeds.copy_gb_per_s / 1e6 for each in (forward_wire, backward_wire))
         return sum(map(max, wires, compute))
 

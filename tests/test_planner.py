@@ -254,6 +254,11 @@ def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
         return found
 
     endless = 1e12
+    with_attention = replace(cost, layers=[replace(cost.layers[0], attention_flop=10**6)] * 8)
+    found = plan_for(shapes, with_attention, speeds=Speeds(endless, 1), num_slots=8, keep_last=4)
+    # Forward eight times, again in backward four times, and two and a half times that for each.
+    attention = (8 + 4 + 2.5 * 8) * 1e6 * 1e-9
+    assert found.step_ms == pytest.approx(2.5 * products + 2 * head + attention)
     assert step_ms(endless, 1) == pytest.approx(3 * products + 2 * head)
     half = {"num_slots": 8, "keep_last": 4}
     assert step_ms(endless, 1, **half) == pytest.approx(2.5 * products + 2 * head)

@@ -1,10 +1,10 @@
 """What a step holds in memory, found by running it on paper: operators on the meta device.
 
 Storages are counted as operators make them and as the last tensor over them goes, so the peak is
-that of PyTorch's own allocations for the same calls. Two things differ from a real device and are
-put right: attention is written down as the fused kernels have it (inputs, output and one float32
-per row are kept, no score matrix exists), and a 4-bit product dequantizes its weight inside one
-operator.
+that of PyTorch's own allocations for the same calls. Three things differ from a GPU and are put
+right: attention is written down as the fused kernels have it (inputs, output and one float32 per
+row are kept, no score matrix exists), dropout keeps one byte per element, and a 4-bit product
+dequantizes its weight inside one operator.
 """
 
 import weakref
@@ -34,6 +34,8 @@ class LayerCost:
     """The same of its input: nothing if all that is kept of it is a copy in another dtype."""
     peak: int
     """At most while it is recomputed and differentiated, above its input."""
+    attention_flop: int = 0
+    """Of attention in its forward."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,45 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-class FusedAttention(TorchFunctionMode):
-    """Writes attention down as fused kernels have it."""
+class FusedKernels(TorchFunctionMode):
+    """Writes attention and dropout down as the kernels of a GPU have them.
+
+    Attributes:
+        attention_flop: Floating-point operations of attention so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_flop = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             query, key, value = args[:3]
+            # Scores and their product with the values; a causal kernel leaves half of both out.
+            num_scores = query.shape[:-1].numel() * key.shape[-2]
+            flop = 2 * num_scores * (query.shape[-1] + value.shape[-1])
+            self.attention_flop += flop // 2 if (kwargs or {}).get("is_causal") else flop
             return _Attention.apply(query, key, value)
+        if func is nn.functional.dropout:
+            return _dropout(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    return _Dropout.apply(input) if p and training else input
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gradients[0])
 
 
 class _Attention(torch.autograd.Function):
@@ -153,7 +186,7 @@ def step_cost(
 
     handle = layers[-1].register_forward_hook(mark)
     try:
-        with FusedAttention(), _folding_without_autocast(), live, walk.over(layers):
+        with FusedKernels(), _folding_without_autocast(), live, walk.over(layers):
             live.know(tokens, *model.parameters(), *model.buffers())
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     finally:
@@ -239,7 +272,7 @@ def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         kept.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    with FusedAttention(), _folding_without_autocast(), live:
+    with FusedKernels() as kernels, _folding_without_autocast(), live:
         live.know(hidden, *layer.parameters(), *layer.buffers())
         live.know(*(e for e in tree_leaves((args, kwargs)) if isinstance(e, torch.Tensor)))
         # It has arrived before the layer is recomputed.
@@ -252,7 +285,12 @@ def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
         del gradients
     is_kept = hidden.untyped_storage()._cdata in kept
-    return LayerCost(saved, kept_input=_num_bytes(hidden) * is_kept, peak=live.peak)
+    return LayerCost(
+        saved,
+        kept_input=_num_bytes(hidden) * is_kept,
+        peak=live.peak,
+        attention_flop=kernels.attention_flop,
+    )
 
 
 def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:

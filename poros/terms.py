@@ -74,7 +74,7 @@ class Speeds:
     copy_gb_per_s: float
     """From page-locked host memory to the device, and as fast the other way at the same time."""
     tflop_per_s: float
-    """Of the model's linear layers as they run, with dequantization."""
+    """Of the model's linear layers as they run, with dequantization; taken for all products."""
 
 
 @dataclass(frozen=True)
@@ -263,9 +263,15 @@ class _Formula:
         # Of trained parts outside the layers most are in the head, whose backward is first.
         self.gradients_above = list(backwards)[:-1][::-1]
 
-    def plan(self, slots: int, kept: int, offload: bool) -> MemoryPlan:
-        num_recomputed = self.num_layers - kept
-        first_kept = -(-num_recomputed // self.block_size)
+    def plan(self, slots: int, keep_last: int, offload: bool) -> MemoryPlan:
+        """For layers to keep as in ``StreamingPolicy``: rounded down to whole blocks, or all."""
+        if keep_last < self.num_layers:
+            first_kept = max(0, len(self.blocks) - keep_last // self.block_size)
+            keep_last = self.block_size * (len(self.blocks) - first_kept)
+        else:
+            first_kept, keep_last = 0, self.num_layers
+        num_recomputed = min(first_kept * self.block_size, self.num_layers)
+        kept = self.num_layers - num_recomputed
         resident = [block.num_bytes for block in self.blocks[first_kept:]]
         ring, ring_slots = self.blocks[:first_kept], max(0, min(slots - len(resident), first_kept))
         if ring:
@@ -292,7 +298,7 @@ class _Formula:
         return MemoryPlan(
             terms=terms,
             num_slots=ring_slots + len(resident),
-            keep_last=kept,
+            keep_last=keep_last,
             offload_boundaries=offload,
             num_blocks=len(self.blocks),
             block_size=self.block_size,
@@ -357,12 +363,18 @@ class _Formula:
         if self.speeds is None:
             return None
         num_tokens = self.cost.inputs / 16  # tokens and labels, 8 bytes each
-        per_parameter = 2e-9 * num_tokens / self.speeds.tflop_per_s
-        layers = self.shapes.num_linear_parameters * per_parameter
-        head = self.shapes.num_head_parameters * per_parameter
-        # Frozen weights need no gradient: backward is one product per weight, as forward is.
-        recomputed = layers * (1 - kept / self.num_layers)
-        compute = (layers + head, layers + head + recomputed)
+        layers = 2 * num_tokens * self.shapes.num_linear_parameters / self.num_layers
+        head = 2 * num_tokens * self.shapes.num_head_parameters
+        forward = [layers + each.attention_flop for each in self.cost.layers]
+        # Frozen weights need no gradient: backward is one product per weight, as forward is. Of
+        # attention it is five products, and the forward two.
+        backward = [layers + 2.5 * each.attention_flop for each in self.cost.layers]
+        recomputed = forward[: self.num_layers - kept]
+        per_flop = 1e-9 / self.speeds.tflop_per_s
+        compute = (
+            per_flop * (sum(forward) + head),
+            per_flop * (sum(backward) + sum(recomputed) + head),
+        )
         wires = (each / self.speeds.copy_gb_per_s / 1e6 for each in (forward_wire, backward_wire))
         return sum(map(max, wires, compute))
 

@@ -29,6 +29,7 @@ USUAL: dict[str, Any] = {
     "architecture": "qwen2",
     "target_modules": None,
     "offload_boundaries": False,
+    "accumulation": 1,
 }
 LAYOUT = ("slots", "keep_last", "block_size", "offload_boundaries")
 CASES: dict[str, dict[str, Any]] = {
@@ -45,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "all kept": {"slots": 6, "keep_last": 6},
     "blocks of two": {"block_size": 2},
     "blocks of two, two layers kept": {"block_size": 2, "slots": 3, "keep_last": 2},
+    "accumulation": {"accumulation": 3, "rank": 64},
+    "many boundaries": {"num_layers": 12, "seq_len": 256, "rank": 2},
     "offloaded": {"num_layers": 12, "seq_len": 256, "offload_boundaries": True, "rank": 2},
     "offloaded, two layers kept": {
         "num_layers": 12,
@@ -120,6 +123,7 @@ class Counted:
 
     def __init__(self, model: Any, wanted: dict[str, Any]) -> None:
         self.model = model
+        self.accumulation = wanted["accumulation"]
         ids = torch.randint(0, wanted["vocab_size"], (wanted["batch_size"], wanted["seq_len"]))
         self.batch = {"input_ids": ids, "labels": ids.clone()}
         self.trained = [each for each in model.parameters() if each.requires_grad]
@@ -144,7 +148,8 @@ class Counted:
             on_the_host = (*takeover.host.slabs, *takeover.boundaries._buffers)
             live.know(*there, *held, *(slab.bytes for slab in on_the_host))
             live.know(*self.model.parameters(), *self.model.buffers())
-            self.model(**self.batch, use_cache=False).loss.backward()
+            for _ in range(self.accumulation):
+                self.model(**self.batch, use_cache=False).loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         return num_bytes(there) + int(runtime.stats()["device_num_bytes"]) + live.peak
@@ -159,6 +164,7 @@ def planned(model: Any, wanted: dict[str, Any], **options: Any) -> Any:
         keep_last=wanted["keep_last"],
         block_size=wanted["block_size"],
         offload_boundaries=wanted["offload_boundaries"],
+        accumulation=wanted["accumulation"],
         **options,
     )
 

@@ -222,6 +222,25 @@ def test_inputs_of_kept_layers_stay_in_their_graphs() -> None:
     assert everything.terms == plan_for(shapes, cost, num_slots=8, keep_last=8).terms
 
 
+@pytest.mark.parametrize("num_layers", [6, 7])
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize("keep_last", range(9))
+def test_kept_layers_are_those_that_the_runtime_keeps(
+    num_layers: int, block_size: int, keep_last: int
+) -> None:
+    model = tiny.make_model("qwen2", num_layers=num_layers, hidden_size=16, dropout=0.0)
+    poros.prepare(model, device="cpu", block_size=block_size, keep_last=keep_last, slots=3)
+    takeover = poros.runtime(model)._takeover
+    num_streamed = takeover.manager.num_blocks
+    shapes, cost = numbers(num_layers)
+    found = plan_for(shapes, cost, block_size=block_size, keep_last=keep_last, num_slots=3)
+    num_kept = num_layers - min(num_streamed * block_size, num_layers)
+    assert found.terms["kept graphs"] == num_kept * (cost.layers[0].saved + cost.boundary)
+    assert found.num_slots == len(takeover.ring.slots) + found.num_blocks - num_streamed
+    takeover.resize(found.num_slots, found.keep_last)
+    assert takeover.manager.num_blocks == num_streamed
+
+
 def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
     shapes, cost = numbers()
     tokens = cost.inputs / 16
@@ -235,6 +254,11 @@ def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
         return found
 
     endless = 1e12
+    with_attention = replace(cost, layers=[replace(cost.layers[0], attention_flop=10**6)] * 8)
+    found = plan_for(shapes, with_attention, speeds=Speeds(endless, 1), num_slots=8, keep_last=4)
+    # Forward eight times, again in backward four times, and two and a half times that for each.
+    attention = (8 + 4 + 2.5 * 8) * 1e6 * 1e-9
+    assert found.step_ms == pytest.approx(2.5 * products + 2 * head + attention)
     assert step_ms(endless, 1) == pytest.approx(3 * products + 2 * head)
     half = {"num_slots": 8, "keep_last": 4}
     assert step_ms(endless, 1, **half) == pytest.approx(2.5 * products + 2 * head)

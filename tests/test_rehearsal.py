@@ -57,6 +57,25 @@ def test_leaving_layers_out_changes_no_figure(
     assert (num_some < 6) != has_side_channels
 
 
+def test_dropout_keeps_its_result_and_a_byte_per_element() -> None:
+    config = tiny.small_config("qwen2", num_layers=2, hidden_size=64, dropout=0.0)
+    saved = []
+    for rate in (0.0, 0.1):
+        options = lora(target_modules=["q_proj", "down_proj"], lora_dropout=rate)
+        rehearsal = Rehearsal(Recipe.of(config, "nf4", torch.bfloat16, options))
+        saved.append(rehearsal._cost(2, 32).layers[0].saved)
+    # The adapters' input in float32 is kept anyway: before dropout, or after it.
+    assert saved[1] - saved[0] == 2 * 32 * (64 + 128)
+
+
+def test_operations_of_attention_are_counted() -> None:
+    config = tiny.small_config("qwen2", num_layers=2, hidden_size=64, dropout=0.0)
+    rehearsal = Rehearsal(Recipe.of(config, "nf4", torch.bfloat16, lora()))
+    found = rehearsal._cost(3, 32).layers[0].attention_flop
+    # Two products of rows x heads x 32 x 32 x 16, two operations each, half of them masked.
+    assert found == 3 * 4 * 32 * 32 * 16 * 2 * 2 // 2
+
+
 def test_another_batch_needs_no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     make = Recipe.make

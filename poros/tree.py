@@ -2,12 +2,14 @@
 
 PEFT adds and removes modules between steps, so what was found at ``prepare`` cannot be relied upon;
 walking the tree at each call would cost more than the layer's own dispatch. Comparing the flat list
-of children is exact and cheap: two equal lists of modules hold the same objects.
+of children is exact and cheap: two equal lists of modules hold the same objects. Most of the
+dictionaries looked at are empty, so they are passed over without a step of Python for each.
 """
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +52,7 @@ class ModuleTree:
         self._layer = weakref.ref(layer)
         self._inner = modules[1:]
         self._tables = [module._modules for module in modules]
-        self._children = [child for table in self._tables for child in table.values()]
+        self._children = _values(self._tables)
         self._hooks = [
             hooks
             for each in self._inner
@@ -65,10 +67,15 @@ class ModuleTree:
         ]
         self.adapter_modules = [each for each in self._inner if is_adapter_module(each)]
         self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._frozen = frozen
+        self._adapters: list[Adapter] | None = None
+        # What was in the owners when those were looked up, and what of it was not trainable.
+        self._entries: list[tuple[Any, ...]] = []
+        self._idle: list[torch.Tensor] = []
 
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
-        return self._children == [child for table in self._tables for child in table.values()]
+        return self._children == _values(self._tables)
 
     def modules(self) -> list[nn.Module]:
         """The layer and all modules in it."""
@@ -79,16 +86,38 @@ class ModuleTree:
 
     def hooks(self) -> list[int]:
         """Keys of the hooks inside the layer; equal lists mean the same hooks."""
-        return list(chain.from_iterable(self._hooks))
+        return list(chain.from_iterable(filter(None, self._hooks)))
 
     def adapters(self) -> list[Adapter]:
-        """The trainable parameters now. PEFT changes them without changing modules."""
-        return [
-            Adapter(owner, key, parameter, self._stand_in(parameter))
-            for owner in self._owners
-            for key, parameter in owner.items()
-            if parameter is not None and parameter.requires_grad
-        ]
+        """The trainable parameters now. PEFT changes them without changing modules.
+
+        The same list as before, which is not to be changed, as long as they are the same.
+        """
+        if self._adapters is None or not self._are_current(self._adapters):
+            entries = [(owner, *item) for owner in self._owners for item in owner.items()]
+            # Whether a frozen tensor is still frozen is looked at by poros.frozen.
+            found = [
+                each for each in entries if each[2] is not None and id(each[2]) not in self._frozen
+            ]
+            self._entries = list(zip(*entries, strict=True)) or [(), (), ()]
+            self._idle = [each for _, _, each in found if not each.requires_grad]
+            self._adapters = [
+                Adapter(owner, key, each, self._stand_in(each))
+                for owner, key, each in found
+                if each.requires_grad
+            ]
+        return self._adapters
+
+    def _are_current(self, adapters: Sequence[Adapter]) -> bool:
+        owners, keys, values = self._entries
+        # As many entries as there were, each where it was: so there is no other.
+        return (
+            sum(map(len, self._owners)) == len(values)
+            and all(map(is_, map(dict.get, owners, keys), values))
+            and all(each.parameter.requires_grad for each in adapters)
+            and not any(each.requires_grad for each in self._idle)
+            and all(shares_memory(each.parameter, each.stand_in) for each in adapters)
+        )
 
     def put_back(self) -> None:
         """Replace every stand-in by its parameter."""
@@ -114,6 +143,11 @@ def shares_memory(parameter: nn.Parameter, stand_in: nn.Parameter) -> bool:
         and stand_in.dtype == parameter.dtype
         and stand_in.shape == parameter.shape
     )
+
+
+def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
+    """What these dictionaries hold, one after the other."""
+    return list(chain.from_iterable(map(dict.values, filter(None, tables))))
 
 
 def _refuse_gradient(stand_in: torch.Tensor) -> None:

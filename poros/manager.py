@@ -4,6 +4,8 @@ Only this module changes a slot's state. *prefetch* queues a copy, *acquire* mak
 stream wait for it, *release* records the event behind which the slot may be overwritten.
 """
 
+from collections.abc import Iterator
+
 from poros.errors import SlotStateError
 from poros.host import HostStore
 from poros.ring import DeviceRing, Slot, SlotState
@@ -135,11 +137,17 @@ class BlockManager:
 
     def _prefetch_next(self, block: int, phase: Phase, in_use: int) -> None:
         contents = [slot.block for slot in self._ring.slots]
-        expected = predict(block, phase, self.num_blocks)
-        for upcoming in list(missing(contents, in_use, expected)):
-            self.prefetch(upcoming)
-        held = [slot.block for slot in self._ring.slots]
-        self._host.read_ahead(loads(held, predict(block, phase, self.num_blocks)))
+        # A slot for each block, and every block in its own: nothing is ever missing again.
+        if len(contents) < self.num_blocks or None in contents:
+            expected = predict(block, phase, self.num_blocks)
+            for upcoming in list(missing(contents, in_use, expected)):
+                self.prefetch(upcoming)
+        self._host.read_ahead(self._next_loads(block, phase))
+
+    def _next_loads(self, block: int, phase: Phase) -> Iterator[int]:
+        # A generator, so that a store without a disk, which does not ask, costs nothing.
+        contents = [slot.block for slot in self._ring.slots]
+        yield from loads(contents, predict(block, phase, self.num_blocks))
 
     def _note(self, kind: str, block: int) -> None:
         if self._journal is not None:

@@ -14,9 +14,10 @@ Note: Rematerialization equality
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,8 +39,7 @@ def _settings() -> tuple[_Setting, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class AutocastState:
+class AutocastState(NamedTuple):
     """Autocast of one device type."""
 
     device_type: str
@@ -108,21 +108,24 @@ class AmbientState:
 
     @classmethod
     def capture(cls, device: torch.device, modules: Sequence[nn.Module]) -> "AmbientState":
-        device_types = {device.type, "cpu"}
+        device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         return cls(
             rng=RngStash.capture(device),
-            autocast=tuple(AutocastState.capture(each) for each in sorted(device_types)),
-            settings=tuple(get() for get, _ in _settings()),
-            training=tuple(module.training for module in modules),
+            autocast=tuple(map(AutocastState.capture, device_types)),
+            settings=_current_settings(),
+            training=_training_flags(modules),
         )
 
     @property
     def is_autocast(self) -> bool:
         return any(each.enabled for each in self.autocast)
 
-    @contextmanager
-    def without_autocast_cache(self) -> Iterator[None]:
+    def without_autocast_cache(self) -> AbstractContextManager[object]:
         """For the forward itself: autocast as it is, minus the cache."""
+        return self._without_autocast_cache() if self.is_autocast else nullcontext()
+
+    @contextmanager
+    def _without_autocast_cache(self) -> Iterator[None]:
         with ExitStack() as stack:
             for each in self.autocast:
                 if each.enabled:
@@ -137,15 +140,26 @@ class AmbientState:
             for each in self.autocast:
                 if each.enabled or torch.is_autocast_enabled(each.device_type):
                     stack.enter_context(each.enter())
-            for (get, put), wanted in zip(_settings(), self.settings, strict=True):
-                if (found := get()) != wanted:
-                    put(wanted)
-                    stack.callback(put, found)
-            for module, wanted in zip(modules, self.training, strict=True):
-                if module.training != wanted:
-                    stack.callback(setattr, module, "training", module.training)
-                    module.training = wanted
+            # Compared at once, and one by one only if that tells something.
+            if _current_settings() != self.settings:
+                for (get, put), wanted in zip(_settings(), self.settings, strict=True):
+                    if (found := get()) != wanted:
+                        put(wanted)
+                        stack.callback(put, found)
+            if _training_flags(modules) != self.training:
+                for module, wanted in zip(modules, self.training, strict=True):
+                    if module.training != wanted:
+                        stack.callback(setattr, module, "training", module.training)
+                        module.training = wanted
             yield
+
+
+def _current_settings() -> tuple[Any, ...]:
+    return tuple([get() for get, _ in _settings()])
+
+
+def _training_flags(modules: Sequence[nn.Module]) -> tuple[bool, ...]:
+    return tuple(map(attrgetter("training"), modules))
 
 
 def adapter_state(modules: Sequence[nn.Module]) -> tuple[object, ...]:

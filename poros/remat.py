@@ -80,10 +80,11 @@ class LayerCall:
             for index, value in enumerate(args)
         ]
         self._channels = SideChannels(kwargs, layer.name, tensors)
+        channels = self._channels.names
         self._kwargs = {
             key: pack(value, f"argument {key!r} of {layer.name}", tensors)
             for key, value in kwargs.items()
-            if key not in self._channels.names
+            if key not in channels
         }
         self.tensors: Sequence[torch.Tensor] = tensors
         """Distinct tensors among the arguments. Empty once autograd keeps them."""

@@ -31,12 +31,12 @@ class RngStash:
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Run the body from these states; afterwards the generators are as they were before it."""
-        devices = [self.device] if self.device_state is not None else []
-        with torch.random.fork_rng(devices=devices, device_type="cuda"):
-            torch.set_rng_state(self.cpu)
-            if self.device_state is not None:
-                torch.cuda.set_rng_state(self.device_state, self.device)
+        before = RngStash.capture(self.device)
+        self._set()
+        try:
             yield
+        finally:
+            before._set()
 
     def equals(self, other: "RngStash") -> bool:
         """Whether both hold the same states, bit for bit."""
@@ -45,3 +45,8 @@ class RngStash:
         if self.device_state is None or other.device_state is None:
             return self.device_state is other.device_state
         return torch.equal(self.device_state, other.device_state)
+
+    def _set(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.device_state is not None:
+            torch.cuda.set_rng_state(self.device_state, self.device)

@@ -32,8 +32,8 @@ class RngStash:
     def replay(self) -> Iterator[None]:
         """Run the body from these states; afterwards the generators are as they were before it."""
         before = RngStash.capture(self.device)
-        self._set()
         try:
+            self._set()
             yield
         finally:
             before._set()

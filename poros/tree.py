@@ -8,7 +8,7 @@ dictionaries looked at are empty, so they are passed over without a step of Pyth
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -96,24 +96,28 @@ class ModuleTree:
         if self._adapters is None or not self._are_current(self._adapters):
             entries = [(owner, *item) for owner in self._owners for item in owner.items()]
             # Whether a frozen tensor is still frozen is looked at by poros.frozen.
-            found = [
-                each for each in entries if each[2] is not None and id(each[2]) not in self._frozen
+            places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+                (owner, key, value)
+                for owner, key, value in entries
+                if value is not None and id(value) not in self._frozen
             ]
             self._entries = list(zip(*entries, strict=True)) or [(), (), ()]
-            self._idle = [each for _, _, each in found if not each.requires_grad]
+            self._idle = [each for _, _, each in places if not each.requires_grad]
             self._adapters = [
                 Adapter(owner, key, each, self._stand_in(each))
-                for owner, key, each in found
+                for owner, key, each in places
                 if each.requires_grad
             ]
         return self._adapters
 
     def _are_current(self, adapters: Sequence[Adapter]) -> bool:
         owners, keys, values = self._entries
-        # As many entries as there were, each where it was: so there is no other.
+        # As many entries as there were, each where it was: so there is no other. An entry that is
+        # gone is not one that is None.
+        now = map(dict.get, owners, keys, repeat(self))
         return (
             sum(map(len, self._owners)) == len(values)
-            and all(map(is_, map(dict.get, owners, keys), values))
+            and all(map(is_, now, values))
             and all(each.parameter.requires_grad for each in adapters)
             and not any(each.requires_grad for each in self._idle)
             and all(shares_memory(each.parameter, each.stand_in) for each in adapters)

@@ -17,6 +17,7 @@ from slots import random_store
 from snapshots import batches, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import poros
 import poros.remat
 from poros import streams as streams_module
 from poros.api import prepare_with
@@ -316,3 +317,38 @@ def test_control_a_waiting_cuda_call_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(CudaStreams, "wait", wait)
     assert waits_of_a_step(5, 2, monkeypatch) == ["event.synchronize"] * 10
+
+
+@contextmanager
+def refusing_to_wait(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside the visits of the body, torch raises if a CUDA call makes the host wait."""
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return wrapped
+
+    with patch.context() as inner:
+        inner.setattr(LayerRuntime, "forward", wrap(LayerRuntime.forward))
+        backward = wrap(RematerializeLayer.backward)
+        inner.setattr(RematerializeLayer, "backward", staticmethod(backward))
+        yield
+
+
+@pytest.mark.gpu
+def test_no_visit_on_a_gpu_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = poros.prepare(
+        build(num_layers=NUM_LAYERS, dropout=0.0), device="cuda", slots=2, self_check="off"
+    )
+    batch = {key: each.cuda() for key, each in batches(1)[0].items()}
+    model(**batch).loss.backward()
+    with refusing_to_wait(monkeypatch):
+        model(**batch).loss.backward()
+    read_a_value(monkeypatch)
+    with refusing_to_wait(monkeypatch), pytest.raises(RuntimeError, match="synchronizing"):
+        model(**batch).loss.backward()

@@ -132,6 +132,12 @@ class AdversarialStreams(StreamContext):
         weakref.finalize(memory.untyped_storage(), _given_back, self._compute, _address(memory))
         return memory
 
+    def abandon(self, memory: torch.Tensor, event: Event) -> None:
+        self.synchronize(event)  # the allocator keeps it until then
+        known = self._compute.memories.get(_address(memory))
+        if known is not None:
+            known.is_pending = False
+
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
         self._require_nothing_lost()
         memory = self._compute.memories.get(_address(target))

@@ -48,6 +48,8 @@ class Evidence:
     rng_end: list[torch.Tensor] = field(default_factory=list)
     rng_backward: list[torch.Tensor] = field(default_factory=list)
     """When its backward began."""
+    is_on_host: bool = False
+    """Whether input and outputs were moved there."""
 
     @classmethod
     def collect(
@@ -97,6 +99,11 @@ class Evidence:
         after = before.detach().to(device, copy=True).requires_grad_(before.requires_grad)
         self.inputs, self.input_versions[0] = [after, *others], after._version
         self.args = tuple(replace(value, {id(before): after}) for value in self.args)
+        self.kwargs = {
+            key: value if isinstance(value, Cache) else replace(value, {id(before): after})
+            for key, value in self.kwargs.items()
+        }
+        self.is_on_host = device.type == "cpu"
         self.outputs = {
             name: (each.to(device, copy=True), needs_gradient)
             for name, (each, needs_gradient) in self.outputs.items()

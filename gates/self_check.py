@@ -134,7 +134,7 @@ class SelfCheck:
             return
         if not is_streamed(evidence.layer):
             return  # restored since its forward
-        if evidence.call.parked is not None:
+        if evidence.is_on_host:
             evidence.move(self._device)
         if grad_inputs:
             del self._unchecked[index]

@@ -146,7 +146,7 @@ class LayerRuntime:
             or (tensor.is_leaf and tensor.requires_grad)
         ):
             return None
-        return self.boundaries.park(tensor, self.name, is_first=self._index == 0)
+        return self.boundaries.park(tensor, self.name, self._index)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward, compiled if that was asked for; only inside a visit."""

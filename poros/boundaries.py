@@ -7,10 +7,11 @@ layer's backward. Two are on the device at any moment: one in use, one on its wa
 
 Note: No wait, no reuse
     The device memory comes from the allocator as the compute stream's own, so that the peak stays a
-    formula. The allocator hands it on in the order of that stream alone. Whoever gives such memory
-    up therefore first makes the compute stream wait for the copy from it or into it: in the regular
-    course, and in ``Parked.__del__`` for a graph that is dropped half-way. Host buffers need
-    nothing of the kind: all copies from and to them are on one stream, one after the other.
+    formula. The allocator hands it on in the order of that stream alone. So whoever gives such
+    memory up first makes the compute stream wait for the copy from it or into it. Only a graph that
+    is dropped half-way cannot: a collector may drop it in any thread, on any stream. There the
+    allocator is told of the copy stream instead (``abandon``). Host buffers need nothing of the
+    kind: all copies from and to them are on one stream, one after the other.
 
 Source:
     Offloaded activations of Rajbhandari et al. 2021 (ZeRO-Infinity), section 5.1.2.
@@ -54,14 +55,14 @@ class Boundaries:
         """Host memory that is held for inputs."""
         return sum(each.layout.num_bytes for each in self._buffers)
 
-    def park(self, tensor: torch.Tensor, where: str, *, is_first: bool) -> "Parked":
+    def park(self, tensor: torch.Tensor, where: str, index: int) -> "Parked":
         """Queue the copy of a layer's input to the host; the device memory goes two calls later.
 
         Args:
             tensor: The input, on the device; the caller keeps no reference that outlives the
                 layer's forward.
             where: The layer's name, for errors.
-            is_first: Whether the layer is the first of a pass.
+            index: The layer's place among the layers.
 
         Streams:
             Copies on a stream of its own, behind what the compute stream has queued; the compute
@@ -71,8 +72,9 @@ class Boundaries:
         Raises:
             HostMemoryError: If there is no host memory for it.
         """
-        previous = self._recent[-1] if self._recent and not is_first else None
-        parked = Parked(tensor, where, self, self._take(tensor), previous)
+        latest = self._recent[-1]() if self._recent else None
+        previous = latest if latest is not None and latest.index == index - 1 else None
+        parked = Parked(tensor, where, index, self, self._take(tensor), previous)
         self._recent.append(weakref.ref(parked))
         while len(self._recent) > NUM_ON_DEVICE:
             leaving = self._recent.popleft()()
@@ -119,15 +121,18 @@ class Parked:
         self,
         tensor: torch.Tensor,
         where: str,
+        index: int,
         boundaries: Boundaries,
         buffer: HostSlab,
-        previous: "weakref.ref[Parked] | None",
+        previous: "Parked | None",
     ) -> None:
+        self.index = index
         self._where = where
         self._boundaries = boundaries
         self._streams = boundaries._streams
         self._buffer = buffer
-        self._previous = previous
+        self._previous = None if previous is None else weakref.ref(previous)
+        self._is_edited = False
         self._form = (tensor.shape, tensor.dtype)
         self._requires_grad = tensor.requires_grad
         self._version = tensor._version
@@ -143,9 +148,15 @@ class Parked:
 
         Raises:
             RematerializationError: If the input was edited in place before it left the device.
+            torch.OutOfMemoryError: If the device has no room for it.
         """
         self._bring_back()
         found = self._give_up()
+        if found is None or self._is_edited:
+            raise RematerializationError(
+                f"{self._where}: its input was edited in place between forward and backward, so "
+                "the forward cannot be recomputed; edit it after backward"
+            )
         previous = self._previous() if self._previous is not None else None
         if previous is not None:
             previous._bring_back()
@@ -163,15 +174,12 @@ class Parked:
         self._copied = self._streams.copy(target, self._host(), after=self._streams.record())
         self._tensor, self._version = target, target._version
 
-    def _give_up(self) -> torch.Tensor:
+    def _give_up(self) -> torch.Tensor | None:
         """The tensor, which from here on is ordinary memory of the compute stream."""
         self._streams.wait(self._copied)
         tensor, self._tensor = self._tensor, None
-        if tensor is None or tensor._version != self._version:
-            raise RematerializationError(
-                f"{self._where}: its input was edited in place between forward and backward, so "
-                "the forward cannot be recomputed; edit it after backward"
-            )
+        # For good: what the host holds may be from before the edit or from after it.
+        self._is_edited |= tensor is not None and tensor._version != self._version
         return tensor
 
     def _host(self) -> torch.Tensor:
@@ -181,5 +189,5 @@ class Parked:
 
     def __del__(self) -> None:
         if self._tensor is not None:
-            self._streams.wait(self._copied)
+            self._streams.abandon(self._tensor, self._copied)
         self._boundaries._free.append(self._buffer)

@@ -165,7 +165,8 @@ class Planner:
         budget = None if vram_budget is None else parse_num_bytes(vram_budget, "vram_budget")
         text = self._recipe.config.get_text_config(decoder=True)
         limit = getattr(text, "max_position_embeddings", None)
-        if isinstance(limit, int) and seq_len > limit:
+        # A model that is there trains on what it is given.
+        if isinstance(limit, int) and seq_len > limit and self._adapters is None:
             raise PolicyError(
                 f"seq_len: expected at most the model's {limit} positions, found {seq_len}"
             )

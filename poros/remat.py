@@ -260,13 +260,13 @@ class RematerializeLayer(torch.autograd.Function):
             )
         tensors = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
-        if call.parked is not None:
-            tensors = (call.parked.fetch(), *tensors)
-        inputs = _leaves(tensors[: call.num_tensors])
-        sources = [*inputs, *call.stand_ins]
-        wanted = [each for each in sources if each.requires_grad]
-        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         with call.layer.visit(Phase.BACKWARD, call.adapters):
+            if call.parked is not None:
+                tensors = (call.parked.fetch(), *tensors)
+            inputs = _leaves(tensors[: call.num_tensors])
+            sources = [*inputs, *call.stand_ins]
+            wanted = [each for each in sources if each.requires_grad]
+            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
             results = call.recompute(inputs)
             # Outside of the replayed state: a resident run takes gradients in the caller's.
             pairs = [
@@ -278,6 +278,9 @@ class RematerializeLayer(torch.autograd.Function):
                 ends, starts = zip(*pairs, strict=True)
                 found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
         call.is_pending = False
+        # As autograd lets go of saved tensors, with or without the graph that held them.
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            call.parked = None
         by_source = {id(source): gradient for source, gradient in zip(wanted, found, strict=True)}
         returned = [by_source.get(id(source)) for source in sources]
         for number, handed_back in call.handed_back.items():

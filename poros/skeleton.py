@@ -156,9 +156,10 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
     """``model`` with PEFT adapters, as ``get_peft_model`` and ``add_adapter`` give them."""
     from peft import get_peft_model
 
-    # PEFT looks for the means to fill in what an adapter is initialised from.
+    # PEFT looks for the means to fill in what an adapter is initialised from, and writes to the
+    # configurations.
     with _META:
-        (first, config), *others = adapters.items()
+        (first, config), *others = copy.deepcopy(dict(adapters)).items()
         adapted = get_peft_model(model, config, adapter_name=first)
         for name, config in others:
             adapted.add_adapter(name, config)

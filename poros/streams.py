@@ -18,6 +18,7 @@ Note: Fresh memory is not idle memory
     the copy is done: ``allocate`` tells the allocator about the copy stream.
 """
 
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -65,7 +66,15 @@ class StreamContext(ABC):
         """A device tensor for one copy, in the compute stream's memory. Contents are undefined.
 
         The allocator does not learn of the copy stream, and hands the memory on as the compute
-        stream's own. So it must be kept until the compute stream has waited for the copy.
+        stream's own. So it must be kept until the compute stream has waited for the copy, or be
+        given to ``abandon``.
+        """
+
+    @abstractmethod
+    def abandon(self, memory: torch.Tensor, event: Event) -> None:
+        """Give up borrowed memory, or the source of a copy, which is in flight until ``event``.
+
+        The allocator then keeps it until the copy stream is done. From any thread and stream.
         """
 
     def timings(self) -> Timings:
@@ -121,6 +130,7 @@ class CudaStreams(StreamContext):
         self._copy_stream: torch.cuda.Stream | None = None
         self._last_compute: torch.cuda.Stream | None = None
         self._memories: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self._settling = threading.Lock()
         self._copied: deque[tuple[int, Event, Event]] = deque()
         self._stalled: deque[tuple[int, Event, Event]] = deque()
 
@@ -135,6 +145,9 @@ class CudaStreams(StreamContext):
 
     def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def abandon(self, memory: torch.Tensor, event: Event) -> None:
+        memory.record_stream(self._copies())
 
     def timings(self) -> Timings:
         self._settle()
@@ -171,6 +184,15 @@ class CudaStreams(StreamContext):
 
     def _settle(self) -> None:
         """Add up what is complete; looks at one event more than that, and waits for none."""
+        # Not blocking: who else asks at this moment may be a collector that interrupts this.
+        if not self._settling.acquire(blocking=False):
+            return
+        try:
+            self._add_up()
+        finally:
+            self._settling.release()
+
+    def _add_up(self) -> None:
         while self._copied and self._copied[0][2].query():
             num_bytes, begin, end = self._copied.popleft()
             self._timings.num_bytes += num_bytes
@@ -207,10 +229,13 @@ class EagerStreams(StreamContext):
     """The stand-in for a CPU: one queue, every copy done before ``copy`` returns."""
 
     def beside(self) -> "EagerStreams":
-        return self
+        return EagerStreams(self.device)
 
     def borrow(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def abandon(self, memory: torch.Tensor, event: Event) -> None:
+        pass
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -153,6 +153,8 @@ class Takeover:
             num_kept = len(layouts)
         num_streamed = len(layouts) - num_kept
         in_ring = max(MIN_SLOTS, num_slots - num_kept)
+        # Before anything is lent: from here on the store knows which copies it has to wait for.
+        self.host.start(self._streams)
         ring = DeviceRing(layouts[:num_streamed], in_ring, self._streams)
         resident = ResidentBlocks(self.host, range(num_streamed, len(layouts)), self._streams)
         self.ring, self.resident = ring, resident
@@ -188,6 +190,14 @@ class Takeover:
     def timings(self) -> Timings:
         """How long copies of blocks have taken so far."""
         return self._streams.timings()
+
+    def adapters(self) -> object:
+        """Differs if what is trained in the first layer with adapters does."""
+        for runtime in self._runtimes():
+            found = runtime.tree().adapters()
+            if found:
+                return [(id(each.parameter), each.parameter.dtype) for each in found]
+        return []
 
     @property
     def origins(self) -> dict[str, str]:

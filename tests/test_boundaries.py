@@ -154,7 +154,7 @@ def park_and_fetch(streams: AdversarialStreams) -> bool:
         for index in range(5):
             device.visit(index % 2, Phase.FORWARD)  # what computes the input
             inputs.append(torch.randn(3, 4))
-            parked.append(boundaries.park(inputs[-1].clone(), str(index), is_first=index == 0))
+            parked.append(boundaries.park(inputs[-1].clone(), str(index), index))
         for index in reversed(range(2 if number % 2 else 0, 5)):
             device.visit(index % 2, Phase.BACKWARD)
             if not same_bits(parked[index].fetch(), inputs[index]):
@@ -198,24 +198,18 @@ def test_control_memory_given_back_under_a_copy(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Parked, "__del__", lambda self: None)
     streams = AdversarialStreams()
     boundaries = Boundaries(streams)
-    parked = [
-        boundaries.park(torch.ones(4, 4), f"layer {index}", is_first=index == 0)
-        for index in range(5)
-    ]
+    parked = [boundaries.park(torch.ones(4, 4), f"layer {index}", index) for index in range(5)]
     parked[4].fetch()
     parked[3].fetch()
     del parked  # the input of layer 2 is on its way
     with pytest.raises(SlotHazard, match="given back"):
-        boundaries.park(torch.ones(4, 4), "layer 0", is_first=True)
+        boundaries.park(torch.ones(4, 4), "layer 0", 0)
 
 
 def test_a_dropped_input_is_waited_for() -> None:
     boundaries = Boundaries(AdversarialStreams())
     for _ in range(2):
-        parked = [
-            boundaries.park(torch.ones(4, 4), f"layer {index}", is_first=index == 0)
-            for index in range(5)
-        ]
+        parked = [boundaries.park(torch.ones(4, 4), f"layer {index}", index) for index in range(5)]
         parked[4].fetch()
         parked[3].fetch()
         del parked
@@ -225,10 +219,7 @@ def test_a_dropped_input_is_waited_for() -> None:
 def test_each_input_comes_back_ahead_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     boundaries = Boundaries(AdversarialStreams())
     inputs = [torch.full((3, 4), float(index)) for index in range(6)]
-    parked = [
-        boundaries.park(each, f"layer {index}", is_first=index == 0)
-        for index, each in enumerate(inputs)
-    ]
+    parked = [boundaries.park(each, f"layer {index}", index) for index, each in enumerate(inputs)]
     assert [each._tensor is not None for each in parked] == [False] * 4 + [True] * 2
     for index in reversed(range(6)):
         assert torch.equal(parked[index].fetch(), torch.full((3, 4), float(index)))
@@ -249,3 +240,68 @@ def test_what_cannot_be_parked_stays() -> None:
 def test_bad_values_are_refused(value: Any) -> None:
     with pytest.raises(PolicyError, match="offload_boundaries"):
         poros.StreamingPolicy(offload_boundaries=value)
+
+
+def test_an_edited_input_is_refused_again_and_again() -> None:
+    """The edit and the copy to the host are not ordered: what came back may hold either."""
+    model = hostile(build(), self_check="off").train()
+    inputs: list[torch.Tensor] = []
+    handle = layers_of(model)[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    edited = model(**BATCHES[0]).loss
+    handle.remove()
+    with torch.no_grad():
+        inputs[0].add_(1)
+    other = model(**BATCHES[1]).loss  # not to blame
+    for _ in range(2):
+        with pytest.raises(RematerializationError, match="its input was edited"):
+            edited.backward(retain_graph=True)
+    other.backward()
+
+
+def test_host_memory_goes_with_the_backward_not_with_the_loss() -> None:
+    model = hostile(build(), self_check="off").train()
+    boundaries = poros.runtime(model)._takeover.boundaries
+    losses = []
+    for batch in BATCHES[:4]:
+        losses.append(model(**batch).loss)
+        losses[-1].backward()
+        assert len(boundaries._buffers) == NUM_LAYERS
+
+
+def test_a_dropped_graph_waits_on_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector drops it wherever it is, with any stream current: the allocator has to know."""
+    streams = AdversarialStreams()
+    boundaries = Boundaries(streams)
+    parked = [boundaries.park(torch.ones(4, 4), "layer", index) for index in range(3)]
+    own = boundaries._streams
+    abandoned: list[tuple[int, ...]] = []
+
+    def refuse(event: object) -> None:
+        raise AssertionError("waited")
+
+    monkeypatch.setattr(own, "wait", refuse)
+    monkeypatch.setattr(own, "abandon", lambda memory, event: abandoned.append(memory.shape))
+    del parked
+    gc.collect()
+    assert abandoned == [(4, 4)] * 2
+
+
+def test_an_input_given_twice_passes_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    layer = layers_of(model)[1]
+    forward = type(layer).forward
+
+    def twice(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("again", None)
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(type(layer), "forward", twice)
+    model = hostile(model).train()
+
+    def add(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "again": args[0]}
+
+    for each in layers_of(model):
+        each.register_forward_pre_hook(add, with_kwargs=True)
+    model(**BATCHES[0]).loss.backward()
+    assert poros.runtime(model).self_check["status"] == "passed"

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from peft import LoraConfig
 from snapshots import layers_of
 from support import AdversarialPrepare
 
@@ -21,6 +23,7 @@ from poros.gates.reference import (
     train,
 )
 from poros.streams import EagerStreams
+from poros.takeover import Takeover
 
 NUM_LAYERS = 6
 SPEC = TrainingSpec(num_steps=3, accumulation=2)
@@ -279,3 +282,124 @@ def test_boundaries_are_offloaded_when_nothing_else_fits() -> None:
     )
     with pytest.raises(VRAMBudgetError):
         train(model, batches, SPEC)
+
+
+def free(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with so much free memory, as a GPU says it."""
+    monkeypatch.setattr(budget_module, "free_memory", lambda device: num_bytes)
+    monkeypatch.setattr(budget_module, "_held", lambda model, takeover: 0)
+
+
+def test_a_plan_that_nobody_asked_for_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free(full(), monkeypatch)
+    model = poros.prepare(build(), device="cpu", self_check="off").train()
+    takeover = poros.runtime(model)._takeover
+    model(**BATCHES[0]).loss.backward()
+    assert (takeover.num_slots, takeover.keep_last) == (NUM_LAYERS, NUM_LAYERS)
+    # Too large for what is free: what was planned for the smaller batch must not stay.
+    huge = tiny.make_batches(1, batch_size=16, num_tokens=128, padded=False)[0]
+    model(**huge).loss.backward()
+    assert (takeover.num_slots, takeover.keep_last) == (2, 0)
+    assert "going on with 2 slots (VRAMBudgetError" in caplog.text
+    model(**BATCHES[0]).loss.backward()
+
+
+def test_more_positions_than_the_model_names_are_its_own_affair(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free(1 << 40, monkeypatch)
+    model = poros.prepare(build(), device="cpu", self_check="off").train()
+    limit = model.get_base_model().config.max_position_embeddings
+    batch = tiny.make_batches(1, batch_size=1, num_tokens=limit + 8, padded=False)[0]
+    model(**batch).loss.backward()
+    assert poros.runtime(model).plan is not None
+
+
+def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free(full(), monkeypatch)
+    resize = Takeover.resize
+
+    def scarce(self: Takeover, num_slots: int, keep_last: int) -> None:
+        if num_slots > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. No more")
+        resize(self, num_slots, keep_last)
+
+    monkeypatch.setattr(Takeover, "resize", scarce)
+    model = poros.prepare(build(), device="cpu", self_check="off").train()
+    model(**BATCHES[0]).loss.backward()
+    assert "going on with 2 slots (DeviceMemoryError" in caplog.text
+    model = poros.prepare(build(), device="cpu", vram_budget=full(), self_check="off").train()
+    with pytest.raises(VRAMBudgetError, match="No more") as caught:
+        model(**BATCHES[0])
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+
+
+def test_two_shapes_are_not_planned_as_one_that_never_was() -> None:
+    shapes = [(16, 16), (2, 128)]
+    need = max(
+        poros.plan(build(), batch_size=rows, seq_len=length, accumulation=2).total_num_bytes
+        for rows, length in shapes
+    )
+    whole = poros.plan(build(), batch_size=16, seq_len=128, accumulation=2).total_num_bytes
+    assert need < whole
+    model = poros.prepare(build(), device="cpu", vram_budget=need, self_check="off").train()
+    for rows, length in shapes:
+        batch = tiny.make_batches(1, batch_size=rows, num_tokens=length, padded=False)[0]
+        model(**batch).loss.backward()
+    plan = poros.runtime(model).plan
+    assert plan is not None and plan.total_num_bytes <= need
+
+
+def test_the_check_of_the_first_step_is_no_excess(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = {"hidden_size": 256, "rank": 1}
+    budget = poros.plan(build(**wide), **SHAPE, num_slots=4, self_check=True).total_num_bytes
+    peak = [0, 0]
+    monkeypatch.setattr(budget_module, "allocated_memory", lambda device: tuple(peak))
+    model = poros.prepare(build(**wide), device="cpu", vram_budget=budget).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for number, batch in enumerate(BATCHES[:5]):
+        model(**batch).loss.backward()
+        plan = poros.runtime(model).plan
+        assert plan is not None
+        peak[1] = max(peak[1], plan.total_num_bytes)
+        if number % 2:  # the check has passed before the optimizer steps
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "more than planned" not in caplog.text
+
+
+def test_other_adapters_are_planned_anew() -> None:
+    model = build()
+    model.add_adapter("large", LoraConfig(r=64, target_modules="all-linear"))
+    model.set_adapter("default")
+    poros.prepare(model, device="cpu", vram_budget=full() * 20, self_check="off").train()
+    runtime = poros.runtime(model)
+    sizes = []
+    for name in ("default", "default", "large"):
+        model.set_adapter(name)
+        model(**BATCHES[0]).loss.backward()
+        assert runtime.plan is not None
+        sizes.append(runtime.plan.terms["adapters"])
+    assert sizes[0] == sizes[1] < sizes[2]
+
+
+def test_planning_leaves_the_adapters_configuration_alone() -> None:
+    model = build()
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = "somebody/a-model"
+    before = config.to_dict()
+    poros.plan(model, **SHAPE)
+    assert config.to_dict() == before
+
+
+def test_a_refused_batch_is_known_to_trainers_that_look_for_one() -> None:
+    model = poros.prepare(build(), device="cpu", vram_budget=floor() - 1).train()
+    with pytest.raises(VRAMBudgetError) as caught:
+        model(**BATCHES[0])
+    assert should_reduce_batch_size(caught.value)

@@ -35,6 +35,7 @@ from poros.loaders.writer import write_store
 from poros.manager import BlockManager
 from poros.ring import DeviceRing
 from poros.streams import EagerStreams, StreamContext
+from poros.takeover import Takeover
 from poros.walk import Phase, count, loads, training_visits, walk
 
 NUM_LAYERS = 7
@@ -275,7 +276,7 @@ def test_without_waiting_for_copies_the_adversary_sees_other_bytes(tmp_path: Pat
             while self._queue and self._queue[0][0] <= event.number:
                 _, target, source = self._queue.popleft()
                 with self._copying():
-                    target.copy_(source)
+                    target.get().copy_(source.get())
             super().wait(event)
 
     slots = DiskSlots(tmp_path, 12, 6, Impatient())
@@ -447,3 +448,23 @@ def test_staging_is_page_locked_first(tmp_path: Path, monkeypatch: pytest.Monkey
     slots.train(1)
     slots.host.unpin()
     assert driver.locked == {} and readers() == []
+
+
+@pytest.mark.parametrize("keep_last", [2, NUM_LAYERS])
+@pytest.mark.parametrize("is_lent_early", [False, True])
+def test_kept_layers_come_from_the_disk(
+    tmp_path: Path, keep_last: int, is_lent_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks are lent once, before any other: the reader has to wait for those copies too."""
+    expected = run(adapted(base_model()))
+    if is_lent_early:  # as on a GPU, where page-locking makes the staging buffers first
+        make_room = Takeover._make_room
+
+        def make(self: Takeover, *args: Any) -> None:
+            host_of_takeover: Any = self.host
+            host_of_takeover._make_staging()
+            make_room(self, *args)
+
+        monkeypatch.setattr(Takeover, "_make_room", make)
+    model = AdversarialPrepare()(adapted(loaded(tmp_path / "store", 0)), keep_last=keep_last)
+    assert_same_run(expected, run(model))

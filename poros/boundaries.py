@@ -26,6 +26,7 @@ import torch
 from poros.errors import RematerializationError
 from poros.host import Arena, HostSlab
 from poros.layout import BlockLayout
+from poros.memory import require_host_memory
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Boundaries:
                 return self._free.pop(index)
         if self._free:  # too small for the batches that have come now
             self._drop(self._free.pop())
+        require_host_memory(num_bytes, "inputs of layers (offload_boundaries)")
         buffer = HostSlab(BlockLayout((), num_bytes), Arena(num_bytes, is_shareable=False))
         self._buffers.append(buffer)
         device = self._streams.device

@@ -12,10 +12,11 @@ from snapshots import layers_of
 from support import AdversarialPrepare, same_bits
 
 import poros
+from poros import memory
 from poros.api import prepare_with
 from poros.block import runtime_of
 from poros.boundaries import Boundaries, Parked
-from poros.errors import PolicyError, RematerializationError
+from poros.errors import HostMemoryError, PolicyError, RematerializationError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.parity import run_parity
@@ -305,3 +306,13 @@ def test_an_input_given_twice_passes_the_self_check(monkeypatch: pytest.MonkeyPa
         each.register_forward_pre_hook(add, with_kwargs=True)
     model(**BATCHES[0]).loss.backward()
     assert poros.runtime(model).self_check["status"] == "passed"
+
+
+def test_too_little_host_memory_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hostile(build(), self_check="off").train()
+    limit = memory.Room(1 << 20, "a limit")
+    monkeypatch.setattr(memory, "host_memory_left", lambda root: limit)
+    with pytest.raises(HostMemoryError, match="inputs of layers"):
+        model(**BATCHES[0])
+    monkeypatch.undo()
+    model(**BATCHES[0]).loss.backward()

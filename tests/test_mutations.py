@@ -121,8 +121,9 @@ def test_every_point_of_order_is_mutated() -> None:
     assert any("manager" in each and "an older event" in each for each in changes)
     assert len({str(each) for each in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
     # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``.
-    # Blocks that stay have controls of their own, in test_keep_last; inputs in test_boundaries.
-    others = {"poros.resident", "poros.boundaries"}
+    # Blocks that stay have controls of their own, in test_keep_last; inputs in test_boundaries. A
+    # measured rate is no part of training.
+    others = {"poros.resident", "poros.boundaries", "poros.speeds"}
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
     methods = {each.change.split("(")[0].split(".")[-1] for each in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)
@@ -211,7 +212,22 @@ def allocate_on_another_stream(cuda: FakeCuda) -> None:
         give_to_the_next(cuda, slots)
 
 
+def abandon_a_copy(cuda: FakeCuda) -> None:
+    """Memory of the compute stream is given up while a copy into it is queued."""
+    streams = CudaStreams(torch.device("cuda", 0))
+    memory: object = streams.borrow(1024, torch.uint8)  # type: ignore[arg-type]
+    assert isinstance(memory, FakeTensor)
+    source = torch.zeros(1024, dtype=torch.uint8)
+    event = streams.copy(memory, source, after=streams.record())  # type: ignore[arg-type]
+    streams.abandon(memory, event)  # type: ignore[arg-type]
+    cuda.free(memory)
+    following = cuda.empty(1024, dtype=torch.uint8, device=None)
+    assert following.block is memory.block
+    following.fill_(1)
+
+
 CUDA_SCENARIOS = (
+    abandon_a_copy,
     train_in_used_memory,
     move_between_streams,
     drop_with_copies_queued,

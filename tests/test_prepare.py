@@ -28,6 +28,7 @@ STATS = {
     "disk_num_bytes",
     "disk_stall_ms",
     "fallbacks",
+    *("offloaded_num_bytes", "h2d_ms", "h2d_gb_per_s", "stall_ms"),
 }
 
 
@@ -269,6 +270,9 @@ def test_stats_have_the_documented_keys_and_plausible_values() -> None:
     assert end["num_loads"] == count(actions, "prefetch") == 2 * 3 - 2 + (num_steps - 1) * 2
     assert len(set(slabs)) == 1
     assert end["h2d_num_bytes"] == end["num_loads"] * slabs[0]
+    # On a CPU whoever computes waits for the whole of a copy.
+    assert 0 < end["h2d_ms"] == end["stall_ms"]
+    assert end["h2d_gb_per_s"] == pytest.approx(end["h2d_num_bytes"] / end["h2d_ms"] / 1e6)
     # Both visits of a block that no load precedes are hits: S at each turn.
     assert end["num_hits"] == (2 * num_steps - 1) * 2
     assert {key: end[key] for key in STATS if "device" in key or "host" in key} == {
@@ -310,7 +314,7 @@ def test_slots_beyond_the_blocks_are_clamped_and_reported(caplog: pytest.LogCapt
 def test_patch_hf_model_groups_four_layers() -> None:
     model = build(num_layers=5)
     assert poros.patch_hf_model(model) is model
-    assert poros.runtime(model).policy == poros.StreamingPolicy(block_size=4)
+    assert poros.runtime(model).policy == poros.StreamingPolicy(block_size=4, slots=2)
     assert poros.runtime(model).num_blocks == 2
     assert poros.runtime(poros.patch_hf_model(build(), block_size=3)).num_blocks == 1
     assert_same_run(run(build(num_layers=5)), run(model))

@@ -92,7 +92,12 @@ def cells(page: str) -> list[dict[str, str]]:
     return [dict(zip(names, line, strict=True)) for line in body[1:]]
 
 
-@pytest.mark.parametrize("name", TABLES)
+OFTEN = ("step", "offload")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in OFTEN else pytest.mark.slow) for each in TABLES]
+)
 def test_every_arm_of_a_step_table_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     options, expected = TABLES[name]
     status, path = run_table(name, tmp_path, *options)

@@ -44,7 +44,11 @@ def hostile(model: Any, **overrides: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen2", "gemma3", "gemma4", "gemma4_shared_kv", "mixtral"]
+    "architecture",
+    [
+        *("qwen2", "gemma4_shared_kv"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3", "gemma4", "mixtral")),
+    ],
 )
 @pytest.mark.parametrize("policy", [{}, {"block_size": 2}, {"slots": 4, "keep_last": 2}])
 def test_no_bit_changes(architecture: str, policy: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ def test_qwen2(dtype: torch.dtype, dropout: float, accumulation: int) -> None:
     assert not any(found.values()), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [each for each in tiny.ARCHITECTURES if each != "qwen2"])
 def test_every_promised_architecture(name: str) -> None:
     found = differences(name, TrainingSpec(num_steps=2, accumulation=2), dropout=0.05)

@@ -235,10 +235,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what a training step needs, before anything is downloaded."""
+    _quieten_libraries()  # what follows imports them
     from poros.planner import Planner, render
     from poros.terms import Speeds
 
-    _quieten_libraries()
     if (copy_gb_per_s is None) != (tflop_per_s is None):
         raise typer.BadParameter("give both --copy-gb-per-s and --tflop-per-s, or neither")
     if measure and copy_gb_per_s is not None:

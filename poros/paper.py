@@ -79,6 +79,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True  # whether all of a mask is set, whether positions follow each other
+        if func is torch.ops.aten.bincount.default and args[0].is_meta:
+            # Tokens per expert, counted by older transformers; there is no such kernel on paper.
+            num_bins = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
+            result = args[0].new_empty((num_bins,))
+            self._note(result, result.untyped_storage().nbytes())
+            return result
         hidden = _dequantized_inside(func, args)
         self.peak = max(self.peak, self.now + hidden)
         result = func(*args, **(kwargs or {}))

@@ -127,8 +127,7 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
 
     Args:
         model: A transformers causal language model with PEFT adapters, on the CPU or one GPU.
-        Changed
-            in place.
+            Changed in place.
         policy: How to stream; the default policy if None.
         **overrides: Fields of ``StreamingPolicy`` that replace those of ``policy``.
 

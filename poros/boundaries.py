@@ -1,7 +1,7 @@
 """The inputs of recomputed layers, in host memory between their forward and their backward.
 
-A recomputed layer needs its input again: one tensor of (batch, tokens, hidden) per layer, which for
-long sequences is more than everything else on the device. So each input is copied to page-locked
+A recomputed layer needs its input again: one tensor of (batch, tokens, hidden) per layer, which
+grows with depth and sequence. So each input is copied to page-locked
 host memory, on a copy stream of its own, while the layers compute, and brought back ahead of its
 layer's backward. Two are on the device at any moment: one in use, one on its way.
 

@@ -138,16 +138,11 @@ class Budget:
         """The error of the device as one that says what a step needs."""
         text = f"{where}: expected room for the step, found none left on the device"
         if self.plan is not None:
-            rows = "\n".join(
-                f"  {name:<12} {size / 1e9:8.3f} GB"
-                for name, size in self.plan.terms.items()
-                if size
-            )
             text += (
                 f". Planned were {self.plan.total_num_bytes / 1e9:.2f} GB of a budget of "
-                f"{self._num_bytes / 1e9:.2f} GB:\n{rows}\nSomething else takes what is missing "
-                "(other processes, tensors of the caller, fragmentation): use a smaller "
-                "vram_budget, a smaller batch or shorter sequences"
+                f"{self._num_bytes / 1e9:.2f} GB:\n{self.plan.table()}\nSomething "
+                "else takes what is missing (other processes, tensors of the caller, "
+                "fragmentation): use a smaller vram_budget, a smaller batch or shorter sequences"
             )
         else:
             text += ". Use vram_budget to have slots and kept layers planned, or fewer slots"

@@ -45,7 +45,7 @@ def plan(
     """Plan a training step: memory term by term, slots and kept layers, bytes moved.
 
     The model is built without memory and one micro-batch is run on paper, so only a configuration
-    is needed, about two seconds for 72B, and no GPU. ``Planner`` makes several plans of one model.
+    is needed, a few seconds for 72B, and no GPU. ``Planner`` makes several plans of one model.
 
     Args:
         source: A folder or hub name with a ``config.json``, a configuration, or a transformers or

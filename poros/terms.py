@@ -112,6 +112,11 @@ class MemoryPlan:
     def total_num_bytes(self) -> int:
         return sum(self.terms.values())
 
+    def table(self) -> str:
+        """The terms that are not zero, a line each, for errors."""
+        rows = (f"  {name:<12} {size / 1e9:8.3f} GB" for name, size in self.terms.items() if size)
+        return "\n".join(rows)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``poros plan --json`` prints them."""
         return {
@@ -389,12 +394,9 @@ def _most(least: int, most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _does_not_fit(plan: MemoryPlan, budget: int) -> str:
-    table = "\n".join(
-        f"  {name:<12} {size / 1e9:8.3f} GB" for name, size in plan.terms.items() if size
-    )
     offloaded = ", boundaries in host memory" if plan.offload_boundaries else ""
     return (
         f"vram_budget: expected at least {plan.total_num_bytes / 2**30:.2f} GiB, the floor for "
         f"{plan.num_slots} slots{offloaded}, found {budget / 2**30:.2f} GiB; "
-        f"{(plan.total_num_bytes - budget) / 1e9:.2f} GB are missing:\n{table}"
+        f"{(plan.total_num_bytes - budget) / 1e9:.2f} GB are missing:\n{plan.table()}"
     )

@@ -63,7 +63,7 @@ def test_the_logs_add_up_and_nothing_changes(tmp_path: Path) -> None:
     assert 0 < counted <= total
     moved = sum(each["poros/h2d_gb"] for each in logged)
     assert moved > 0 and all(each["poros/h2d_gb_per_s"] > 0 for each in logged)
-    assert all(each["poros/stall_ms"] >= 0 for each in logged)
+    assert all(each["poros/stall_ms"] > 0 for each in logged)
 
 
 def test_the_events_show_what_a_larger_budget_saves(tmp_path: Path) -> None:

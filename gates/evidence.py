@@ -148,13 +148,25 @@ class Evidence:
         edited = {name for name, before, after in versions if before != after}
         return {name: value for name, value in values.items() if name not in edited}
 
+    def recomputed_difference(self) -> str | None:
+        """Where what the backward recomputed is not what the forward gave."""
+        recomputed = self.call.recomputed
+        if recomputed is None:
+            return None
+        found = dict(self.named_values(recomputed))
+        expected = {name: each for name, (each, _) in self.outputs.items() if name in found}
+        difference = first_difference(self.comparable(expected), self.comparable(found))
+        return difference and f"recomputed in backward: {difference}"
+
     def named_gradients(
         self, grad_outputs: Sequence[torch.Tensor | None]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The gradients that arrived at the outputs, under the outputs' names."""
-        if not grad_outputs:
-            return iter(())
-        returned, by_the_side, recorded = self.call.unpack_results(grad_outputs)
+        return self.named_values(grad_outputs) if grad_outputs else iter(())
+
+    def named_values(self, values: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, Any]]:
+        """What belongs to the layer's outputs, one by one, under the outputs' names."""
+        returned, by_the_side, recorded = self.call.unpack_results(values)
         mappings: dict[str, dict[str, Any]] = {}
         for key, entry, value in by_the_side:
             mappings.setdefault(key, {})[entry] = value

@@ -107,6 +107,9 @@ class LayerCall:
         self.ambient = AmbientState.capture(layer.device, self._tree.modules())
         self.is_pending = True
         """Whether no backward has passed yet."""
+        self.keeps_recomputed = False
+        """Whether somebody wants to see what the recomputation gives."""
+        self.recomputed: list[torch.Tensor] | None = None
         self._hooks = self._tree.hooks()
         self._adapter_state = adapter_state(self._tree.adapter_modules)
         self._result: Any = None
@@ -268,6 +271,8 @@ class RematerializeLayer(torch.autograd.Function):
             wanted = [each for each in sources if each.requires_grad]
             found: Sequence[torch.Tensor | None] = [None] * len(wanted)
             results = call.recompute(inputs)
+            if call.keeps_recomputed:
+                call.recomputed = [each.detach() for each in results]
             # Outside of the replayed state: a resident run takes gradients in the caller's.
             pairs = [
                 (result, gradient)

@@ -28,7 +28,8 @@ SIZES: dict[str, dict[str, int]] = {
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14},
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28},
 }
-NUM_LAYERS = 4
+NUM_LAYERS = {"0.5B": 4, "7B": 2}
+LOSS_SCALE = 2.0**10  # as under a gradient scaler: fp16 would round small gradients to zero
 VOCAB_SIZE = 512
 
 MakeModel = Callable[[str, torch.dtype], Any]
@@ -42,7 +43,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     def make(size: str, dtype: torch.dtype) -> Any:
         config = Qwen2Config(
             **SIZES[size],
-            num_hidden_layers=NUM_LAYERS,
+            num_hidden_layers=NUM_LAYERS[size],
             num_key_value_heads=SIZES[size]["num_attention_heads"] // 7,
             vocab_size=VOCAB_SIZE,
             max_position_embeddings=32768,
@@ -62,7 +63,9 @@ def start(model: Any, num_tokens: int, seed: int, **overrides: Any) -> dict[str,
         torch.manual_seed(seed)
         ids = torch.randint(VOCAB_SIZE, (1, num_tokens), device="cuda")
         model.train()
-        model(input_ids=ids, labels=ids).loss.backward()
+        (LOSS_SCALE * model(input_ids=ids, labels=ids).loss).backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        assert gradients and all(bool(each.any()) for each in gradients)
         found: dict[str, Any] = poros.runtime(model).self_check
         return found
     finally:
@@ -77,8 +80,9 @@ def room() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("num_tokens", LENGTHS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "num_tokens"), [*(("0.5B", each) for each in LENGTHS), ("7B", 2048), ("7B", 8192)]
+)
 def test_no_start_is_stopped(
     size: str, num_tokens: int, dtype: torch.dtype, model_of: MakeModel
 ) -> None:

@@ -1,8 +1,8 @@
 """The waits between CUDA streams, one by one, on a GPU: bytes are right with each, wrong without.
 
 Each test builds the one interleaving in which its wait matters, by holding one stream back until
-the host lets it go (``held``). It runs as Poros is, and then without that wait, where the bytes have
-to come out wrong, however fast the machine is.
+the host lets it go (``held``). It runs as Poros is, and then without that wait, where the bytes
+have to come out wrong, however fast the machine is.
 """
 
 import gc

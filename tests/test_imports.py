@@ -30,6 +30,7 @@ LAYERS = [
         "resident",
         "ring",
         "rng",
+        "settings",
         "streams",
         "tree",
     },

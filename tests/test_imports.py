@@ -19,6 +19,7 @@ LAYERS = [
     {"errors", "config", "layout", "walk"},
     {
         "ambient",
+        "attributes",
         "audit",
         "channels",
         "frozen",

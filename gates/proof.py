@@ -10,7 +10,7 @@ states are put back, no gradient is accumulated, no hook of a parameter runs.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -98,14 +98,14 @@ class Runs:
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         attention = AttentionKernels(deterministic=kernels is not None)
         with (
-            _deterministic_where_possible() if kernels is Kernels.DETERMINISTIC else nullcontext(),
             unchanged_flags(),
+            _repeating(kernels),
             _ordinary(self._takeover, index, evidence.layer) as (forward, adapters),
         ):
             with evidence.state(self._device):
                 token = _active_collector.set(record)
                 try:
-                    with attention:
+                    with _repeating(kernels), attention:  # ``state`` has put the flag back
                         result = forward(*args, **kwargs)
                 finally:
                     _active_collector.reset(token)
@@ -185,8 +185,11 @@ class _Deterministic:
 
 
 @contextmanager
-def _deterministic_where_possible() -> Iterator[None]:
+def _repeating(kernels: Kernels | None) -> Iterator[None]:
     """Warn only, and not even that: cuBLAS repeats itself here without the variable it wants."""
+    if kernels is not Kernels.DETERMINISTIC:
+        yield
+        return
     with warnings.catch_warnings(), deterministic_flag(warn_only=True):
         warnings.simplefilter("ignore")
         yield

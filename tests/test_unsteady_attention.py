@@ -11,7 +11,7 @@ from typing import Any
 import mutants
 import pytest
 import torch
-from snapshots import batches, build
+from snapshots import batches, build, layers_of
 from support import AdversarialPrepare
 from torch.nn.attention import SDPBackend
 from torch.overrides import handle_torch_function, has_torch_function
@@ -117,6 +117,46 @@ def test_a_layer_that_never_repeats_itself_trains_and_is_named(
     assert (found["status"], found["message"]) == ("unproven", None)
     assert len(found["not_provable"]) == 3 and "layers.2" in found["not_provable"][0]
     assert len(warnings_of(caplog, "cannot prove")) == 3
+
+
+def test_outputs_that_repeat_themselves_under_deterministic_kernels_only(
+    monkeypatch: Patch,
+) -> None:
+    """As sums of atomic additions do: nothing can be proved, and nothing is accused."""
+    plant(monkeypatch)
+    model = prepared()
+    calls: list[None] = []
+
+    def change(output: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        is_steady = torch.are_deterministic_algorithms_enabled()
+        return output if is_steady else output + 2.0 ** -(5 + len(calls) % 3)
+
+    hook_on_output(1, change)(model)
+    found = step(model)
+    assert (found["status"], found["message"]) == ("unproven", None)
+    assert [each.rpartition(".")[2] for each in found["not_provable"]] == ["1"]
+
+
+def test_outputs_that_never_repeat_themselves_are_an_error(monkeypatch: Patch) -> None:
+    """They depend on something that a recomputation does not see."""
+    plant(monkeypatch)
+    model = prepared()
+    calls: list[None] = []
+
+    def change(output: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        return output + 2.0 ** -len(calls)
+
+    hook_on_output(1, change)(model)
+    with pytest.raises(ParityError, match=r"layers\.1: resident does not equal itself"):
+        step(model)
+
+
+def hook_on_output(index: int, change: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+    return lambda model: layers_of(model)[index].mlp.register_forward_hook(
+        lambda module, args, output: change(output)
+    )
 
 
 def after_acquire(patch: Patch, act: Callable[[BlockManager, Slot, Phase], None]) -> None:

@@ -31,7 +31,8 @@ _COUNTED = frozenset(
     (
         *("lora", "dora", "beft", "c3a", "deft", "delora", "fourierft", "glora", "gralora"),
         *("hira", "hra", "ln_tuning", "loha", "lokr", "miss", "oft", "peanut", "psoft"),
-        *("supertuning", "trainable_tokens", "vera", "prompt_tuning", "p_tuning"),
+        *("supertuning", "trainable_tokens", "vera", "prompt_tuning", "p_tuning", "ia3"),
+        *("pvera", "road"),
     )
 )
 

@@ -24,6 +24,7 @@ LAYERS = [
         "frozen",
         "host",
         "kernels",
+        "kinds",
         "memory",
         "paper",
         "pack",

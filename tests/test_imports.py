@@ -25,6 +25,7 @@ LAYERS = [
         "frozen",
         "host",
         "kernels",
+        "kinds",
         "memory",
         "paper",
         "pack",

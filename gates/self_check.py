@@ -140,10 +140,8 @@ class SelfCheck:
             del self._unchecked[index]
         else:
             self._without_gradient.add(index)
-        mismatch = (
-            self._damaged_bytes(index // self._takeover.block_size)
-            or self._disturbed(evidence)
-            or self._mismatch(index, evidence, grad_inputs, grad_outputs)
+        mismatch = self._damaged_bytes(index // self._takeover.block_size) or self._mismatch(
+            index, evidence, grad_inputs, grad_outputs
         )
         self._settle(evidence.call.layer.name, mismatch)
 
@@ -182,14 +180,6 @@ class SelfCheck:
             return None
         return f"the host bytes of block {block} are not those that poros.prepare took over"
 
-    def _disturbed(self, evidence: Evidence) -> str | None:
-        before, now = (
-            forward_values({}, evidence.rng_backward),
-            forward_values({}, random_states(self._device)),
-        )
-        difference = first_difference(before, now)
-        return difference and f"its backward has to leave no trace of random draws: {difference}"
-
     def _mismatch(
         self,
         index: int,
@@ -200,7 +190,12 @@ class SelfCheck:
         given = [*evidence.inputs, *evidence.parameters]
         gradients = dict(zip(map(id, given), grad_inputs, strict=bool(grad_inputs)))
         streamed = forward_values(evidence.outputs, evidence.rng_end)
+        rng_after = forward_values({}, random_states(self._device))
         resident = self._resident(index, evidence, grad_outputs)
+        # Hooks may draw as gradients pass; the recomputation may not.
+        disturbed = first_difference(forward_values({}, resident.rng_backward), rng_after)
+        if disturbed is not None:
+            return f"its backward has to leave no trace of random draws: {disturbed}"
         for name, tensor in resident.sources:
             streamed[f"gradient of {name}"] = gradients.get(id(tensor))
         difference = first_difference(resident.values, evidence.comparable(streamed))
@@ -257,17 +252,22 @@ class SelfCheck:
             ]
             sources += adapters
             found: Sequence[torch.Tensor | None] = [None] * len(sources)
+            rng_backward = evidence.rng_backward
             if pairs:
                 ends, starts = zip(*pairs.values(), strict=True)
                 wanted = [leaf for *_, leaf in sources]
-                found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+                with evidence.backward_state(self._device):
+                    found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+                    rng_backward = random_states(self._device)
         values = forward_values(
             {n: (e.detach(), e.requires_grad) for n, e in outputs.items()}, rng_end
         )
         for (name, *_), gradient in zip(sources, found, strict=True):
             values[f"gradient of {name}"] = gradient
         return Resident(
-            evidence.comparable(values), [(name, tensor) for name, tensor, _ in sources]
+            evidence.comparable(values),
+            [(name, tensor) for name, tensor, _ in sources],
+            rng_backward,
         )
 
 
@@ -277,6 +277,8 @@ class Resident(NamedTuple):
     values: dict[str, Any]
     sources: list[tuple[str, torch.Tensor]]
     """Names and originals of what it took gradients for."""
+    rng_backward: Sequence[torch.Tensor]
+    """The random states behind its backward."""
 
 
 @contextmanager
@@ -300,16 +302,18 @@ def _ordinary(
         if parameter is not None and parameter.requires_grad
     ]
     stand_ins = {id(parameter): nn.Parameter(parameter.detach()) for *_, parameter in places}
-    try:
+
+    def undo() -> None:
+        for _, owner, key, parameter in places:
+            owner[key] = parameter
+        bindings.swap_out()
+
+    with takeover.visits.begin(runtime_of(layer).name, undo):
         bindings.swap_in()
         for _, owner, key, parameter in places:
             owner[key] = stand_ins[id(parameter)]
         adapters = {id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places}
         yield partial(runtime_of(layer).own_forward, layer), list(adapters.values())
-    finally:
-        for _, owner, key, parameter in places:
-            owner[key] = parameter
-        bindings.swap_out()
 
 
 def _digest(data: torch.Tensor) -> bytes:

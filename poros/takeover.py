@@ -39,6 +39,7 @@ from poros.manager import BlockManager
 from poros.resident import ResidentBlocks
 from poros.ring import DeviceRing
 from poros.streams import StreamContext, Timings
+from poros.visits import Visits
 from poros.walk import Action
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Takeover:
         self.blocks = inventory.blocks
         self.block_size = policy.block_size
         self._copiers = copiers(self, policy, prepare)
+        self.visits = Visits()
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
         self.host, self.is_adopted = _host_store(inventory, policy.block_size)
@@ -119,6 +121,7 @@ class Takeover:
         Raises:
             torch.OutOfMemoryError: If the device has not got it; the room is what it was.
         """
+        self.visits.end_all()
         before = (self.num_slots, self.keep_last)
         counters = vars(self.manager)
         counted = {key: counters[key] for key in ("num_loads", "num_hits", "h2d_num_bytes")}
@@ -209,6 +212,7 @@ class Takeover:
 
         Tensors that came from host memory stay where they are: in the memory of the store.
         """
+        self.visits.end_all()
         self._move_back()
         self._undo.close()
         self.host.unpin()
@@ -303,6 +307,7 @@ class Takeover:
                 LayerBindings(bindings.get(index, [])),
                 is_adapter_module=is_adapter_module,
                 regions=regions,
+                visits=self.visits,
                 tied_adapters=inventory.tied_adapters,
                 boundaries=None,
             )

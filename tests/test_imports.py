@@ -34,6 +34,7 @@ LAYERS = [
         "settings",
         "streams",
         "tree",
+        "visits",
     },
     {"boundaries", "disk", "terms"},
     {"manager"},

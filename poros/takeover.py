@@ -130,7 +130,8 @@ class Takeover:
         # Given up first, so that the new room can be had in the old one's place.
         for runtime in self._runtimes():
             runtime.leave()
-        del self.ring, self.manager, self.resident
+        self._give_up_room()
+        vars(self.manager).update(counted)
         failure: torch.OutOfMemoryError | None = None
         try:
             self._make_room(num_slots, keep_last)
@@ -163,6 +164,12 @@ class Takeover:
         self.ring, self.resident = ring, resident
         self.manager = BlockManager(self.host, ring, self._streams, self._journal, num_streamed)
         self.num_slots, self.keep_last = num_slots, keep_last
+
+    def _give_up_room(self) -> None:
+        """No block has a place: what is left when even the old room cannot be had again."""
+        self.ring = DeviceRing((), MIN_SLOTS, self._streams)
+        self.resident = ResidentBlocks(self.host, (), self._streams)
+        self.manager = BlockManager(self.host, self.ring, self._streams, self._journal, 0)
 
     def _rehouse(self) -> None:
         """Tell the layers where their blocks are now."""

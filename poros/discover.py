@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.frozen import FrozenTensor, is_4bit
+from poros.quantized import refuse_foreign_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -
     base = _base_model(model)
     _refuse_placement(model)
     layers_name, layers = find_layers(model)
+    refuse_foreign_quantization(base, layers_name, layers)
     _refuse_intercepted(layers_name, layers)
     tied = _check_adapters(layers_name, layers)
     blocks = frozen_by_block(model, layers_name, layers, block_size)

@@ -36,7 +36,7 @@ LAYERS = [
         "tree",
         "visits",
     },
-    {"boundaries", "disk", "terms"},
+    {"boundaries", "disk", "quantized", "terms"},
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},

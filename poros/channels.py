@@ -60,6 +60,10 @@ class SideChannels:
         """The keyword arguments that are side channels."""
         return list(self._mappings)
 
+    def entries(self) -> list[Any]:
+        """What the mappings hold now."""
+        return [each for mapping in self._mappings.values() for each in mapping.values()]
+
     def run(
         self, run: Callable[[Mapping[str, Any]], Any], tensors: Sequence[torch.Tensor]
     ) -> tuple[Any, ...]:

@@ -181,8 +181,8 @@ def _refuse_intercepted(layers_name: str, layers: Sequence[nn.Module]) -> None:
 
 
 def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
-    """Refuse missing, merged and doubly tied adapters; name the tied ones."""
-    places: dict[int, list[tuple[int, str]]] = {}
+    """Refuse missing and merged adapters; name the tied ones."""
+    places: dict[int, list[str]] = {}
     num_tuner_layers = 0
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
@@ -196,24 +196,13 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
         adapters = _adapter_parameters(layer)
         for name, parameter in layer.named_parameters(remove_duplicate=False):
             if id(parameter) in adapters:
-                places.setdefault(id(parameter), []).append(
-                    (index, f"{layers_name}.{index}.{name}")
-                )
+                places.setdefault(id(parameter), []).append(f"{layers_name}.{index}.{name}")
     if not num_tuner_layers:
         raise UnsupportedModelError(
             f"expected PEFT adapters in {layers_name}, found none; call get_peft_model (and before "
             "it prepare_model_for_kbit_training, if you use it) and then poros.prepare"
         )
-    tied = {each: where for each, where in places.items() if len(where) > 1}
-    for where in tied.values():
-        indices = [index for index, _ in where]
-        if len(set(indices)) not in (1, len(indices)):
-            raise UnsupportedModelError(
-                "expected adapters tied within a layer or across layers, found one tied both ways: "
-                f"{', '.join(name for _, name in where)}. Its gradient would be summed in another "
-                "order than in a resident run; untie it"
-            )
-    return [where[0][1] for where in tied.values()]
+    return [where[0] for where in places.values() if len(where) > 1]
 
 
 def _adapter_parameters(layer: nn.Module) -> set[int]:

@@ -19,9 +19,11 @@ LAYERS = [
     {"errors", "config", "layout", "walk"},
     {
         "ambient",
+        "arrival",
         "audit",
         "channels",
         "frozen",
+        "handover",
         "host",
         "kernels",
         "memory",

@@ -8,10 +8,11 @@ Note: Order
     it before it keeps it as ``.grad``.
 
 Note: Sums of a parameter's gradient
-    Floating-point addition is not associative. What a layer uses once gives one term, which autograd
-    adds to those from elsewhere (another forward, a penalty on the weights) as it does in a resident
-    run. What it uses several times gives several terms, and a resident run adds them one by one to
-    what has arrived before. So they are handed over one by one, each through a node of its own.
+    Floating-point addition is not associative. What a layer uses once gives one term, which
+    autograd adds to those from elsewhere (another forward, a penalty on the weights) as it does in
+    a resident run. What it uses several times gives several terms, and a resident run adds them one
+    by one to what has arrived before. So they are handed over one by one, each through a node of
+    its own.
 
 Note: Sums of an input's gradient
     If a layer uses its input h twice (a residual and a norm do), a resident run adds both terms one

@@ -127,7 +127,7 @@ def test_ties_leave_the_queue_as_those_of_the_engine_do() -> None:
         total = torch.stack(leaves).sum() + torch.cat(leaves[::2]).sum() + leaves[-1].exp().sum()
         seen: list[int] = []
         for number, each in enumerate(leaves):
-            each.register_post_accumulate_grad_hook(lambda _, n=number: seen.append(n))
+            each.register_post_accumulate_grad_hook(lambda _, n=number, seen=seen: seen.append(n))
         numbers = {id(each): number for number, each in enumerate(leaves)}
         last = {numbers[id(use.leaf)]: n for n, use in enumerate(arrivals([total]))}
         total.backward()

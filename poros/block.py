@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
 from poros.ambient import AutocastRegions
@@ -85,6 +86,7 @@ class LayerRuntime:
         self._layer = weakref.ref(layer)
         self.own_forward: Callable[..., Any] = type(layer).forward
         """Takes the layer and its arguments; compiled if that was asked for."""
+        self.is_compiled = False
         self._index = index
         self.block = block
         self._blocks: BlockManager | ResidentBlocks | None = blocks
@@ -121,7 +123,7 @@ class LayerRuntime:
             self._refuse_frozen_adapters()
 
         def run() -> Any:
-            return rematerialize(call) if call.needs_gradient else self._stream(args, kwargs)
+            return rematerialize(call) if call.needs_gradient else self._pass(call, args, kwargs)
 
         if call.needs_gradient and call.ambient.is_autocast:
             self._refuse_shared_casts(call)
@@ -135,6 +137,13 @@ class LayerRuntime:
             if self.check_bytes is not None:
                 self.check_bytes(self._index, blocks.slot(self.block).buffer)
             return self.run(args, kwargs)
+
+    def _pass(self, call: LayerCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward below the lowest adapter: its graph, if any, is a stranger's."""
+        result = self._stream(args, kwargs)
+        reached = tree_leaves((result, call.shared_entries()))
+        self.audit.require_no_strangers([e for e in reached if isinstance(e, torch.Tensor)])
+        return result
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward when no gradient passes through the layer."""
@@ -176,10 +185,11 @@ class LayerRuntime:
                 )
         base: Any = type(layer).__mro__[2]
         self.own_forward = torch.compile(base.forward, *args, **kwargs)
+        self.is_compiled = True
 
     @contextmanager
-    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[None]:
-        """Hold the layer's block in its slot, with twins and stand-ins in place.
+    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[torch.Tensor]:
+        """Hold the layer's block in its slot, with twins and stand-ins in place; its bytes.
 
         Streams:
             The compute stream waits for the block's copy; at the end an event is recorded behind
@@ -200,7 +210,7 @@ class LayerRuntime:
                 self.bindings.swap_in()
                 for adapter in adapters:
                     adapter.owner[adapter.key] = adapter.stand_in
-                yield
+                yield slot.buffer
                 self.bindings.require_twins()
                 self._require_unwritten(version, slot.buffer._version)
             except torch.OutOfMemoryError as error:

@@ -209,8 +209,8 @@ def _check_kinds(layers_name: str, kinds: Mapping[str, Found]) -> None:
 
 
 def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
-    """Refuse merged and doubly tied adapters; name the tied ones."""
-    places: dict[int, list[tuple[int, str]]] = {}
+    """Refuse merged adapters; name the tied ones."""
+    places: dict[int, list[str]] = {}
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
             if isinstance(module, BaseTunerLayer) and getattr(module, "merged", False):
@@ -227,19 +227,8 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
         adapters = _adapter_parameters(layer)
         for name, parameter in layer.named_parameters(remove_duplicate=False):
             if id(parameter) in adapters:
-                places.setdefault(id(parameter), []).append(
-                    (index, f"{layers_name}.{index}.{name}")
-                )
-    tied = {each: where for each, where in places.items() if len(where) > 1}
-    for where in tied.values():
-        indices = [index for index, _ in where]
-        if len(set(indices)) not in (1, len(indices)):
-            raise UnsupportedModelError(
-                "expected adapters tied within a layer or across layers, found one tied both ways: "
-                f"{', '.join(name for _, name in where)}. Its gradient would be summed in another "
-                "order than in a resident run; untie it"
-            )
-    return [where[0][1] for where in tied.values()]
+                places.setdefault(id(parameter), []).append(f"{layers_name}.{index}.{name}")
+    return [where[0] for where in places.values() if len(where) > 1]
 
 
 def _has_generator(module: nn.Module) -> bool:

@@ -19,10 +19,12 @@ LAYERS = [
     {"errors", "config", "layout", "walk", "within"},
     {
         "ambient",
+        "arrival",
         "attributes",
         "audit",
         "channels",
         "frozen",
+        "handover",
         "host",
         "kernels",
         "kinds",

@@ -133,14 +133,6 @@ def one_merged() -> Any:
     return model
 
 
-def tied_both_ways() -> Any:
-    model = build()
-    shared = layers_of(model)[0].mlp.up_proj.lora_A["default"].weight
-    layers_of(model)[0].mlp.gate_proj.lora_A["default"].weight = shared
-    layers_of(model)[2].mlp.up_proj.lora_A["default"].weight = shared
-    return model
-
-
 def unquantized_4bit() -> Any:
     model = base(quantize=False)
     mlp = model.model.layers[1].mlp
@@ -306,9 +298,6 @@ CASES = {
     ),
     "merged dense": Case(merged(False), "merged", "unmerge_adapter"),
     "one merged": Case(one_merged, "merged", "unmerge_adapter", r"layers\.2\.mlp\.up_proj"),
-    "tied both ways": Case(
-        tied_both_ways, "both ways", "untie", r"layers\.0\.mlp\.up_proj.*layers\.2\.mlp\.up_proj"
-    ),
     "unquantized 4-bit": Case(
         unquantized_4bit, "not quantized", "load_in_4bit", LAYER_1 + r"mlp\.up_proj", works=False
     ),

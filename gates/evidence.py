@@ -40,6 +40,8 @@ class Evidence:
     """What transformers recorded inside layers at the time, what layers return aside."""
     rng: list[torch.Tensor]
     autocast: list[tuple[str, bool, torch.dtype]]
+    has_cast_cache: bool
+    """Whether autocast keeps its casts of parameters, and so sums what they are used for."""
     settings: list[Any]
     training: list[bool]
     outputs: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Evidence:
                 (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
                 for each in sorted({device.type, "cpu"})
             ],
+            has_cast_cache=torch.is_autocast_cache_enabled(),
             settings=[get() for get, _ in _settings()],
             training=[module.training for module in layer.modules()],
         )
@@ -117,7 +120,7 @@ class Evidence:
             _set_random_states(self.rng, device)
             for device_type, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(device_type):
-                    region = torch.autocast(device_type, dtype, enabled, cache_enabled=False)
+                    region = torch.autocast(device_type, dtype, enabled, self.has_cast_cache)
                     stack.enter_context(region)
             for (get, put), wanted in zip(_settings(), self.settings, strict=True):
                 if (found := get()) != wanted:

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from poros.ambient import AutocastRegions
 from poros.audit import GraphAudit
 from poros.boundaries import Boundaries, Parked
+from poros.casts import is_region_within
 from poros.channels import RECORDABLE, recorded_outputs
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
@@ -212,6 +213,10 @@ class LayerRuntime:
                 adapter.owner[adapter.key] = adapter.parameter
             self.bindings.swap_out()
             blocks.release(self.block)
+
+    def confines_autocast(self) -> bool:
+        """Whether the active autocast region ends with the call of the model."""
+        return self.owner is not None and is_region_within(self.owner.is_model)
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""

@@ -21,6 +21,7 @@ LAYERS = [
         "ambient",
         "arrival",
         "audit",
+        "casts",
         "channels",
         "frozen",
         "handover",

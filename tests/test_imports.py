@@ -21,6 +21,7 @@ LAYERS = [
         "ambient",
         "arrival",
         "audit",
+        "calls",
         "casts",
         "channels",
         "frozen",

@@ -116,6 +116,10 @@ class Runtime:
         """What the budget was planned into; None without one, or before the first step."""
         return self.budget.plan
 
+    def is_model(self, module: object) -> bool:
+        """Whether ``module`` is the prepared model itself."""
+        return module is not None and module is self._takeover.model()
+
     def has_trainable_parameter(self) -> bool:
         """Whether any parameter of the model requires a gradient now."""
         model = self._takeover.model()

@@ -7,10 +7,9 @@ Note: Interception
     up by name and read the signature of its forward.
 """
 
-import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -23,6 +22,8 @@ from transformers.cache_utils import Cache
 from poros.ambient import AutocastRegions
 from poros.audit import GraphAudit
 from poros.boundaries import Boundaries, Parked
+from poros.calls import refuse_outer_graph, require_harmless
+from poros.casts import is_region_within
 from poros.channels import RECORDABLE, recorded_outputs
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
@@ -224,6 +225,10 @@ class LayerRuntime:
         with self._visits.begin(self.name, self.bindings.swap_out):
             self.bindings.hide()
             yield
+
+    def confines_autocast(self) -> bool:
+        """Whether the active autocast region ends with the call of the model."""
+        return self.owner is not None and is_region_within(self.owner.is_model)
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
@@ -447,40 +452,3 @@ def runtime_of(layer: Any) -> LayerRuntime:
     """The runtime of a streamed layer."""
     runtime: LayerRuntime = layer.__dict__[_HOME]
     return runtime
-
-
-def refuse_outer_graph(name: str) -> None:
-    """Raise if the caller runs inside ``torch.compile`` of something that holds the layers.
-
-    The compiler calls what it may not enter from below its own frame, and says so nowhere else.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if (
-            frame.f_code.co_name == "compile_wrapper"
-            and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
-        ):
-            raise PreparedModelError(
-                f"{name}: expected layers to be compiled one by one, found a forward inside "
-                "torch.compile of the whole model (TrainingArguments(torch_compile=True)?). A "
-                "resident run would compile its layers too, a streamed one would not; call "
-                "layer.compile() for every decoder layer after poros.prepare, and nothing else"
-            )
-        frame = frame.f_back
-
-
-def require_harmless(
-    fn: Callable[[torch.Tensor], torch.Tensor],
-    tensors: Iterable[torch.Tensor],
-    device: torch.device,
-    name: str,
-) -> None:
-    """Raise unless ``fn``, as given to ``Module._apply``, leaves dtypes and ``device`` alone."""
-    for dtype in sorted({each.dtype for each in tensors if each.is_floating_point()}, key=str):
-        moved = fn(torch.empty(1, dtype=dtype, device=device))
-        if moved.dtype != dtype or moved.device != device:
-            raise PreparedModelError(
-                f"{name}: expected to stay {dtype} on {device} while prepared, found a request for "
-                f"{moved.dtype} on {moved.device}. The streamed base would not follow. Call "
-                "poros.restore(model), move or cast it, then prepare again"
-            )

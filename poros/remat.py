@@ -41,6 +41,7 @@ from torch.autograd.function import FunctionCtx
 from poros.ambient import AmbientState, adapter_state
 from poros.audit import GraphAudit
 from poros.boundaries import Parked
+from poros.casts import SharedCasts
 from poros.channels import SideChannels
 from poros.errors import PreparedModelError, RematerializationError
 from poros.handover import HandedBack, Repeated, hand_in, sealed, watch_terms
@@ -65,6 +66,9 @@ class StreamedLayer(Protocol):
         self, phase: Phase, adapters: Sequence[Adapter]
     ) -> AbstractContextManager[torch.Tensor]:
         """Hold the layer's block on the device, with the stand-ins in place; its slot's bytes."""
+
+    def confines_autocast(self) -> bool:
+        """Whether the active autocast region ends with the call of the model."""
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
@@ -115,6 +119,11 @@ class LayerCall:
         # Autograd's own check is off under saved-tensor hooks (save_on_cpu).
         self._versions = [each._version for each in self.parameters]
         self.ambient = AmbientState.capture(layer.device, self._tree.modules())
+        self.shared_casts = (
+            SharedCasts(layer.name)
+            if self.ambient.is_autocast and torch.is_autocast_cache_enabled()
+            else None
+        )
         self.is_pending = True
         """Whether no backward has passed yet."""
         self.keeps_recomputed = False
@@ -183,6 +192,10 @@ class LayerCall:
             if count > 1
         }
         self.order = uses.order
+        if self.shared_casts is not None:
+            self.shared_casts.require_single(uses.casts, self.parameters)
+            if not self.layer.confines_autocast():
+                self.shared_casts.watch([self.parameters[number] for number in uses.casts])
         self._result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         return results
@@ -309,6 +322,8 @@ class RematerializeLayer(torch.autograd.Function):
             )
         tensors = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
+        if call.shared_casts is not None:
+            call.shared_casts.on_recomputation()
         with call.layer.visit(Phase.BACKWARD, call.adapters):
             if call.parked is not None:
                 tensors = (call.parked.fetch(), *tensors)

@@ -78,6 +78,7 @@ MODELS: dict[str, Make] = {
     "trained norms": lora(modules_to_save=["input_layernorm", "post_attention_layernorm"]),
     "vblora": vblora,
     "tied": tied,
+    "prophetnet": lambda: build("prophetnet"),
 }
 
 
@@ -218,7 +219,7 @@ SUMS: dict[str, Callable[[Model], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("which", ["qwen2", "tied", "vblora"])
+@pytest.mark.parametrize("which", ["qwen2", "tied", "vblora", "prophetnet"])
 @pytest.mark.parametrize("what", SUMS)
 def test_sums_with_gradients_from_elsewhere_are_exact(which: str, what: str) -> None:
     found = []

@@ -22,6 +22,8 @@ LAYERS = [
         "arrival",
         "attributes",
         "audit",
+        "calls",
+        "casts",
         "channels",
         "frozen",
         "handover",

@@ -7,7 +7,6 @@ Note: Interception
     up by name and read the signature of its forward.
 """
 
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from poros.ambient import AutocastRegions
 from poros.audit import GraphAudit
 from poros.boundaries import Boundaries, Parked
 from poros.channels import RECORDABLE, recorded_outputs
+from poros.compiled import CompiledForward, refuse_outer_graph
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
 from poros.manager import BlockManager
@@ -166,16 +166,7 @@ class LayerRuntime:
         layer = self._layer()
         if layer is None:
             return
-        for name, module in layer.named_modules():
-            rates = (getattr(module, key, 0.0) for key in ("p", "attention_dropout"))
-            if any(isinstance(rate, float) and rate > 0 for rate in rates):
-                raise UnsupportedModelError(
-                    f"{self.name}: expected no dropout in a compiled layer, found it in {name!r}. "
-                    "The compiler generates other masks here than in a resident run, so the result "
-                    "would not be exact; train without dropout, or without compiling"
-                )
-        base: Any = type(layer).__mro__[2]
-        self.own_forward = torch.compile(base.forward, *args, **kwargs)
+        self.own_forward = CompiledForward(layer, self.name, args, kwargs)
 
     @contextmanager
     def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[None]:
@@ -437,26 +428,6 @@ def runtime_of(layer: Any) -> LayerRuntime:
     """The runtime of a streamed layer."""
     runtime: LayerRuntime = layer.__dict__[_HOME]
     return runtime
-
-
-def refuse_outer_graph(name: str) -> None:
-    """Raise if the caller runs inside ``torch.compile`` of something that holds the layers.
-
-    The compiler calls what it may not enter from below its own frame, and says so nowhere else.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if (
-            frame.f_code.co_name == "compile_wrapper"
-            and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
-        ):
-            raise PreparedModelError(
-                f"{name}: expected layers to be compiled one by one, found a forward inside "
-                "torch.compile of the whole model (TrainingArguments(torch_compile=True)?). A "
-                "resident run would compile its layers too, a streamed one would not; call "
-                "layer.compile() for every decoder layer after poros.prepare, and nothing else"
-            )
-        frame = frame.f_back
 
 
 def require_harmless(

@@ -22,6 +22,7 @@ LAYERS = [
         "attributes",
         "audit",
         "channels",
+        "compiled",
         "frozen",
         "host",
         "kernels",

@@ -22,9 +22,10 @@ from transformers.cache_utils import Cache
 from poros.ambient import AutocastRegions
 from poros.audit import GraphAudit
 from poros.boundaries import Boundaries, Parked
-from poros.calls import refuse_outer_graph, require_harmless
+from poros.calls import require_harmless
 from poros.casts import is_region_within
 from poros.channels import RECORDABLE, recorded_outputs
+from poros.compiled import CompiledForward, refuse_outer_graph
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
 from poros.manager import BlockManager
@@ -176,16 +177,7 @@ class LayerRuntime:
         layer = self._layer()
         if layer is None:
             return
-        for name, module in layer.named_modules():
-            rates = (getattr(module, key, 0.0) for key in ("p", "attention_dropout"))
-            if any(isinstance(rate, float) and rate > 0 for rate in rates):
-                raise UnsupportedModelError(
-                    f"{self.name}: expected no dropout in a compiled layer, found it in {name!r}. "
-                    "The compiler generates other masks here than in a resident run, so the result "
-                    "would not be exact; train without dropout, or without compiling"
-                )
-        base: Any = type(layer).__mro__[2]
-        self.own_forward = torch.compile(base.forward, *args, **kwargs)
+        self.own_forward = CompiledForward(layer, self.name, args, kwargs)
         self.is_compiled = True
 
     @contextmanager

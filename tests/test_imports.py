@@ -25,6 +25,7 @@ LAYERS = [
         "calls",
         "casts",
         "channels",
+        "compiled",
         "frozen",
         "handover",
         "host",

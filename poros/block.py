@@ -10,7 +10,7 @@ Note: Interception
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from poros.frozen import LayerBindings
 from poros.manager import BlockManager
 from poros.remat import LayerCall, rematerialize
 from poros.resident import ResidentBlocks
+from poros.small import Staying, StayingState
 from poros.tree import Adapter, ModuleTree
 from poros.walk import Phase
 
@@ -49,6 +50,7 @@ class LayerRuntime:
         blocks: Moves the blocks, or holds them if they stay.
         bindings: Its frozen tensors.
         is_adapter_module: Whether PEFT put a module there.
+        staying_places: Where a layer holds what stays on the device, given what streams.
         regions: Shared by the layers of a model.
         tied_adapters: Adapter parameters of the model that are used at several places.
         boundaries: Where inputs wait for their backward; None keeps them on the device.
@@ -65,6 +67,9 @@ class LayerRuntime:
         bindings: LayerBindings,
         *,
         is_adapter_module: Callable[[nn.Module], bool],
+        staying_places: Callable[
+            [nn.Module, Collection[int]], Sequence[tuple[str, dict[str, Any], str]]
+        ],
         regions: AutocastRegions,
         tied_adapters: Sequence[str],
         boundaries: Boundaries | None,
@@ -85,6 +90,7 @@ class LayerRuntime:
         self.block = block
         self._blocks: BlockManager | ResidentBlocks | None = blocks
         self._is_adapter_module = is_adapter_module
+        self._staying_places = staying_places
         self._regions = regions
         self._tied_adapters = tied_adapters
         self.boundaries = boundaries
@@ -188,6 +194,7 @@ class LayerRuntime:
         blocks = self._housed()
         slot = blocks.acquire(self.block, phase)
         try:
+            staying = self._staying.state()
             version = slot.buffer._version
             self.bindings.swap_in()
             for adapter in adapters:
@@ -195,6 +202,7 @@ class LayerRuntime:
             yield
             self.bindings.require_twins()
             self._require_unwritten(version, slot.buffer._version)
+            self._staying.require_unwritten(staying)
         except torch.OutOfMemoryError as error:
             raise self.owner.budget.explain(self.name, error) from error
         finally:
@@ -218,6 +226,14 @@ class LayerRuntime:
                     "before merging"
                 )
         return self._tree
+
+    def staying(self) -> StayingState:
+        """What stays on the device, as it is now."""
+        return self._staying.state()
+
+    def edited_since(self, before: StayingState) -> str | None:
+        """The name of a tensor that stays on the device and is not what it was ``before``."""
+        return self._staying.changed(before)
 
     def _housed(self) -> BlockManager | ResidentBlocks:
         if self._blocks is None:
@@ -243,7 +259,9 @@ class LayerRuntime:
         self.bindings.swap_out()
 
     def _take_stock(self, layer: nn.Module) -> None:
-        self._tree = ModuleTree(layer, self.bindings.tensor_ids, self._is_adapter_module)
+        streamed = self.bindings.tensor_ids
+        self._tree = ModuleTree(layer, streamed, self._is_adapter_module)
+        self._staying = Staying(self.name, self._staying_places(layer, streamed))
         self.audit = GraphAudit(self.name)
         # Linear layers of bitsandbytes that have a bias.
         self._biased: list[Any] = [

@@ -21,7 +21,7 @@ from poros.block import LayerRuntime, attach, detach, runtime_of, streamed_class
 from poros.boundaries import Boundaries
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.copies import Prepare, copiers
-from poros.discover import Inventory, is_adapter_module
+from poros.discover import Inventory, is_adapter_module, staying_places
 from poros.frozen import (
     Binding,
     DeviceConstants,
@@ -38,6 +38,7 @@ from poros.layout import BlockLayout
 from poros.manager import BlockManager
 from poros.resident import ResidentBlocks
 from poros.ring import DeviceRing
+from poros.small import SmallTensors
 from poros.streams import StreamContext, Timings
 from poros.walk import Action
 
@@ -90,13 +91,15 @@ class Takeover:
         self.host, self.is_adopted = _host_store(inventory, policy.block_size)
         layouts = [slab.layout for slab in self.host.slabs]
         try:
+            self.small = SmallTensors(_by_layer(inventory), self.device)
             self._move_to_host(inventory, layouts)
+            self._move_small()
             self._move_to_device(model, inventory)
             if self.device.type == "cuda":
                 self.host.pin(self.device)
             self._make_room(policy.slots or MIN_SLOTS, policy.keep_last or 0)
             self.boundaries = Boundaries(streams)
-            self.constants = DeviceConstants(self.device)
+            self.constants = DeviceConstants(self.device, self.small.nested)
             self._engage(self._make_runtimes(inventory), model)
             self.offload_boundaries(bool(policy.offload_boundaries))
             if not self.is_adopted:
@@ -184,8 +187,9 @@ class Takeover:
 
     @property
     def device_num_bytes(self) -> int:
-        """Slots, blocks that stay, and quantization constants."""
-        return self.ring.num_bytes + self.resident.num_bytes + self.constants.num_bytes
+        """Slots, blocks that stay, small tensors, and quantization constants."""
+        blocks = self.ring.num_bytes + self.resident.num_bytes
+        return blocks + self.small.num_bytes + self.constants.num_bytes
 
     def timings(self) -> Timings:
         """How long copies of blocks have taken so far."""
@@ -230,9 +234,9 @@ class Takeover:
     def _move_back(self) -> None:
         # All new places first: if one cannot be had, nothing has moved.
         staged = [
-            (part, part.get().to(origin))
+            (part, part.get().to(origin, copy=True))
             for part, origin in self._moved
-            if part.get().device != origin
+            if part.get().device != origin or self.small.holds(part.get())
         ]
         for part, tensor in staged:
             _put(part, tensor)
@@ -254,11 +258,19 @@ class Takeover:
                 if each.is_4bit:
                     self._place(constant_parts(each.name, each.tensor), host)
 
+    def _move_small(self) -> None:
+        """Norms, biases and buffers of the layers."""
+        for part, copy in self.small.moves:
+            self._moved.append((part, self._origin(part)))
+            _put(part, copy)
+        self.small.moves.clear()
+
     def _move_to_device(self, model: nn.Module, inventory: Inventory) -> None:
         """Everything that is not streamed: adapters, embedding, norms outside the layers, head."""
-        streamed = {id(each.tensor) for block in inventory.blocks for each in block}
+        groups = (*inventory.blocks, *inventory.small)
+        seen_to = {id(each.tensor) for group in groups for each in group}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if id(tensor) in streamed:
+            if id(tensor) in seen_to:
                 continue
             parts = FrozenTensor(name, tensor).parts()
             if is_4bit(tensor):
@@ -302,6 +314,7 @@ class Takeover:
                 self._home(block),
                 LayerBindings(bindings.get(index, [])),
                 is_adapter_module=is_adapter_module,
+                staying_places=staying_places,
                 regions=regions,
                 tied_adapters=inventory.tied_adapters,
                 boundaries=None,
@@ -361,6 +374,17 @@ class Takeover:
         setattr(module, name, value)
         reference = weakref.ref(module)
         self._undo.callback(_call_if_alive, reference, lambda module: setattr(module, name, before))
+
+
+def _by_layer(
+    inventory: Inventory,
+) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
+    """What stays of each layer, and what streams."""
+    streamed: list[list[FrozenTensor]] = [[] for _ in inventory.layers]
+    for block in inventory.blocks:
+        for each in block:
+            streamed[each.places[0][0]].append(each)
+    return list(zip(inventory.small, streamed, strict=True))
 
 
 def _host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:

@@ -30,6 +30,7 @@ LAYERS = [
         "resident",
         "ring",
         "rng",
+        "small",
         "streams",
         "tree",
     },

@@ -34,8 +34,7 @@ def some_layouts(num_layers: int = 3) -> list[BlockLayout]:
                 (f"layers.{index}.absmax", torch.empty(77)),
                 (f"layers.{index}.norm", torch.empty(64, dtype=torch.bfloat16)),
                 (f"layers.{index}.empty", torch.empty(0, 3)),
-            ],
-            spare_num_bytes=256 * index,
+            ]
         )
         for index in range(num_layers)
     ]
@@ -245,10 +244,6 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor outside": (
         rewrite(lambda store: store["slabs"][0].update(num_bytes=256)),
-        "tensors up to",
-    ),
-    "a tensor in the spare part": (
-        rewrite(lambda store: store["slabs"][0].update(spare_num_bytes=40_000)),
         "tensors up to",
     ),
     "a shape beyond all bounds": (

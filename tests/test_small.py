@@ -18,11 +18,12 @@ from poros.frozen import FrozenTensor
 from poros.gates import tiny
 from poros.layout import ALIGNMENT, SMALL_NUM_BYTES, is_small
 
-NUM_LAYERS = 5
+NUM_LAYERS = 4
 
 
-def make(architecture: str = "qwen2", **options: Any) -> Any:
-    return build(architecture, num_layers=NUM_LAYERS, **options)
+def make(**options: Any) -> Any:
+    """In float32, so that a cast of a few tensors is one that a resident model survives."""
+    return build(num_layers=NUM_LAYERS, **{"dtype": torch.float32, **options})
 
 
 def norm_of(model: Any, layer: int = 1) -> Any:
@@ -45,8 +46,8 @@ def through_data(model: Any) -> None:
 
 
 def through_numpy(model: Any) -> None:
-    bits: Any = norm_of(model).weight.detach().view(torch.int16).numpy()
-    bits += 3
+    values: Any = norm_of(model).weight.detach().numpy()
+    values *= 1.5
 
 
 def assigned_data(model: Any) -> None:
@@ -55,12 +56,12 @@ def assigned_data(model: Any) -> None:
 
 
 def cast(model: Any) -> None:
-    norm_of(model).weight.data = norm_of(model).weight.data.float() * 1.01
-    bias_of(model).bias.data = bias_of(model).bias.data.float() * 1.01
+    norm_of(model).weight.data = norm_of(model).weight.data.bfloat16()
+    bias_of(model).bias.data = bias_of(model).bias.data.bfloat16()
 
 
 def cast_by_method(model: Any) -> None:
-    norm_of(model).float()
+    norm_of(model).bfloat16()
 
 
 def replaced(model: Any) -> None:
@@ -76,7 +77,7 @@ def replaced_module(model: Any) -> None:
 
 def loaded(model: Any) -> None:
     name = "base_model.model.model.layers.1.input_layernorm.weight"
-    state = {name: torch.linspace(0.5, 2.0, 64, dtype=torch.bfloat16)}
+    state = {name: torch.linspace(0.5, 2.0, 64)}
     model.load_state_dict(state, strict=False)
 
 
@@ -118,11 +119,16 @@ def assert_same(expected: list[Any], found: list[Any]) -> None:
         assert same_bits(left, right)
 
 
-@pytest.mark.parametrize("edit", [*EDITS, trainable], ids=lambda edit: edit.__name__)
+ROOMS = ({"slots": 2}, {"slots": 2, "block_size": 2}, {"slots": 4, "keep_last": 2})
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"slots": 2}, {"slots": 5, "keep_last": 2}],
-    ids=str,
+    ("edit", "options"),
+    [
+        *((each, ROOMS[0]) for each in EDITS),
+        *((each, room) for each in (through_data, cast) for room in ROOMS[1:]),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_edits_between_steps_are_those_of_a_resident_run(
     edit: Callable[[Any], None], options: dict[str, Any]
@@ -155,7 +161,7 @@ def test_the_self_check_passes_after_an_edit_before_the_first_step(
 
 
 @pytest.mark.parametrize("edit", COUNTED, ids=lambda edit: edit.__name__)
-@pytest.mark.parametrize("self_check", ["off", "strict"])
+@pytest.mark.parametrize("self_check", ["strict"])
 def test_edits_between_a_forward_and_its_backward_raise(
     edit: Callable[[Any], None], self_check: str
 ) -> None:
@@ -203,7 +209,7 @@ def test_with_a_budget_too(budget: str | None) -> None:
 @pytest.mark.parametrize("quantize", [True, False])
 def test_what_streams_and_what_stays(architecture: str, quantize: bool) -> None:
     """By kind and size alone; and each in one buffer per layer, aligned, with its own storage."""
-    model = build(architecture, quantize=quantize)
+    model = build(architecture, quantize=quantize, num_layers=6)
     name, layers = find_layers(model)
     blocks, small = find_frozen(model, name, layers, 1)
     staying = {id(each.tensor): each.tensor for group in small for each in group}
@@ -217,8 +223,11 @@ def test_what_streams_and_what_stays(architecture: str, quantize: bool) -> None:
     takeover = poros.runtime(model)._takeover
     held = [*staying.values(), *takeover.small.nested.values()]
     assert bool(takeover.small.nested) == quantize
+    starts = [each.data_ptr() for each in takeover.small._buffers]
+    assert len(starts) == 6
     for each in held:
-        assert takeover.small.holds(each) and each.data_ptr() % ALIGNMENT == 0
+        offset = min(each.data_ptr() - start for start in starts if start <= each.data_ptr())
+        assert takeover.small.holds(each) and offset % ALIGNMENT == 0
         assert each.untyped_storage().nbytes() == each.numel() * each.element_size()
     assert all(same_bits(before[key], tensor) for key, tensor in staying.items())
     poros.restore(model)
@@ -324,7 +333,7 @@ def test_a_bias_that_bitsandbytes_casts_for_good_is_cast_as_in_a_resident_run(
         model = make(dtype=dtype)
         for layer in layers_of(model):
             bias = layer.self_attn.q_proj.base_layer.bias
-            bias.data = bias.data.to(torch.float64) * 1.001
+            bias.data = bias.data.to(torch.float64) * 1.001  # of no dtype that it is used in
         return model
 
     expected, model = cast_biases(), poros.prepare(cast_biases())

@@ -84,6 +84,7 @@ class Takeover:
         self._layers_name = inventory.layers_name
         self._layers = [weakref.ref(layer) for layer in inventory.layers]
         self.blocks = inventory.blocks
+        self._small = inventory.small
         self.block_size = policy.block_size
         self._copiers = copiers(self, policy, prepare)
         self._undo = ExitStack()
@@ -363,11 +364,16 @@ class Takeover:
         guards.install(ancestors, self.device, self._copiers)
 
     def _hide_from_ddp(self, model: nn.Module) -> None:
-        """DDP would broadcast the frozen tensors at its start, writing to the host copies."""
-        streamed = {each.name for block in self.blocks for each in block}
+        """DDP would broadcast the frozen tensors at its start, writing to the host copies.
+
+        Of what stays, only buffers are hidden, which it would write at every forward: a norm may be
+        trained by the time that DDP wraps the model.
+        """
+        hidden = {each.name for block in self.blocks for each in block}
+        hidden |= {each.name for group in self._small for each in group if each.is_buffer}
         before = getattr(model, _DDP_IGNORED, None)
         self._undo.callback(_call_if_alive, weakref.ref(model), partial(_put_back, before=before))
-        model.__dict__[_DDP_IGNORED] = sorted(streamed | set(before or ()))
+        model.__dict__[_DDP_IGNORED] = sorted(hidden | set(before or ()))
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         before = getattr(module, name)

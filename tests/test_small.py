@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, picture, run
 from support import AdversarialPrepare, same_bits
 from torch import nn
@@ -194,6 +195,19 @@ def test_a_norm_that_is_trained_trains_as_in_a_resident_run(when: str, quantize:
     assert_same_run(run(expected), found)
     poros.restore(model)
     assert_same_run(run(expected), run(model))
+
+
+def test_biases_trained_by_peft_train_as_in_a_resident_run() -> None:
+    """``bias="all"`` trains biases of modules without adapters too."""
+
+    def adapted() -> Any:
+        config = LoraConfig(r=4, target_modules=["q_proj"], bias="all")
+        torch.manual_seed(3)
+        return get_peft_model(make().unload(), config)
+
+    found = run(poros.prepare(adapted()))
+    assert sum("bias" in name for name in found.steps[0].gradients) == 3 * NUM_LAYERS
+    assert_same_run(run(adapted()), found)
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"])

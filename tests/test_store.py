@@ -222,7 +222,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "slabs are a folder": (folder_for(SLABS), "regular file"),
     "rest is a pipe": (fifo_for(REST), "regular file"),
     "slabs are a loop of links": (loop_for(SLABS), SLABS),
-    "another version": (rewrite(lambda store: store.update(version=2)), "version 2"),
+    "another version": (rewrite(lambda store: store.update(version=1)), "version 1"),
     "another format": (rewrite(lambda store: store.update(format="tar")), "'tar'"),
     "an unknown key": (rewrite(lambda store: store.update(extra=1)), "keys"),
     "a missing key": (rewrite(lambda store: store.pop("rest")), "keys"),

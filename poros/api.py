@@ -60,11 +60,21 @@ class Runtime:
 
     @property
     def self_check(self) -> dict[str, Any]:
-        """Mode and status (pending, passed, failed or off), and the mismatch if any."""
+        """What the check of the first step has found so far.
+
+        Returns:
+            ``mode``, ``status`` (pending, passed, failed, unproven or off), ``message`` (the
+            mismatch, if any), ``proved_with_deterministic_attention`` and ``not_provable`` (names
+            of layers that do not repeat themselves: see ``poros.gates.self_check``).
+        """
         check = self._self_check
-        if check is None:
-            return {"mode": "off", "status": "off", "message": None}
-        return {"mode": check.mode, "status": check.status, "message": check.message}
+        return {
+            "mode": check.mode if check else "off",
+            "status": check.status if check else "off",
+            "message": check.message if check else None,
+            "proved_with_deterministic_attention": list(check.proved_otherwise) if check else [],
+            "not_provable": list(check.not_provable) if check else [],
+        }
 
     def stats(self) -> dict[str, Any]:
         """What has happened since ``prepare``, as plain numbers.
@@ -72,8 +82,9 @@ class Runtime:
         Returns:
             ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in
             its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots,
-            blocks that stay, small frozen tensors and quantization constants), ``host_num_bytes``
-            and ``pinned_num_bytes`` (frozen bytes in host memory, and the page-locked part of them),
+            blocks that stay, small frozen tensors, constants of 4-bit weights),
+            ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in host memory, and the
+            page-locked part of them),
             ``disk_num_bytes`` and ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how
             long training has waited for them), ``offloaded_num_bytes`` (host memory for inputs of
             layers), ``h2d_ms`` and ``h2d_gb_per_s`` (how long the copies of blocks took that are

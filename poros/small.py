@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from poros.errors import PreparedModelError
 from poros.frozen import FrozenTensor, Part, constant_parts
@@ -94,7 +94,7 @@ def _own_view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not spec.num_bytes:
         return torch.empty(spec.shape, dtype=spec.dtype, device=buffer.device)
     flat = buffer[spec.offset : spec.offset + spec.num_bytes]
-    own: torch.Tensor = from_dlpack(to_dlpack(flat))  # type: ignore[attr-defined]
+    own: torch.Tensor = from_dlpack(flat)
     return own.view(spec.dtype).view(spec.shape)
 
 
@@ -151,9 +151,7 @@ class Staying:
         now = self.state()
         if now.marks == before.marks:
             return
-        for (name, owner, key), old, new in zip(
-            self._places, before.marks, now.marks, strict=True
-        ):
+        for (name, owner, key), old, new in zip(self._places, before.marks, now.marks, strict=True):
             if old == new or _is_cast_bias(owner, key, old, new):
                 continue
             raise PreparedModelError(

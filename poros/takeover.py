@@ -92,7 +92,7 @@ class Takeover:
         self.host, self.is_adopted = _host_store(inventory, policy.block_size)
         layouts = [slab.layout for slab in self.host.slabs]
         try:
-            self.small = SmallTensors(_by_layer(inventory), self.device)
+            self.small = SmallTensors(inventory.by_layer(), self.device)
             self._move_to_host(inventory, layouts)
             self._move_small()
             self._move_to_device(model, inventory)
@@ -380,17 +380,6 @@ class Takeover:
         setattr(module, name, value)
         reference = weakref.ref(module)
         self._undo.callback(_call_if_alive, reference, lambda module: setattr(module, name, before))
-
-
-def _by_layer(
-    inventory: Inventory,
-) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
-    """What stays of each layer, and what streams."""
-    streamed: list[list[FrozenTensor]] = [[] for _ in inventory.layers]
-    for block in inventory.blocks:
-        for each in block:
-            streamed[each.places[0][0]].append(each)
-    return list(zip(inventory.small, streamed, strict=True))
 
 
 def _host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from snapshots import assert_same_run, bits_of, build, changes, layers_of, picture, run
 from stores import lay_down, parts_by_layer
-from support import AdversarialPrepare, same_bits
+from support import AdversarialPrepare
 
 import poros
 from poros.api import prepare_with
@@ -88,7 +88,7 @@ def test_adoption_under_adversarial_streams() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2])
 def test_what_is_cast_for_training_is_in_no_slab(block_size: int) -> None:
-    """The usual preparation casts norms and biases to fp32; the slabs are taken over all the same."""
+    """The usual preparation casts norms and biases to fp32; slabs are taken over all the same."""
 
     def cast(base: Any) -> Any:
         return adapted(prepare_model_for_kbit_training(base, use_gradient_checkpointing=False))

@@ -25,7 +25,7 @@ from test_host import FakeDriver, install
 import poros
 from poros import disk
 from poros.disk import NUM_STAGING, DiskStore
-from poros.errors import CheckpointFormatError, ParityError
+from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.host import HostStore, leave_store, left_store

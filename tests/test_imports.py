@@ -19,6 +19,7 @@ LAYERS = [
     {"errors", "config", "layout", "walk"},
     {
         "ambient",
+        "attributes",
         "audit",
         "channels",
         "frozen",
@@ -30,6 +31,7 @@ LAYERS = [
         "resident",
         "ring",
         "rng",
+        "settings",
         "small",
         "streams",
         "tree",

@@ -127,6 +127,16 @@ class Evidence:
             stack.enter_context(torch.enable_grad())
             yield
 
+    @contextmanager
+    def backward_state(self, device: torch.device) -> Iterator[None]:
+        """The random states when its backward began; afterwards as they were before the body."""
+        before = random_states(device)
+        try:
+            _set_random_states(self.rng_backward, device)
+            yield
+        finally:
+            _set_random_states(before, device)
+
     @property
     def has_cache(self) -> bool:
         """Whether the layer was given a KV cache."""

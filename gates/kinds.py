@@ -64,7 +64,7 @@ _LORA = ("linears", "lora_dropout", "r")
 KINDS: dict[str, Kind] = {
     "lora": Kind("LoraConfig", {}, *_LORA),
     "dora": Kind("LoraConfig", {"use_dora": True}, *_LORA),
-    "bdlora": Kind("LoraConfig", {"use_bdlora": _BLOCKS}, *_LORA),
+    "bdlora": Kind("LoraConfig", {"use_bdlora": _BLOCKS}, *_LORA, on_4bit=False),
     "velora": Kind(
         "LoraConfig",
         {"velora_config": _Config("VeloraConfig", {"num_groups": 8})},

@@ -52,6 +52,8 @@ class Outcome(NamedTuple):
     """Outputs, whether they need a gradient, random states at the end, gradients."""
     sources: list[tuple[str, torch.Tensor]]
     """Names and originals of what gradients were taken for."""
+    rng_backward: Sequence[torch.Tensor]
+    """The random states behind its backward."""
     may_vary: bool = False
     """Whether its gradients need not repeat themselves (``AttentionKernels``)."""
 
@@ -118,11 +120,12 @@ class Runs:
             ]
             sources += adapters
             wanted = [leaf for *_, leaf in sources]
-            found = _gradients(outputs, evidence, grad_outputs, wanted)
+            found, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
         values = _values(outputs, rng_end, [name for name, *_ in sources], found)
         return Outcome(
             evidence.comparable(values),
             [(name, each) for name, each, _ in sources],
+            rng_backward,
             attention.may_vary,
         )
 
@@ -162,12 +165,31 @@ class Runs:
             outputs = dict(named_outputs(result, written(kwargs, before), record))
             sources = dict(zip(map(id, call.parameters), proxies, strict=True)) | leaves
             wanted = [sources[id(each)] for _, each in expected.sources]
-            found = _gradients(outputs, evidence, grad_outputs, wanted)
+            found, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
         self._takeover.manager.replace(runtime.block)
-        names = [name for name, _ in expected.sources]
-        return Outcome(
-            evidence.comparable(_values(outputs, rng_end, names, found)), expected.sources
-        )
+        values = _values(outputs, rng_end, [name for name, _ in expected.sources], found)
+        return Outcome(evidence.comparable(values), expected.sources, rng_backward)
+
+    def _gradients(
+        self,
+        outputs: dict[str, torch.Tensor],
+        evidence: Evidence,
+        grad_outputs: Gradients,
+        wanted: Sequence[torch.Tensor],
+    ) -> tuple[Gradients, Sequence[torch.Tensor]]:
+        """The gradients, and the random states behind them."""
+        # By tensor: one that comes out under two names has one gradient, not twice the same.
+        pairs = {
+            id(outputs[name]): (outputs[name], gradient)
+            for name, gradient in evidence.named_gradients(grad_outputs)
+            if name in outputs and outputs[name].requires_grad
+        }
+        if not pairs:
+            return [None] * len(wanted), evidence.rng_backward
+        ends, starts = zip(*pairs.values(), strict=True)
+        with evidence.backward_state(self._device):
+            found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+            return found, random_states(self._device)
 
 
 class _Deterministic:
@@ -212,24 +234,6 @@ def _arguments(
     return tuple(map(of, evidence.args)), {key: of(each) for key, each in evidence.kwargs.items()}
 
 
-def _gradients(
-    outputs: dict[str, torch.Tensor],
-    evidence: Evidence,
-    grad_outputs: Gradients,
-    wanted: Sequence[torch.Tensor],
-) -> Gradients:
-    # By tensor: one that comes out under two names has one gradient, not twice the same.
-    pairs = {
-        id(outputs[name]): (outputs[name], gradient)
-        for name, gradient in evidence.named_gradients(grad_outputs)
-        if name in outputs and outputs[name].requires_grad
-    }
-    if not pairs:
-        return [None] * len(wanted)
-    ends, starts = zip(*pairs.values(), strict=True)
-    return torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-
-
 def _values(
     outputs: dict[str, torch.Tensor],
     rng_end: Sequence[torch.Tensor],
@@ -265,13 +269,15 @@ def _ordinary(
         if parameter is not None and parameter.requires_grad
     ]
     stand_ins = {id(parameter): nn.Parameter(parameter.detach()) for *_, parameter in places}
-    try:
+
+    def undo() -> None:
+        for _, owner, key, parameter in places:
+            owner[key] = parameter
+        bindings.swap_out()
+
+    with takeover.visits.begin(runtime_of(layer).name, undo):
         bindings.swap_in()
         for _, owner, key, parameter in places:
             owner[key] = stand_ins[id(parameter)]
         adapters = {id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places}
         yield partial(runtime_of(layer).own_forward, layer), list(adapters.values())
-    finally:
-        for _, owner, key, parameter in places:
-            owner[key] = parameter
-        bindings.swap_out()

@@ -159,10 +159,8 @@ class SelfCheck:
         else:
             self._without_gradient.add(index)
         try:
-            mismatch = (
-                self._damaged_bytes(index // self._takeover.block_size)
-                or self._disturbed(evidence)
-                or self._mismatch(index, evidence, grad_inputs, grad_outputs)
+            mismatch = self._damaged_bytes(index // self._takeover.block_size) or self._mismatch(
+                index, evidence, grad_inputs, grad_outputs
             )
         finally:
             evidence.call.recomputed = None  # the call lives as long as the graph
@@ -205,14 +203,6 @@ class SelfCheck:
             return None
         return f"the host bytes of block {block} are not those that poros.prepare took over"
 
-    def _disturbed(self, evidence: Evidence) -> str | None:
-        before, now = (
-            forward_values({}, evidence.rng_backward),
-            forward_values({}, random_states(self._device)),
-        )
-        difference = first_difference(before, now)
-        return difference and f"its backward has to leave no trace of random draws: {difference}"
-
     def _mismatch(
         self,
         index: int,
@@ -223,7 +213,12 @@ class SelfCheck:
         given = [*evidence.inputs, *evidence.parameters]
         gradients = dict(zip(map(id, given), grad_inputs, strict=bool(grad_inputs)))
         streamed = forward_values(evidence.outputs, evidence.rng_end)
+        rng_after = forward_values({}, random_states(self._device))
         resident = self._runs.resident(index, evidence, grad_outputs)
+        # Hooks may draw as gradients pass; the recomputation may not.
+        disturbed = first_difference(forward_values({}, resident.rng_backward), rng_after)
+        if disturbed is not None:
+            return f"its backward has to leave no trace of random draws: {disturbed}"
         for name, tensor in resident.sources:
             streamed[f"gradient of {name}"] = gradients.get(id(tensor))
         streamed = evidence.comparable(streamed)

@@ -12,8 +12,8 @@ Note: Rematerialization equality
     training on after such a change is hardly ever meant.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch import nn
 
 from poros.rng import RngStash
 from poros.settings import Settings
+from poros.within import Within
 
 
 class AutocastState(NamedTuple):
@@ -108,20 +109,20 @@ class AmbientState:
 
     def without_autocast_cache(self) -> AbstractContextManager[object]:
         """For the forward itself: autocast as it is, minus the cache."""
-        return self._without_autocast_cache() if self.is_autocast else nullcontext()
+        if not self.is_autocast:
+            return nullcontext()
 
-    @contextmanager
-    def _without_autocast_cache(self) -> Iterator[None]:
-        with ExitStack() as stack:
+        def fill(stack: ExitStack) -> None:
             for each in self.autocast:
                 if each.enabled:
                     stack.enter_context(each.enter())
-            yield
 
-    @contextmanager
-    def replay(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        return Within(fill)
+
+    def replay(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Run the body in this state; afterwards everything is as it was before it."""
-        with ExitStack() as stack:
+
+        def fill(stack: ExitStack) -> None:
             stack.enter_context(self.rng.replay())
             for each in self.autocast:
                 if each.enabled or torch.is_autocast_enabled(each.device_type):
@@ -132,7 +133,8 @@ class AmbientState:
                     if module.training != wanted:
                         stack.callback(setattr, module, "training", module.training)
                         module.training = wanted
-            yield
+
+        return Within(fill)
 
 
 def _training_flags(modules: Sequence[nn.Module]) -> tuple[bool, ...]:

@@ -40,6 +40,7 @@ _LEFT_OUT = frozenset(
         "training",
         # Written by hooks, trainers and loops; no layer computes with them.
         "_is_full_backward_hook",
+        "_is_hf_initialized",
         "gradient_checkpointing",
         "in_features",
         "out_features",

@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from poros.remat import LayerCall, rematerialize
 from poros.resident import ResidentBlocks
 from poros.small import Staying, StayingState
 from poros.tree import Adapter, ModuleTree
+from poros.visits import Visits
 from poros.walk import Phase
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class LayerRuntime:
         is_adapter_module: Whether PEFT put a module there.
         staying_places: Where a layer holds what stays on the device, given what streams.
         regions: Shared by the layers of a model.
+        visits: Likewise.
         tied_adapters: Adapter parameters of the model that are used at several places.
         boundaries: Where inputs wait for their backward; None keeps them on the device.
     """
@@ -71,6 +74,7 @@ class LayerRuntime:
             [nn.Module, Collection[int]], Sequence[tuple[str, dict[str, Any], str]]
         ],
         regions: AutocastRegions,
+        visits: Visits,
         tied_adapters: Sequence[str],
         boundaries: Boundaries | None,
     ) -> None:
@@ -92,6 +96,7 @@ class LayerRuntime:
         self._is_adapter_module = is_adapter_module
         self._staying_places = staying_places
         self._regions = regions
+        self._visits = visits
         self._tied_adapters = tied_adapters
         self.boundaries = boundaries
         self._dropped_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
@@ -190,29 +195,37 @@ class LayerRuntime:
             PreparedModelError: If a frozen tensor was changed at rest, or by the layer itself.
             VRAMBudgetError: If the device has no room for what the layer computes.
         """
+        self._visits.end_all()
         self.bindings.require_at_rest()
         blocks = self._housed()
-        slot = blocks.acquire(self.block, phase)
-        try:
-            staying = self._staying.state()
-            version = slot.buffer._version
-            self.bindings.swap_in()
-            for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.stand_in
+        undo = partial(_end_visit, blocks, self.block, self.bindings, adapters)
+        with self._visits.begin(self.name, undo):
+            try:
+                slot = blocks.acquire(self.block, phase)
+                staying = self._staying.state()
+                version = slot.buffer._version
+                self.bindings.swap_in()
+                for adapter in adapters:
+                    adapter.owner[adapter.key] = adapter.stand_in
+                yield
+                self.bindings.require_twins()
+                self._require_unwritten(version, slot.buffer._version)
+                self._staying.require_unwritten(staying)
+            except torch.OutOfMemoryError as error:
+                raise self.owner.budget.explain(self.name, error) from error
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """The layer without its frozen tensors, for what reaches all the others."""
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        with self._visits.begin(self.name, self.bindings.swap_out):
+            self.bindings.hide()
             yield
-            self.bindings.require_twins()
-            self._require_unwritten(version, slot.buffer._version)
-            self._staying.require_unwritten(staying)
-        except torch.OutOfMemoryError as error:
-            raise self.owner.budget.explain(self.name, error) from error
-        finally:
-            for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.parameter
-            self.bindings.swap_out()
-            blocks.release(self.block)
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
+        self._visits.end_all()
         if not self._tree.is_current():
             layer = self._tree.modules()[0]
             tables = (t for each in layer.modules() for t in (each._parameters, each._buffers))
@@ -260,7 +273,7 @@ class LayerRuntime:
 
     def _take_stock(self, layer: nn.Module) -> None:
         streamed = self.bindings.tensor_ids
-        self._tree = ModuleTree(layer, streamed, self._is_adapter_module)
+        tree = ModuleTree(layer, streamed, self._is_adapter_module)
         self._staying = Staying(self.name, self._staying_places(layer, streamed))
         self.audit = GraphAudit(self.name)
         # Linear layers of bitsandbytes that have a bias.
@@ -270,6 +283,8 @@ class LayerRuntime:
             if getattr(each, "compute_dtype", None) is not None
             and each._parameters.get("bias") is not None
         ]
+        # Last: as long as the tree is the old one, stock is taken again.
+        self._tree = tree
 
     def _cast_trained_biases(self) -> None:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
@@ -370,12 +385,8 @@ class StreamedLayerMixin:
         """Moves and casts reach what stays on the device; the frozen tensors stay at rest."""
         runtime = runtime_of(self)
         require_harmless(fn, self.parameters(), runtime.device, runtime.name)  # type: ignore[attr-defined]
-        runtime.bindings.require_at_rest()
-        try:
-            runtime.bindings.hide()
+        with runtime.hidden():
             return super()._apply(fn, recurse)  # type: ignore[misc]
-        finally:
-            runtime.bindings.swap_out()
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -419,6 +430,20 @@ def detach(layer: nn.Module) -> None:
         runtime_of(layer).put_back()
         layer.__class__ = type(layer).__mro__[2]
     layer.__dict__.pop(_HOME, None)
+
+
+def _end_visit(
+    blocks: BlockManager | ResidentBlocks,
+    block: int,
+    bindings: LayerBindings,
+    adapters: Sequence[Adapter],
+) -> None:
+    for adapter in adapters:
+        if adapter.owner.get(adapter.key) is adapter.stand_in:
+            adapter.owner[adapter.key] = adapter.parameter
+    bindings.swap_out()
+    if blocks.is_held(block):
+        blocks.release(block)
 
 
 def is_streamed(module: nn.Module) -> bool:

@@ -26,6 +26,7 @@ from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.frozen import FrozenTensor, is_4bit
 from poros.kinds import IN_CACHE, Found, adapter_kinds
 from poros.layout import is_small
+from poros.quantized import refuse_foreign_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -
     base = _base_model(model)
     _refuse_placement(model)
     layers_name, layers = find_layers(model)
+    refuse_foreign_quantization(base, layers_name, layers)
     _refuse_intercepted(layers_name, layers)
     kinds = adapter_kinds(model)
     _check_kinds(layers_name, kinds)

@@ -6,7 +6,7 @@ or initialise it differently (rsLoRA, PiSSA) are not.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -34,13 +34,20 @@ class Found(NamedTuple):
 def adapter_kinds(model: nn.Module) -> dict[str, Found]:
     """All kinds of adapters in a model, active or not, by kind."""
     found = {each.kind: each for module in model.modules() for each in _of_module(module)}
-    for config in dict(getattr(model, "peft_config", None) or {}).values():
-        name = str(getattr(config.peft_type, "value", config.peft_type))
-        # Which variant of LoRA it is, only the layers tell.
-        if name != "LORA":
-            kind = name.lower()
-            found.setdefault(kind, Found(kind, name, type(config).__qualname__))
-    return found
+    return {**configured_kinds(getattr(model, "peft_config", None) or {}), **found}
+
+
+def configured_kinds(configs: Mapping[str, Any]) -> dict[str, Found]:
+    """Kinds that configurations of PEFT name; of LoRA, only layers tell which variant it is."""
+    names = {
+        str(getattr(each.peft_type, "value", each.peft_type)): type(each).__qualname__
+        for each in configs.values()
+    }
+    return {
+        name.lower(): Found(name.lower(), name, where)
+        for name, where in names.items()
+        if name != "LORA"
+    }
 
 
 def _of_module(module: Any) -> Iterator[Found]:

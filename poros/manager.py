@@ -117,6 +117,11 @@ class BlockManager:
         self._visit = (block, phase)
         return slot
 
+    def is_held(self, block: int) -> bool:
+        """Whether ``block`` was acquired and not released yet."""
+        slot = self._ring.slot(block)
+        return slot.block == block and slot.state is SlotState.IN_USE
+
     def release(self, block: int) -> None:
         """End the visit: behind this point of the compute stream the slot may be overwritten.
 

@@ -11,11 +11,13 @@ Source:
     pytorch: ``aten/src/ATen/Context.cpp`` (inheritance of precisions) and ``torch.backends``.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
+
+from poros.within import Within
 
 _SWITCHES = (
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
@@ -71,22 +73,21 @@ class Settings(NamedTuple):
             tuple([get() for get, _ in _ACCESS]), tuple([_precision(*place) for place in _PLACES])
         )
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self) -> AbstractContextManager[object]:
         """Run the body under these settings; afterwards they are as they were before it."""
+        return Within(self._set)
+
+    def _set(self, stack: ExitStack) -> None:
         now = Settings.capture()
         if now == self:
-            yield
             return
-        with ExitStack() as stack:
-            pairs = zip(_ACCESS, self.switches, now.switches, strict=True)
-            for (_, put), wanted, found in pairs:
-                if wanted != found:
-                    stack.callback(put, found)
-                    put(wanted)
-            if self.precisions != now.precisions:
-                self._set_precisions(stack)
-            yield
+        pairs = zip(_ACCESS, self.switches, now.switches, strict=True)
+        for (_, put), wanted, found in pairs:
+            if wanted != found:
+                stack.callback(put, found)
+                put(wanted)
+        if self.precisions != now.precisions:
+            self._set_precisions(stack)
 
     def _set_precisions(self, stack: ExitStack) -> None:
         own = _own_precisions()

@@ -40,6 +40,7 @@ from poros.resident import ResidentBlocks
 from poros.ring import DeviceRing
 from poros.small import SmallTensors
 from poros.streams import StreamContext, Timings
+from poros.visits import Visits
 from poros.walk import Action
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Takeover:
         self._small = inventory.small
         self.block_size = policy.block_size
         self._copiers = copiers(self, policy, prepare)
+        self.visits = Visits()
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
         self.host, self.is_adopted = _host_store(inventory, policy.block_size)
@@ -123,6 +125,7 @@ class Takeover:
         Raises:
             torch.OutOfMemoryError: If the device has not got it; the room is what it was.
         """
+        self.visits.end_all()
         before = (self.num_slots, self.keep_last)
         counters = vars(self.manager)
         counted = {key: counters[key] for key in ("num_loads", "num_hits", "h2d_num_bytes")}
@@ -131,7 +134,8 @@ class Takeover:
         # Given up first, so that the new room can be had in the old one's place.
         for runtime in self._runtimes():
             runtime.leave()
-        del self.ring, self.manager, self.resident
+        self._give_up_room()
+        vars(self.manager).update(counted)
         failure: torch.OutOfMemoryError | None = None
         try:
             self._make_room(num_slots, keep_last)
@@ -164,6 +168,12 @@ class Takeover:
         self.ring, self.resident = ring, resident
         self.manager = BlockManager(self.host, ring, self._streams, self._journal, num_streamed)
         self.num_slots, self.keep_last = num_slots, keep_last
+
+    def _give_up_room(self) -> None:
+        """No block has a place: what is left when even the old room cannot be had again."""
+        self.ring = DeviceRing((), MIN_SLOTS, self._streams)
+        self.resident = ResidentBlocks(self.host, (), self._streams)
+        self.manager = BlockManager(self.host, self.ring, self._streams, self._journal, 0)
 
     def _rehouse(self) -> None:
         """Tell the layers where their blocks are now."""
@@ -214,6 +224,7 @@ class Takeover:
 
         Tensors that came from host memory stay where they are: in the memory of the store.
         """
+        self.visits.end_all()
         self._move_back()
         self._undo.close()
         self.host.unpin()
@@ -317,6 +328,7 @@ class Takeover:
                 is_adapter_module=is_adapter_module,
                 staying_places=staying_places,
                 regions=regions,
+                visits=self.visits,
                 tied_adapters=inventory.tied_adapters,
                 boundaries=None,
             )

@@ -16,7 +16,7 @@ MAX_LINES = 500
 
 # A module may import, at module level, its own layer and those before it; cycles are refused apart.
 LAYERS = [
-    {"errors", "config", "layout", "walk"},
+    {"errors", "config", "layout", "walk", "within"},
     {
         "ambient",
         "attributes",
@@ -25,6 +25,7 @@ LAYERS = [
         "frozen",
         "host",
         "kernels",
+        "kinds",
         "memory",
         "paper",
         "pack",
@@ -35,8 +36,9 @@ LAYERS = [
         "small",
         "streams",
         "tree",
+        "visits",
     },
-    {"boundaries", "disk", "terms"},
+    {"boundaries", "disk", "quantized", "terms"},
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},

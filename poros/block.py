@@ -9,7 +9,7 @@ Note: Interception
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from poros.frozen import LayerBindings
 from poros.manager import BlockManager
 from poros.remat import LayerCall, rematerialize
 from poros.resident import ResidentBlocks
+from poros.small import Staying, StayingState
 from poros.tree import Adapter, ModuleTree
 from poros.visits import Visits
 from poros.walk import Phase
@@ -54,6 +55,7 @@ class LayerRuntime:
         blocks: Moves the blocks, or holds them if they stay.
         bindings: Its frozen tensors.
         is_adapter_module: Whether PEFT put a module there.
+        staying_places: Where a layer holds what stays on the device, given what streams.
         regions: Shared by the layers of a model.
         visits: Likewise.
         tied_adapters: Adapter parameters of the model that are used at several places.
@@ -71,6 +73,9 @@ class LayerRuntime:
         bindings: LayerBindings,
         *,
         is_adapter_module: Callable[[nn.Module], bool],
+        staying_places: Callable[
+            [nn.Module, Collection[int]], Sequence[tuple[str, dict[str, Any], str]]
+        ],
         regions: AutocastRegions,
         visits: Visits,
         tied_adapters: Sequence[str],
@@ -93,6 +98,7 @@ class LayerRuntime:
         self.block = block
         self._blocks: BlockManager | ResidentBlocks | None = blocks
         self._is_adapter_module = is_adapter_module
+        self._staying_places = staying_places
         self._regions = regions
         self._visits = visits
         self._tied_adapters = tied_adapters
@@ -199,6 +205,7 @@ class LayerRuntime:
         with self._visits.begin(self.name, undo):
             try:
                 slot = blocks.acquire(self.block, phase)
+                staying = self._staying.state()
                 version = slot.buffer._version
                 self.bindings.swap_in()
                 for adapter in adapters:
@@ -206,6 +213,7 @@ class LayerRuntime:
                 yield slot.buffer
                 self.bindings.require_twins()
                 self._require_unwritten(version, slot.buffer._version)
+                self._staying.require_unwritten(staying)
             except torch.OutOfMemoryError as error:
                 raise self.owner.budget.explain(self.name, error) from error
 
@@ -239,6 +247,14 @@ class LayerRuntime:
                 )
         return self._tree
 
+    def staying(self) -> StayingState:
+        """What stays on the device, as it is now."""
+        return self._staying.state()
+
+    def edited_since(self, before: StayingState) -> str | None:
+        """The name of a tensor that stays on the device and is not what it was ``before``."""
+        return self._staying.changed(before)
+
     def _housed(self) -> BlockManager | ResidentBlocks:
         if self._blocks is None:
             raise PreparedModelError(
@@ -263,7 +279,9 @@ class LayerRuntime:
         self.bindings.swap_out()
 
     def _take_stock(self, layer: nn.Module) -> None:
-        tree = ModuleTree(layer, self.bindings.tensor_ids, self._is_adapter_module)
+        streamed = self.bindings.tensor_ids
+        tree = ModuleTree(layer, streamed, self._is_adapter_module)
+        self._staying = Staying(self.name, self._staying_places(layer, streamed))
         self.audit = GraphAudit(self.name)
         # Linear layers of bitsandbytes that have a bias.
         self._biased: list[Any] = [

@@ -21,6 +21,8 @@ What may change between a forward and its backward:
 - active adapters, their scaling, disabling or merging: ``RematerializationError``;
 - an adapter edited in place, replaced, moved or deleted: ``RematerializationError``;
 - the layer's input or any other tensor it was given edited in place: ``RematerializationError``;
+- a frozen tensor that stays on the device (a norm, a bias, a buffer) edited, cast or replaced:
+  ``RematerializationError``;
 - the layer's module tree, or the hooks inside it, those of all modules too:
   ``RematerializationError``;
 - a plain attribute of a module inside it or of its configuration: ``RematerializationError``.
@@ -47,6 +49,7 @@ from poros.errors import PreparedModelError, RematerializationError
 from poros.handover import HandedBack, Repeated, hand_in, sealed, watch_terms
 from poros.pack import pack, unpack
 from poros.rng import RngStash
+from poros.small import StayingState
 from poros.tree import Adapter, ModuleTree, shares_memory
 from poros.walk import Phase
 
@@ -72,6 +75,12 @@ class StreamedLayer(Protocol):
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
+
+    def staying(self) -> StayingState:
+        """What of its base stays on the device, as it is now."""
+
+    def edited_since(self, before: StayingState) -> str | None:
+        """The name of one of these that is not what it was ``before``."""
 
     def park(self, tensor: torch.Tensor) -> Parked | None:
         """Have the layer's input wait for its backward on the host; None to keep it here."""
@@ -135,6 +144,7 @@ class LayerCall:
         self._result: Any = None
         self._result_forms: list[tuple[torch.Size, torch.dtype, bool]] = []
         self._rng_end: RngStash | None = None
+        self._staying: StayingState | None = None
 
     @property
     def needs_gradient(self) -> bool:
@@ -198,6 +208,8 @@ class LayerCall:
                 self.shared_casts.watch([self.parameters[number] for number in uses.casts])
         self._result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
+        # Now, not before: bitsandbytes casts a bias for good at its first use.
+        self._staying = self.layer.staying()
         return results
 
     def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -256,6 +268,12 @@ class LayerCall:
             raise RematerializationError(
                 f"{name}: expected its adapters as they were at the forward, found one edited in "
                 "place between forward and backward; edit it after backward"
+            )
+        edited = None if self._staying is None else self.layer.edited_since(self._staying)
+        if edited is not None:
+            raise RematerializationError(
+                f"{edited}: expected it as it was at the forward, found it edited, cast or "
+                "replaced before the backward of its layer; do so between steps"
             )
         for adapter in self.adapters:
             now = adapter.owner.get(adapter.key)

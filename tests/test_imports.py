@@ -38,6 +38,7 @@ LAYERS = [
         "ring",
         "rng",
         "settings",
+        "small",
         "streams",
         "tree",
         "visits",

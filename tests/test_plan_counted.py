@@ -81,7 +81,7 @@ CHECKED: dict[str, dict[str, Any]] = {
         "block_size": 2,
         "slots": 3,
         "keep_last": 2,
-        "seq_len": 16,
+        "seq_len": 8,
     },
 }
 

@@ -172,6 +172,8 @@ class LayerRuntime:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward, compiled if that was asked for; only inside a visit."""
+        if isinstance(self.own_forward, CompiledForward):
+            self.own_forward.require_few_forms(args, kwargs)
         return self.own_forward(self._layer(), *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +204,7 @@ class LayerRuntime:
         self.bindings.require_at_rest()
         blocks = self._housed()
         undo = partial(_end_visit, blocks, self.block, self.bindings, adapters)
-        with self._visits.begin(self.name, undo):
+        with self._visits.begin(self.name, undo) as require_alone:
             try:
                 slot = blocks.acquire(self.block, phase)
                 staying = self._staying.state()
@@ -211,6 +213,7 @@ class LayerRuntime:
                 for adapter in adapters:
                     adapter.owner[adapter.key] = adapter.stand_in
                 yield slot.buffer
+                require_alone()
                 self.bindings.require_twins()
                 self._require_unwritten(version, slot.buffer._version)
                 self._staying.require_unwritten(staying)

@@ -113,7 +113,7 @@ class LayerRuntime:
             return self._stream(args, kwargs)
         if self._index == 0:
             refuse_outer_graph(self.name)
-            if self._tree.modules()[0].training and self.owner is not None:
+            if self.owner is not None:
                 self.owner.budget.begin(args)
         self._refuse_recorded_outputs()
         given = (args, kwargs)

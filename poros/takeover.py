@@ -21,6 +21,7 @@ from poros.block import LayerRuntime, attach, detach, runtime_of, streamed_class
 from poros.boundaries import Boundaries
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.copies import Prepare, copiers
+from poros.digests import Digests
 from poros.discover import Inventory, is_adapter_module, staying_places
 from poros.frozen import (
     Binding,
@@ -93,8 +94,12 @@ class Takeover:
         self._moved: list[tuple[Part, torch.device]] = []
         self.host, self.is_adopted = _host_store(inventory, policy.block_size)
         layouts = [slab.layout for slab in self.host.slabs]
+        self.digests = Digests() if policy.self_check != "off" else None
+        """Of what streams, as it was before it was moved; None if nobody will look."""
         try:
-            self.small = SmallTensors(inventory.by_layer(), self.device)
+            self.small = SmallTensors(
+                inventory.by_layer(), self.device, digests=self.digests is not None
+            )
             self._move_to_host(inventory, layouts)
             self._move_small()
             self._move_to_device(model, inventory)
@@ -108,6 +113,8 @@ class Takeover:
             if not self.is_adopted:
                 drop_store(inventory.base)
         except BaseException:
+            if self.digests is not None:
+                self.digests.close()
             try:
                 self._move_back()
             finally:
@@ -259,6 +266,8 @@ class Takeover:
         for tensors, layout, slab in zip(inventory.blocks, layouts, self.host.slabs, strict=True):
             parts = [part for each in tensors for part in each.parts()]
             for part, spec in zip(parts, layout.tensors, strict=True):
+                if self.digests is not None:
+                    self.digests.add(part.name, part.get())
                 if slab.holds(part.get(), spec):
                     continue
                 target = slab.tensor(spec)

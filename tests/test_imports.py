@@ -22,6 +22,7 @@ LAYERS = [
         "attributes",
         "audit",
         "channels",
+        "digests",
         "frozen",
         "host",
         "kernels",

@@ -53,6 +53,7 @@ class LayerRuntime:
         bindings: Its frozen tensors.
         is_adapter_module: Whether PEFT put a module there.
         staying_places: Where a layer holds what stays on the device, given what streams.
+        settle: Brings what has come to a layer since ``poros.prepare`` to the device.
         regions: Shared by the layers of a model.
         visits: Likewise.
         tied_adapters: Adapter parameters of the model that are used at several places.
@@ -73,6 +74,7 @@ class LayerRuntime:
         staying_places: Callable[
             [nn.Module, Collection[int]], Sequence[tuple[str, dict[str, Any], str]]
         ],
+        settle: Callable[[nn.Module], None],
         regions: AutocastRegions,
         visits: Visits,
         tied_adapters: Sequence[str],
@@ -95,6 +97,7 @@ class LayerRuntime:
         self._blocks: BlockManager | ResidentBlocks | None = blocks
         self._is_adapter_module = is_adapter_module
         self._staying_places = staying_places
+        self._settle = settle
         self._regions = regions
         self._visits = visits
         self._tied_adapters = tied_adapters
@@ -272,6 +275,7 @@ class LayerRuntime:
         self.bindings.swap_out()
 
     def _take_stock(self, layer: nn.Module) -> None:
+        self._settle(layer)
         streamed = self.bindings.tensor_ids
         tree = ModuleTree(layer, streamed, self._is_adapter_module)
         self._staying = Staying(self.name, self._staying_places(layer, streamed))

@@ -34,8 +34,13 @@ from poros.gates.evidence import (
 )
 from poros.remat import LayerCall, RematerializeLayer
 from poros.takeover import Takeover
+from poros.walk import Phase
 
 Gradients = Sequence[torch.Tensor | None]
+
+
+_POISON = 0xFF
+"""NaN for floats, the largest code for packed 4-bit weights."""
 
 
 class Kernels(Enum):
@@ -149,7 +154,7 @@ class Runs:
         args, kwargs = _arguments(evidence, leaves, with_caches=False)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
-        self._takeover.manager.evict(runtime.block)
+        self._forget(runtime.block)
         with unchanged_flags():
             with evidence.state(self._device):
                 token = _active_collector.set(record)
@@ -170,6 +175,13 @@ class Runs:
         self._takeover.manager.replace(runtime.block)
         values = _values(outputs, rng_end, [name for name, _ in expected.sources], found)
         return Outcome(evidence.comparable(values), expected.sources, rng_backward)
+
+    def _forget(self, block: int) -> None:
+        """Have ``block`` loaded anew, over bytes that cannot pass for its own."""
+        manager = self._takeover.manager
+        manager.acquire(block, Phase.INFERENCE).buffer.fill_(_POISON)
+        manager.release(block)
+        manager.evict(block)
 
     def _gradients(
         self,

@@ -11,14 +11,17 @@ import hashlib
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from poros.loaders.header import DTYPES, TensorEntry, defect, quoted
+from poros.errors import quoted
+from poros.loaders.header import DTYPES, TensorEntry, defect, shown
+from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard
-from poros.loaders.source import Source, find_source
+from poros.loaders.source import CONFIG, Place, Source, find_source
 
 AHEAD_NUM_BYTES = 256 * 2**20
 """How far ahead ``slices`` reads."""
@@ -35,6 +38,8 @@ class Checkpoint:
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
         config: ``config.json``.
+        texts: Its text, and that of ``generation_config.json`` if there is one, as at ``open``.
+        source: Its files.
         names: All tensors, shard by shard in the order of their bytes.
         num_bytes: Of all tensors.
     """
@@ -43,7 +48,8 @@ class Checkpoint:
         """Used by ``open``."""
         self.path = source.path
         self.config = source.config
-        self._config_text = source.config_text
+        self.texts = source.texts
+        self.source = source
         self._shards = shards
         self._entries: dict[str, TensorEntry] = {}
         self._shard_of: dict[str, Shard] = {}
@@ -57,22 +63,28 @@ class Checkpoint:
         self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
 
     @classmethod
-    def open(cls, source: str | os.PathLike[str], **hub: Any) -> "Checkpoint":
+    def open(
+        cls,
+        source: str | os.PathLike[str],
+        place: Place | None = None,
+        limits: Limits | None = None,
+    ) -> "Checkpoint":
         """Find, map and check a checkpoint; no tensor is read.
 
         Args:
             source: A folder with ``config.json`` and ``model.safetensors`` or its index and shards
                 (links are followed, as in a hub cache), one ``.safetensors`` file with
                 ``config.json`` beside it, or the name of a hub repository.
-            **hub: Of ``huggingface_hub.snapshot_download``: ``revision``, ``cache_dir``,
-                ``token``, ``local_files_only``.
+            place: Where in the folder or repository, and which revision; None is its top.
+            limits: On what its files may ask for; None are the defaults.
 
         Raises:
             CheckpointFormatError: If the checkpoint cannot be found or any file breaks its format.
             HostMemoryError: If the system refuses to map a file (a limit on address space).
+            UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
-        found = find_source(source, **hub)
+        found = find_source(source, place, limits)
         shards: list[Shard] = []
         try:
             for file in found.files:
@@ -191,12 +203,24 @@ class Checkpoint:
             CheckpointFormatError: If a file has changed since ``open`` or cannot be read.
         """
         self._require_open()
-        digest = hashlib.sha256(_framed(self._config_text))
+        digest = hashlib.sha256(_framed(self.texts[CONFIG]))
         for shard in self._shards:
             digest.update(shard.num_bytes.to_bytes(8, "little"))
             for piece in shard.contents(full=full):
                 digest.update(piece)
         return f"{'sha256' if full else 'sampled-sha256'}:{digest.hexdigest()}"
+
+    def float_dtype(self) -> torch.dtype:
+        """What ``dtype="auto"`` takes where the configuration says nothing: of the first tensor.
+
+        Raises:
+            CheckpointFormatError: If there is none in floating point.
+        """
+        self._require_open()
+        for name in sorted(self._shards[0].header.tensors):
+            if self._entries[name].dtype.is_floating_point:
+                return self._entries[name].dtype
+        raise defect(self.path, "expected tensors in floating point, found none")
 
     def check_unchanged(self) -> None:
         """Compare every shard with what it was at ``open``; call it after the last read.
@@ -319,7 +343,7 @@ def _check_shards(source: Source, shards: list[Shard]) -> None:
             if name in of:
                 raise defect(
                     shard.file,
-                    f"expected each tensor in one file, found it in {of[name].file} too",
+                    f"expected each tensor in one file, found it in {shown(of[name].file)} too",
                     tensor=name,
                 )
             of[name] = shard
@@ -334,14 +358,14 @@ def _check_shards(source: Source, shards: list[Shard]) -> None:
         if of[name].file != source.path / file:
             raise defect(
                 index,
-                f"expected it in {quoted(file)}, found it in {of[name].file.name}",
+                f"expected it in {quoted(file)}, found it in {shown(Path(of[name].file.name))}",
                 tensor=name,
             )
     for name, shard in of.items():
         if name not in source.weight_map:
             raise defect(
                 shard.file,
-                f"expected it in {index.name} too, found it only in the shard",
+                f"expected it in {shown(Path(index.name))} too, found it only in the shard",
                 tensor=name,
             )
 

@@ -6,7 +6,6 @@ it says is checked all the same before anything is sized or placed by it.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,11 @@ from typing import Any
 
 import torch
 
+from poros.errors import quoted
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align
-from poros.loaders.header import DTYPES, defect, open_regular, parse_json, quoted, read_at
+from poros.loaders.extras import is_extra
+from poros.loaders.header import DTYPES, defect, parse_json
+from poros.loaders.limits import Limits
 
 SLABS, REST, MANIFEST = "slabs.safetensors", "rest.safetensors", "manifest.json"
 
@@ -25,7 +27,6 @@ PARTIAL = ".partial"
 FORMAT = "poros store"
 VERSION = 1
 
-_MAX_NUM_BYTES = 256 * 2**20
 _MAX_INT = 2**62
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _REMEDY = "write the store again"
@@ -86,14 +87,14 @@ def write_manifest(manifest: Manifest) -> bytes:
     return _canonical({"sha256": sha256([text]), "store": store})
 
 
-def read_manifest(file: Path) -> Manifest:
+def read_manifest(file: Path, limits: Limits | None = None) -> Manifest:
     """Read and check a manifest.
 
     Raises:
         CheckpointFormatError: If it is not there, cut off, changed, of another version, or says
             what cannot be.
     """
-    document = parse_json(_read_bounded(file), file)
+    document = parse_json((limits or Limits()).read(file, "manifest_num_bytes"), file)
     store = document.get("store")
     if document.keys() != {"sha256", "store"} or not isinstance(store, dict):
         raise defect(file, "expected the manifest of a store, found other JSON", remedy=_REMEDY)
@@ -197,7 +198,8 @@ def _parse(store: dict[str, Any]) -> Manifest:
         raise ValueError("more bytes than can be addressed")
     rest = {name: _form(*each) for name, each in store["rest"].items()}
     for name in store["files"]:
-        if Path(name).name != name or name in ("", ".", ".."):
+        # Of folders only the one that extras may have; nothing here leads out of the store.
+        if not is_extra(name) and (Path(name).name != name or name in ("", ".", "..")):
             raise ValueError(f"a file called {name!r}")
     if not isinstance(store["about"], dict):
         raise TypeError("no description")
@@ -252,13 +254,3 @@ def _text(value: Any) -> str:
 def _canonical(value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode()
-
-
-def _read_bounded(file: Path) -> bytes:
-    descriptor, status = open_regular(file)
-    try:
-        if status.st_size > _MAX_NUM_BYTES:
-            raise defect(file, f"expected a manifest, found {status.st_size} bytes")
-        return read_at(descriptor, status.st_size, 0, file)
-    finally:
-        os.close(descriptor)

@@ -5,12 +5,13 @@ A store is a folder:
     manifest.json       what the other files must be, with a SHA-256 of itself
     slabs.safetensors   one uint8 tensor per decoder layer: its slab, on a page of the file
     rest.safetensors    every other tensor of the model by name, and the small constants
-    config.json, ...    the source's own small files
+    config.json, ...    the source's own small files: settings, tokenizer, licence
 
 The data of ``slabs.safetensors`` are the bytes of the host store, page by page (see "Layers start
 on pages" in ``poros.layout``): they are read into memory, or mapped, without being looked at.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,9 @@ import torch
 from poros.host import HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
 from poros.loaders.header import defect, open_regular, read_at
+from poros.loaders.limits import Limits
 from poros.loaders.manifest import (
+    FORMAT,
     MANIFEST,
     PARTIAL,
     REST,
@@ -54,6 +57,7 @@ class OpenStore:
     data_offset: int
     """Where in the file ``slabs`` the first slab starts, in bytes."""
     _rest: Shard | None
+    _limits: Limits
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -78,7 +82,7 @@ class OpenStore:
             CheckpointFormatError: If it is not what was written.
         """
         file = self.path / name
-        text = b"".join(_contents(file, 0, _size(file)))
+        text = self._limits.read(file, "extra_num_bytes")
         _require_digest(file, self.manifest.files[name], sha256([text]))
         return text
 
@@ -153,20 +157,50 @@ class OpenStore:
 
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
-    """Whether there is a store in the folder, sound or not."""
-    return (Path(directory) / MANIFEST).exists()
+    """Whether there is a store in the folder, sound or not.
+
+    It is known by the mark of its format in the manifest, for other programs have files of that
+    name too; a manifest that is damaged, by the slabs beside it.
+    """
+    folder = Path(directory)
+    try:
+        if (folder / SLABS).exists():
+            return True
+        file = folder / MANIFEST
+        return file.is_file() and _has_mark(file)
+    except (OSError, ValueError):  # an endless name, a null in it: no store in any case
+        return False
 
 
-def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> OpenStore:
+def _has_mark(file: Path) -> bool:
+    """Whether a manifest names the format. Reads no more than a manifest may be long."""
+    mark = json.dumps(FORMAT).encode()
+    end = b""
+    with file.open("rb") as stream:
+        for _ in range(-(-Limits().manifest_num_bytes // _PIECE_NUM_BYTES)):
+            piece = stream.read(_PIECE_NUM_BYTES)
+            if mark in end + piece:
+                return True
+            if not piece:
+                return False
+            end = piece[-len(mark) :]
+    return False
+
+
+def open_store(
+    directory: str | os.PathLike[str], *, verify: bool = False, limits: Limits | None = None
+) -> OpenStore:
     """Open a store and check it: the manifest, all names, forms and sizes, the small files.
 
     Args:
         directory: What ``StoreWriter.commit`` returned.
         verify: Also read every byte and compare its SHA-256.
+        limits: On what its files may ask for; None are the defaults.
 
     Raises:
         CheckpointFormatError: If anything is not as it was written; nothing is left open.
     """
+    limits = limits or Limits()
     path = Path(directory).absolute()
     if path.name.endswith(PARTIAL):
         raise defect(
@@ -174,7 +208,14 @@ def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> Op
             "expected a store, found one that was not finished",
             remedy="remove it if it is old",
         )
-    manifest = read_manifest(path / MANIFEST)
+    if not is_store(path):
+        raise defect(
+            path,
+            f"expected a store (a folder with {SLABS} and a {MANIFEST} of the format {FORMAT!r}), "
+            f"found {_what(path)}",
+            remedy="make one of a checkpoint with `poros load CHECKPOINT --out DIR`",
+        )
+    manifest = read_manifest(path / MANIFEST, limits)
     header = slabs_header(manifest.layouts)
     slabs = path / SLABS
     expected, found = len(header) + data_num_bytes(manifest.layouts), _size(slabs)
@@ -191,7 +232,7 @@ def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> Op
         raise defect(
             path / REST, "expected the tensors of the manifest", tensor=name, remedy=_REMEDY
         )
-    opened = OpenStore(path, manifest, len(header), rest)
+    opened = OpenStore(path, manifest, len(header), rest, limits)
     try:
         for name in manifest.files:
             opened.text(name)
@@ -201,6 +242,15 @@ def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> Op
         opened.close()
         raise
     return opened
+
+
+def _what(path: Path) -> str:
+    """What lies where a store was expected."""
+    if not os.path.lexists(path):
+        return "nothing there"
+    if not path.is_dir():
+        return "a file"
+    return "a checkpoint" if (path / "config.json").exists() else "another folder"
 
 
 def read_into(descriptor: int, target: memoryview, offset: int, file: Path) -> None:

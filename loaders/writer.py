@@ -6,6 +6,7 @@ Note: A store is there or not
     that the next one can clean up after a dead one without disturbing a living one.
 """
 
+import errno
 import glob
 import logging
 import os
@@ -21,9 +22,10 @@ from typing import Any
 
 import torch
 
-from poros.errors import CheckpointFormatError, StoreWriteError
+from poros.errors import CheckpointFormatError, StoreWriteError, quoted
 from poros.host import Arena, HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.loaders.header import shown
 from poros.loaders.manifest import (
     MANIFEST,
     PARTIAL,
@@ -44,6 +46,22 @@ logger = logging.getLogger(__name__)
 
 _PIECE_NUM_BYTES = 16 * 2**20
 _STALE_S = 60.0
+
+_ROOM = "make room on that disk, or choose a folder on another"
+_RIGHTS = "choose a folder in which you may write"
+_REMEDIES = {
+    0: "choose a folder that does not exist yet, on a disk that works",
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: f"{_ROOM}: your quota is used up",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a file system that "
+    "takes files of that size",
+    errno.ENOENT: "make its parent folder, or choose another",
+    errno.ENOTDIR: "choose a folder whose parent is a folder",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 
 class StoreWriter:
@@ -107,6 +125,7 @@ class StoreWriter:
         try:
             with _writing(self.directory):
                 for name, text in files.items():
+                    (self._partial / name).parent.mkdir(exist_ok=True)
                     _write(self._partial / name, [text])
                 rest = {name: each.detach().contiguous() for name, each in rest.items()}
                 pieces = [rest_header(rest), *map(as_bytes, rest.values())]
@@ -218,8 +237,9 @@ def _writing(directory: Path) -> Iterator[None]:
         if isinstance(error, StoreWriteError):
             raise
         raise StoreWriteError(
-            f"expected to write a store at {directory}, found: {error.strerror or error}. Nothing "
-            "was left there; make room, or choose a folder that does not exist yet"
+            f"expected to write a store at {shown(directory)}, found: "
+            f"{quoted(error.strerror or str(error), is_bare=True)}. Nothing was left there; "
+            f"{_REMEDIES.get(error.errno or 0, _REMEDIES[0])}"
         ) from error
 
 

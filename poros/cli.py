@@ -16,7 +16,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.errors import PorosError
+from poros.errors import PorosError, quoted
+from poros.output import require_file
 
 NOT_HELD = 1
 BAD_INPUT = 2
@@ -142,13 +143,16 @@ def check(
     with _readable_errors():
         # Inside the gate a policy that cannot work would count as a failure of streaming.
         StreamingPolicy(slots=slots, block_size=block_size)
+        if out is not None:
+            require_file(out, "--out")
         if model_dir is not None:
             report = parity.check_model_dir(model_dir, **settings)
         else:
             report = parity.check_architecture(str(architecture), **settings)
     render(report)
     if out is not None:
-        report.write(out)
+        with _readable_errors():
+            report.write(out)
         typer.echo(f"report: {out}")
     raise typer.Exit(0 if report.exact else NOT_HELD)
 
@@ -161,8 +165,15 @@ def load(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the store to write; must not exist yet.")
     ] = None,
-    quantization: Annotated[str, typer.Option(help="nf4, fp4, or none for dense.")] = "nf4",
-    dtype: Annotated[str, typer.Option(help="Of what is not quantized.")] = "bfloat16",
+    quantization: Annotated[
+        str | None, typer.Option(help="nf4, fp4, or none for dense.", show_default="nf4")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of what is not quantized, or auto: what SOURCE says.", show_default="bfloat16"
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Where to quantize.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check every byte of the store SOURCE instead.")
@@ -174,28 +185,24 @@ def load(
     """
     if verify == (out is not None):
         raise typer.BadParameter("give either --out DIR or --verify")
+    options: dict[str, Any] = {"quantization": quantization, "dtype": dtype, "device": device}
+    said = {name: value for name, value in options.items() if value is not None}
+    if verify and said:
+        raise typer.BadParameter(f"--verify takes no --{', --'.join(said)}: nothing is quantized")
     _quieten_libraries()
     with _readable_errors():
         if verify:
             from poros.loaders.store import open_store
 
             with open_store(source, verify=True) as store:
-                typer.echo(f"{source}: {len(store.layouts)} layers, every byte as written")
+                shown = quoted(source, is_bare=True)
+                typer.echo(f"{shown}: {len(store.layouts)} layers, every byte as written")
             return
-        import torch
-
         from poros.loading import load as load_model
 
-        chosen = getattr(torch, dtype, None)
-        if not isinstance(chosen, torch.dtype):
-            raise typer.BadParameter(f"--dtype: expected a torch dtype, found {dtype!r}")
-        load_model(
-            source,
-            quantization=None if quantization == "none" else quantization,
-            dtype=chosen,
-            device=device,
-            store=out,
-        )
+        if quantization == "none":
+            said["quantization"] = None
+        load_model(source, store=out, **said)
         typer.echo(f"store: {out}")
 
 
@@ -298,8 +305,10 @@ def _readable_errors() -> Iterator[None]:
     """Print an error that Poros raises on purpose as one message, without a traceback."""
     try:
         yield
-    except PorosError as error:
-        typer.echo(f"error: {error}", err=True)
+    except (PorosError, OSError) as error:
+        # Paths that a user gave may hold anything, and so may what a system or a library says.
+        lines = (quoted(line, is_bare=True, limit=4000) for line in str(error).split("\n"))
+        typer.echo("error: " + "\n".join(lines), err=True)
         raise typer.Exit(BAD_INPUT) from error
 
 

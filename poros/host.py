@@ -16,6 +16,7 @@ Note: Adoption
     tensors have been replaced since is copied like any other.
 """
 
+import errno
 import logging
 import mmap
 import os
@@ -75,9 +76,13 @@ class Arena:
             where = -1 if file is None else file
             self.memory = mmap.mmap(where, max(num_bytes, 1), offset=offset, **_flags(private))
         except (OSError, OverflowError) as error:
+            if getattr(error, "errno", None) == errno.EFBIG:  # a memory file is a file too
+                found = "the limit of this process on the size of a file; raise it (ulimit -f)"
+            else:
+                found = f"none left ({error}); free memory or use a smaller model"
             raise HostMemoryError(
                 f"expected {num_bytes} bytes of host memory (for the frozen base, or for inputs of "
-                f"layers), found none left ({error}); free memory or use a smaller model"
+                f"layers), found {found}"
             ) from error
 
     def fileno(self) -> int:

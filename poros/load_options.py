@@ -151,21 +151,25 @@ class LoadOptions:
         if is_source and not said_dtype:
             dtype = str(about.get("dtype"))
         expected: dict[str, Any] = {}
+        if said_dtype or not is_source:
+            expected["dtype"] = dtype
         if is_given and (self.quantization is not UNSAID or not is_source):
             made_in = getattr(torch, dtype, None)
             wanted = self.wanted(made_in if made_in in _DTYPES else torch.bfloat16)
             expected["quantization"] = wanted and wanted.to_dict()
-        if said_dtype or not is_source:
-            expected["dtype"] = dtype
         if self.device is not None and about.get("quantization") and is_given:
             expected["device"] = device_name(quantizing_device(self.device))
         for name, value in expected.items():
-            if about.get(name) != value:
-                raise PolicyError(
-                    f"store: expected one with {name} {quoted(value, limit=600)}, found {where} "
-                    f"with {quoted(about.get(name), limit=600)}; choose another folder, or pass "
-                    "what it was made with"
-                )
+            found = about.get(name)
+            if found == value:
+                continue
+            if isinstance(found, dict) and isinstance(value, dict):
+                keys = [each for each in value if value[each] != found.get(each)]
+                found, value = ({each: of.get(each) for each in keys} for of in (found, value))
+            raise PolicyError(
+                f"store: expected one with {name} {quoted(value)}, found {where} with "
+                f"{quoted(found)}; choose another folder, or pass what it was made with"
+            )
 
     def refuse_for_a_folder(self, source: "str | os.PathLike[str]") -> None:
         """Refuse options of the hub for what lies on this machine.

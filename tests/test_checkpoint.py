@@ -18,6 +18,7 @@ from poros.errors import CheckpointFormatError
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import TensorEntry
 from poros.loaders.shard import Shard
+from poros.loaders.source import Place
 from tests.checkpoints import (
     MIB,
     SECOND,
@@ -116,12 +117,16 @@ def test_a_hub_cache_by_its_folder_and_by_the_name_of_the_repository(
     snapshot = as_hub_cache(tmp_path / "source", tmp_path / "cache")
     with Checkpoint.open(snapshot) as checkpoint:
         assert_good(checkpoint)
-    found = Checkpoint.open("org/name", cache_dir=tmp_path / "cache", local_files_only=True)
+    found = Checkpoint.open(
+        "org/name", Place(hub={"cache_dir": tmp_path / "cache", "local_files_only": True})
+    )
     with found as checkpoint:
         assert_good(checkpoint)
         assert checkpoint.path == snapshot
     with pytest.raises(CheckpointFormatError, match=r"'org/other': .*LocalEntryNotFoundError"):
-        Checkpoint.open("org/other", cache_dir=tmp_path / "cache", local_files_only=True)
+        Checkpoint.open(
+            "org/other", Place(hub={"cache_dir": tmp_path / "cache", "local_files_only": True})
+        )
 
 
 # What is handed out.

@@ -81,6 +81,7 @@ class Intake:
         self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._is_4bit: set[str] = set()
+        self._is_float: set[str] = set()
         self._checked: set[str] = set()
         """Names of what is finite, or need not be: buffers that are computed (masks)."""
 
@@ -101,6 +102,7 @@ class Intake:
         self.num_bytes = _num_bytes(everything)
         self.layers_name, layers = self._find_layers(model)
         self._shapes = {name: tensor.shape for name, tensor in _named_tensors(model)}
+        self._is_float = {n for n, each in _named_tensors(model) if each.is_floating_point()}
         self._is_4bit = {name for name, tensor in _named_tensors(model) if _is_4bit(tensor)}
         loaded = model.state_dict().keys()
         self._checked = self._shapes.keys() - loaded
@@ -244,6 +246,11 @@ class Intake:
                 raise self.dense(name, tensor)
             if name in self._shapes and not is_packed:
                 self._require_shape(name, tensor.shape, self._shapes[name])
+                if name in self._is_float and not tensor.is_floating_point():
+                    raise CheckpointFormatError(
+                        f"{self._where(name)}: expected weights in floating point, found "
+                        f"{tensor.dtype}; load the checkpoint that it was made from"
+                    )
             if is_packed or self.is_placed(name, tensor):
                 continue
             if name in self._places or self._is_mapped(tensor):

@@ -116,9 +116,7 @@ CONFIGS = [
     planned(
         "code of its own", config(model_type="x", auto_map={"AutoConfig": "code.Config"}), "config"
     ),
-    planned(
-        "model type with escapes", config(model_type="\x1b[31mred\n" * 999), r"\\x1b\[31mred\\n"
-    ),
+    planned("model type with escapes", config(model_type="\x1b[31mred\n" * 999), r"\\x1b\[31mred"),
     dense("a huge vocabulary", config(vocab_size=10**12), "GB|expected", error=PorosError),
     dense("a wider model", config(hidden_size=128), "expected"),
     dense("another intermediate size", config(intermediate_size=64), "expected shape"),
@@ -165,7 +163,10 @@ CONFIGS = [
 
 GENERATIONS = [
     dense("generation: odd number", document(GENERATION, max_new_tokens=-1), GENERATION),
-    dense("generation: a text", document(GENERATION, num_beams="many"), GENERATION),
+    dense("generation: a text", document(GENERATION, max_new_tokens="x"), "TypeError"),
+    dense("generation: no cache", document(GENERATION, cache_implementation="odd"), "ValueError"),
+    dense("generation: no settings", document(GENERATION, watermarking_config=3), "Attribute"),
+    dense("generation: not looked at", document(GENERATION, num_beams="many"), None),
     dense("generation: a list", put(GENERATION, b"[1]"), "found a list"),
     dense("generation: broken", put(GENERATION, b"{x"), "text that is none"),
     dense("generation: deep", put(GENERATION, DEEP), "too deeply"),

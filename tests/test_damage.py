@@ -6,7 +6,6 @@ is nowhere: no mapping of a file, no memory of a host store, no method of quanti
 
 import gc
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from tests.damage import Damage
 from tests.damage_cases import CASES
 from tests.loaded import differences, is_mapped, quantization, standard
 from tests.test_malformed import CASES as FILES
-
-MAX_S = 30  # of a case that takes a second; minutes are what a bomb took
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +63,8 @@ def test_a_typed_error_or_the_bytes_of_from_pretrained(
     folder = tmp_path / "model"
     shutil.copytree(bases(case.base), folder)
     case.break_it(folder)
+    gc.collect()
     methods, memory = dict(AUTO_QUANTIZER_MAPPING), num_memory_files()
-    start = time.monotonic()
     if case.says is None:
         expected = load(bases("dense")) if case.base == "store" else expected_of(case, folder)
         found = load(folder, **case.options)
@@ -88,7 +85,6 @@ def test_a_typed_error_or_the_bytes_of_from_pretrained(
     assert not is_mapped(folder) and num_memory_files() == memory
     assert dict(AUTO_QUANTIZER_MAPPING) == methods
     assert torch.get_default_dtype() == torch.float32
-    assert time.monotonic() - start < MAX_S
 
 
 def expected_of(case: Damage, folder: Path) -> Any:

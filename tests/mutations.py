@@ -38,7 +38,7 @@ def change_json(value: Any, rng: random.Random) -> Any:
     home = value
     for key in parents:
         home = home[key]
-    kind = rng.randrange(8)
+    kind = rng.randrange(9)
     if kind == 0:
         del home[last]
     elif kind == 1 and isinstance(home, dict):
@@ -49,23 +49,13 @@ def change_json(value: Any, rng: random.Random) -> Any:
         for key in other:
             inner = inner[key]
         home[last] = json.loads(json.dumps(inner))
-    elif kind == 3 and isinstance(home[last], int | float):
+    elif kind in (3, 8) and isinstance(home[last], int | float):
         home[last] = home[last] * rng.choice((-1, 0, 2, 0.5, 3)) + rng.choice((0, 1, -1))
     elif kind == 4:
-        depth = rng.choice((3, 70, 3000))
-        return (
-            json.loads("[" * depth + "]" * depth)
-            if rng.random() < 0.05
-            else _nested(home, last, min(depth, 70), value)
-        )
+        for _ in range(rng.choice((1, 3, 70, 300))):
+            home[last] = [home[last]]
     else:
         home[last] = rng.choice(VALUES)
-    return value
-
-
-def _nested(home: Any, last: Any, depth: int, value: Any) -> Any:
-    for _ in range(depth):
-        home[last] = [home[last]]
     return value
 
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -19,10 +19,22 @@ from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import PorosError, quoted
 from poros.output import require_file
 
+if TYPE_CHECKING:
+    from poros.loaders.limits import Limits
+
 NOT_HELD = 1
 BAD_INPUT = 2
 
 _POLICY = StreamingPolicy()
+
+_Limit = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=NUMBER",
+        help="Raise a bound on what files may ask for, by the name that an error gave.",
+    ),
+]
 
 app = typer.Typer(
     help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
@@ -178,6 +190,7 @@ def load(
     verify: Annotated[
         bool, typer.Option("--verify", help="Check every byte of the store SOURCE instead.")
     ] = False,
+    limit: _Limit = None,
 ) -> None:
     """Quantize a checkpoint into a store on disk, or verify one.
 
@@ -194,7 +207,7 @@ def load(
         if verify:
             from poros.loaders.store import open_store
 
-            with open_store(source, verify=True) as store:
+            with open_store(source, verify=True, limits=_limits(limit)) as store:
                 shown = quoted(source, is_bare=True)
                 typer.echo(f"{shown}: {len(store.layouts)} layers, every byte as written")
             return
@@ -202,7 +215,7 @@ def load(
 
         if quantization == "none":
             said["quantization"] = None
-        load_model(source, store=out, **said)
+        load_model(source, store=out, limits=_limits(limit), **said)
         typer.echo(f"store: {out}")
 
 
@@ -240,6 +253,7 @@ def plan(
         str | None, typer.Option(help="Where to measure.", show_default="the current GPU")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    limit: _Limit = None,
 ) -> None:
     """Say what a training step needs, before anything is downloaded."""
     _quieten_libraries()  # what follows imports them
@@ -254,7 +268,7 @@ def plan(
         raise typer.BadParameter("--device is where to --measure")
     speeds = None
     with _readable_errors():
-        planner = Planner(model, rank=rank)
+        planner = Planner(model, rank=rank, limits=_limits(limit))
         if measure:
             speeds = planner.measure(seq_len=seq, batch_size=batch, device=device)
         elif copy_gb_per_s is not None and tflop_per_s is not None:
@@ -298,6 +312,27 @@ def _record(architecture: str) -> NoReturn:
         read_registry().including(record).write()
     typer.echo(f"recorded: {record.name} {record.outcome} {record.reason or ''}".rstrip())
     raise typer.Exit(0 if record.outcome == "exact" else NOT_HELD)
+
+
+def _limits(values: list[str] | None) -> "Limits | None":
+    """From ``NAME=NUMBER``."""
+    from dataclasses import fields
+
+    from poros.loaders.limits import Limits
+
+    if not values:
+        return None
+    names = {each.name for each in fields(Limits)}
+    chosen: dict[str, int] = {}
+    for value in values:
+        name, _, number = value.partition("=")
+        if name not in names or not number.isdecimal():
+            raise typer.BadParameter(
+                f"--limit: expected NAME=NUMBER with a name among {', '.join(sorted(names))}, "
+                f"found {quoted(value)}"
+            )
+        chosen[name] = int(number)
+    return Limits(**chosen)
 
 
 @contextmanager

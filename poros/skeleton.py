@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
+    from poros.loaders.limits import Limits
+
 _META = torch.device("meta")
 
 
@@ -47,6 +49,7 @@ class Recipe:
         quantization: str | None,
         dtype: torch.dtype,
         adapters: "PeftConfig",
+        limits: "Limits | None" = None,
     ) -> "Recipe":
         """From a configuration, or a folder or hub name where one is.
 
@@ -56,7 +59,7 @@ class Recipe:
         """
         from transformers import PreTrainedConfig
 
-        config = source if isinstance(source, PreTrainedConfig) else _configuration(source)
+        config = source if isinstance(source, PreTrainedConfig) else _configuration(source, limits)
         return cls(config, _quantization(quantization, dtype), dtype, {"default": adapters})
 
     @classmethod
@@ -210,9 +213,9 @@ def quantize_on_paper(model: nn.Module) -> None:
         module._parameters["weight"] = packed_like(weight, form.packed, module.quant_state, module)
 
 
-def _configuration(source: Any) -> "PreTrainedConfig":
+def _configuration(source: Any, limits: "Limits | None") -> "PreTrainedConfig":
     try:
-        return configuration(*find_config(source), {})
+        return configuration(*find_config(source, limits), {}, limits=limits)
     except CheckpointFormatError as error:
         raise UnsupportedModelError(f"expected a model that can be planned: {error}") from error
 

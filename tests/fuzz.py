@@ -31,6 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 HANG_S = 120.0
+START_S = 300.0
 ADDRESS_SPACE_NUM_BYTES = 16 * 2**30
 
 FAILED = ("untyped", "message", "differs", "signal", "hang")
@@ -58,6 +59,7 @@ def run(
     minutes: float | None = None,
     controls: dict[int, str] | None = None,
     hang_s: float = HANG_S,
+    bases: Path | None = None,
 ) -> Found:
     """Run programs one after the other, in children that are started again when they die.
 
@@ -67,15 +69,18 @@ def run(
         minutes: For how long at most.
         controls: By number of a program: "crash", "hang" or "raise", which the harness has to find.
         hang_s: For how long a program may run.
+        bases: A folder of ``make_bases``; None makes one.
     """
     found, first = Found(), 0
     end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
     with TemporaryDirectory(prefix="poros-fuzz-") as folder:
-        make_bases(Path(folder))
+        place = bases or Path(folder)
+        if bases is None:
+            make_bases(place)
         while time.monotonic() < end and (num_programs is None or first < num_programs):
             last = -1 if num_programs is None else num_programs
-            options = [folder, str(seed), str(first), str(last), json.dumps(controls or {})]
-            first = _watch(options, Path(folder), found, end, first, hang_s)
+            options = [str(place), str(seed), str(first), str(last), json.dumps(controls or {})]
+            first = _watch(options, place, found, end, first, hang_s)
     return found
 
 
@@ -98,12 +103,12 @@ def _watch(
         num_lines = log.read_bytes().count(b"\n")
         if num_lines != num_read:
             num_read, since = num_lines, time.monotonic()
-        # Before its first program it imports what it needs.
-        is_hung = time.monotonic() - since > hang_s + (60 if not num_read else 0)
+        # Its first line says that it has imported what it needs.
+        is_hung = time.monotonic() - since > (hang_s if num_read else START_S)
         if is_hung or time.monotonic() > end:
             child.kill()
             child.wait()
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    records = [json.loads(line) for line in log.read_text().splitlines()[1:]]
     for record in records:
         found.add(record)
     first += len(records)
@@ -216,6 +221,7 @@ def _child(folder: Path, seed: int, first: int, last: int, controls: dict[str, s
     import torch
     from transformers.utils import logging
 
+
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -224,15 +230,18 @@ def _child(folder: Path, seed: int, first: int, last: int, controls: dict[str, s
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     number = first
     with (folder / "outcomes.jsonl").open("a") as log:
+        log.write("ready\n")
+        log.flush()
         while last < 0 or number < last:
             control = controls.get(str(number))
             if control == "crash":
                 os.kill(os.getpid(), signal.SIGSEGV)
             elif control == "hang":
                 time.sleep(10**6)
-            record = program(folder, seed, number)
             if control == "raise":
-                record |= {"outcome": "untyped", "what": "control"}
+                record = {"number": number, "outcome": "untyped", "what": "control"}
+            else:
+                record = program(folder, seed, number)
             log.write(json.dumps(record) + "\n")
             log.flush()
             number += 1

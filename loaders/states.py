@@ -50,9 +50,10 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
             f"{quoted(found)}; fetch the checkpoint again, or load the one that it was made from"
         )
 
-    (key, *others) = [each for each in parts if _PACKED in each] or [None]
-    if key is None or others:
+    keys = [each for each in parts if _PACKED in each]
+    if len(keys) != 1:
         raise refuse("one quantization state of the 4-bit weight", sorted(parts))
+    (key,) = keys
     text = parts[key]
     if text.dtype != torch.uint8 or text.ndim != 1 or text.numel() > _MAX_STATE_NUM_BYTES:
         raise refuse(

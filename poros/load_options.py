@@ -97,9 +97,13 @@ class LoadOptions:
             asked.wanted(torch.bfloat16)  # refused here if it makes no sense
         return asked
 
-    def of_dtype(self, found: torch.dtype) -> "LoadOptions":
-        """The same with the dtype that "auto" turned out to mean."""
-        return replace(self, dtype=found)
+    def of_dtype(self, found: Any) -> "LoadOptions":
+        """The same with the dtype that "auto" turned out to mean.
+
+        Raises:
+            PolicyError: If nothing can be loaded in it.
+        """
+        return replace(self, dtype=_dtype(found))
 
     @property
     def chosen_dtype(self) -> torch.dtype:

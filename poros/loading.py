@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from poros.load_options import (
     format_of,
     quantizing_device,
 )
+from poros.load_settings import Settled, limits_of, set_generation, settle
 from poros.loaders.build import fill, one_at_a_time, progress, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
@@ -46,8 +46,6 @@ from poros.memory import require_host_memory
 if TYPE_CHECKING:
     from transformers import (
         BitsAndBytesConfig,
-        GenerationConfig,
-        PreTrainedConfig,
         PreTrainedModel,
     )
 
@@ -119,7 +117,7 @@ def load(
     """
     asked = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs)
     asked.refuse_for_a_folder(source)
-    bounds = _limits(limits)
+    bounds = limits_of(limits)
     budget = (
         None if host_budget is None else parse_num_bytes(host_budget, "host_budget", at_least=0)
     )
@@ -146,19 +144,6 @@ def load(
     return model
 
 
-@dataclass(frozen=True)
-class _Settled:
-    """What configuration and options come to, before a weight is read."""
-
-    config: "PreTrainedConfig"
-    model_class: Any
-    generation: "GenerationConfig"
-    found: "BitsAndBytesConfig | None"
-    """How the weights are quantized already."""
-    wanted: "BitsAndBytesConfig | None"
-    dtype: torch.dtype
-
-
 class _Reading:
     """One checkpoint on its way into memory or into a store."""
 
@@ -179,7 +164,7 @@ class _Reading:
         """The model, in new memory."""
         with self._checkpoint() as checkpoint:
             try:
-                settled = self._settle(checkpoint)
+                settled = settle(checkpoint, self._asked, self._limits)
                 model, intake, _ = self._read(checkpoint, settled)
             except _NotStreamableError as error:
                 model = self._load_standard(checkpoint, settled, error)
@@ -216,7 +201,7 @@ class _Reading:
                 return writers[0].host
 
             fingerprint = checkpoint.fingerprint()
-            settled = self._settle(checkpoint)
+            settled = settle(checkpoint, self._asked, self._limits)
             model, intake, used = self._read(checkpoint, settled, allocate)
             rest, names = contents(model, intake)
             about = {
@@ -234,30 +219,15 @@ class _Reading:
         with self._checkpoint() as checkpoint, open_store(directory, limits=self._limits) as it:
             it.require_source(checkpoint.fingerprint())
             about = it.manifest.about
-            dtype = self._settle(checkpoint).dtype
+            dtype = settle(checkpoint, self._asked, self._limits).dtype
         asked = self._asked.of_dtype(dtype)
         asked.require_store(about, quoted(os.fspath(directory)), is_source=False)
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint.open(self._source, self._asked.place, self._limits)
 
-    def _settle(self, checkpoint: Checkpoint) -> _Settled:
-        asked, path, texts = self._asked, checkpoint.path, checkpoint.texts
-        config = configuration(path, texts, asked.fields, given=asked.config, limits=self._limits)
-        found = stored_quantization(path, config)
-        model_class, config = model_class_of(config)
-        dtype = asked.chosen_dtype
-        if asked.dtype == "auto":
-            dtype = getattr(config, "dtype", None) or checkpoint.float_dtype()
-            asked = LoadOptions.of(asked.quantization, dtype, None, {})
-        if found is not None:
-            asked.require_format(found, quoted(os.fspath(self._source)))
-        wanted = found or asked.wanted(dtype)
-        generation = generation_settings(path, texts)
-        return _Settled(config, model_class, generation, found, wanted, dtype)
-
     def _read(
-        self, checkpoint: Checkpoint, settled: _Settled, allocate: "Allocate | None" = None
+        self, checkpoint: Checkpoint, settled: Settled, allocate: "Allocate | None" = None
     ) -> "tuple[PreTrainedModel, Intake, BitsAndBytesConfig | None]":
         from poros.loaders.seam import clean, reading_into
 
@@ -291,11 +261,11 @@ class _Reading:
         checkpoint.check_unchanged()
         intake.finish(model)
         checkpoint.check_unchanged()
-        _set_generation(model, settled.generation, self._asked)
+        set_generation(model, settled.generation, self._asked)
         return model, intake, used
 
     def _load_standard(
-        self, checkpoint: Checkpoint, settled: _Settled, why: "_NotStreamableError"
+        self, checkpoint: Checkpoint, settled: Settled, why: "_NotStreamableError"
     ) -> "PreTrainedModel":
         """What transformers does without an intake, loudly."""
         from transformers import AutoModelForCausalLM
@@ -330,7 +300,7 @@ class _Reading:
         checkpoint.check_unchanged()
         if checkpoint.source.is_named:
             del model.config.transformers_weights
-        _set_generation(model, settled.generation, asked)
+        set_generation(model, settled.generation, asked)
         return model
 
 
@@ -376,7 +346,7 @@ def _open(
         if used is not None:
             model.hf_quantizer.pre_quantized = about["is_prequantized"]
         intake.finish(model)
-        _set_generation(model, generation, asked)
+        set_generation(model, generation, asked)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
     leave_store(model, host)
     return model
@@ -402,20 +372,6 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
             remedy="write the store again",
         ) from error
     return dtype, used
-
-
-def _set_generation(
-    model: "PreTrainedModel", generation: "GenerationConfig", asked: LoadOptions
-) -> None:
-    """As ``from_pretrained`` sets it, unless one was given, which it has set already."""
-    if model.can_generate() and "generation_config" not in asked.handed_on:
-        model.generation_config = generation
-
-
-def _limits(limits: object) -> Limits:
-    if limits is not None and not isinstance(limits, Limits):
-        raise PolicyError(f"limits: expected poros.Limits, found {quoted(limits)}")
-    return limits or Limits()
 
 
 def _slabs(opened: OpenStore, budget: int | None) -> HostStore:

@@ -221,7 +221,6 @@ def _child(folder: Path, seed: int, first: int, last: int, controls: dict[str, s
     import torch
     from transformers.utils import logging
 
-
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -38,7 +38,7 @@ LAYERS = [
     {"remat", "adapters", "discover"},
     {"block"},
     {"guards", "copies", "takeover"},
-    {"load_options", "skeleton", "rehearsal", "advice", "budget"},
+    {"load_options", "load_settings", "skeleton", "rehearsal", "advice", "budget"},
     {"api", "trainer", "loading", "planner", "speeds"},
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},
 ]

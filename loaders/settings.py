@@ -49,10 +49,11 @@ def configuration(
         texts: Of the small files.
         options: Fields to change.
         given: Is taken instead of the text's.
-        limits: On what options may ask for.
+        limits: On what text and options may ask for.
 
     Raises:
-        CheckpointFormatError: If transformers makes no configuration of it.
+        CheckpointFormatError: If transformers makes no configuration of it, or it asks for more
+            than the limits allow.
         PolicyError: If an option is no field of the configuration, or not with ``given``.
     """
     from transformers import PreTrainedConfig
@@ -72,7 +73,8 @@ def configuration(
         if "experts_implementation" in options:
             found._experts_implementation = options["experts_implementation"]
         return found
-    (limits or Limits()).require_config(options, path / CONFIG)
+    fields = parse_json(texts[CONFIG], path / CONFIG, strict=False)
+    (limits or Limits()).require_config({**fields, **options}, path / CONFIG)
     with _folder_of(texts) as folder:
         found = _parsed(path, folder, {})
         if options:

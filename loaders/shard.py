@@ -23,6 +23,7 @@ from poros.loaders.header import (
     open_regular,
     read_at,
     read_header,
+    shown,
 )
 
 _MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
@@ -186,7 +187,7 @@ def _map(descriptor: int, header: Header) -> mmap.mmap:
         ) from error
     except OSError as error:
         raise HostMemoryError(
-            f"{header.file}: expected to map {header.num_bytes} bytes, which takes address space "
+            f"{shown(header.file)}: expected to map {header.num_bytes} bytes, which takes address space "
             f"but no memory, found: {error.strerror}; raise the limit of the process (ulimit -v, "
             "ulimit -d)"
         ) from error

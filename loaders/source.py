@@ -89,11 +89,12 @@ def find_source(
         _refuse_adapter(path, place, limits)
         path = path / place.subfolder
         _refuse_adapter(path, place, limits)
+    if name is None and not os.path.lexists(path / CONFIG) and path.is_dir():
+        _refuse_other_formats(_others(path), path)
     texts = {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
     if os.path.lexists(path / GENERATION):
         texts[GENERATION] = limits.read(path / GENERATION, "config_num_bytes")
     config = parse_json(texts[CONFIG], path / CONFIG, strict=False)
-    limits.require_config(config, path / CONFIG)
     is_named = name is not None
     name = name or _weights_name(path, config, place.variant)
     if not _is_index(name):
@@ -109,7 +110,7 @@ def find_config(
     """Folder and text of a configuration alone, without weights.
 
     Raises:
-        CheckpointFormatError: If there is none, or it asks for more than ``limits`` allow.
+        CheckpointFormatError: If there is none, or it is larger than ``limits`` allow.
         UnsupportedModelError: If it is an adapter.
     """
     limits = limits or Limits()
@@ -120,10 +121,7 @@ def find_config(
         path = path.parent
     if not os.path.lexists(path / CONFIG):
         _refuse_adapter(path, Place(), limits)
-    texts = {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
-    config = parse_json(texts[CONFIG], path / CONFIG, strict=False)
-    limits.require_config(config, path / CONFIG)
-    return path, texts
+    return path, {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
 
 
 def _existing(source: str | os.PathLike[str]) -> Path | None:
@@ -194,12 +192,8 @@ def _weights_name(path: Path, config: dict[str, Any], variant: str | None) -> st
     for name in names:
         if os.path.lexists(path / name):
             return name
-    try:
-        others = sorted(each for each in path.iterdir() if each.suffix != ".json")
-    except OSError as error:
-        raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
-    if not any(each.suffix == ".safetensors" for each in others):
-        _refuse_other_formats(others, path)
+    others = _others(path)
+    _refuse_other_formats(others, path)
     raise defect(
         path,
         f"expected {quoted(names[0], is_bare=True)} or {quoted(names[1], is_bare=True)}, found "
@@ -208,9 +202,19 @@ def _weights_name(path: Path, config: dict[str, Any], variant: str | None) -> st
     )
 
 
+def _others(path: Path) -> list[Path]:
+    """What lies in a folder beside JSON files."""
+    try:
+        return sorted(each for each in path.iterdir() if each.suffix != ".json")
+    except OSError as error:
+        raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
+
+
 def _refuse_other_formats(files: Iterable[Path], path: Path) -> None:
-    """Name the formats that hold weights elsewhere, if there are files of one."""
+    """Name the formats that hold weights elsewhere, if there are files of one and no others."""
     files = list(files)
+    if any(each.suffix == ".safetensors" for each in files):
+        return
     found = [each.name for each in files if each.suffix.lower() in _PICKLES]
     if found:
         raise defect(

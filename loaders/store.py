@@ -21,6 +21,7 @@ from types import TracebackType
 
 import torch
 
+from poros.errors import quoted
 from poros.host import HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
 from poros.loaders.header import defect, open_regular, read_at
@@ -117,7 +118,7 @@ class OpenStore:
         if found != fingerprint:
             raise defect(
                 self.path / MANIFEST,
-                f"expected a store of the checkpoint {fingerprint}, found one of {found}",
+                f"expected a store of the checkpoint {fingerprint}, found one of {quoted(found)}",
                 remedy="open it without a source, or write a store of this checkpoint elsewhere",
             )
 
@@ -283,7 +284,8 @@ def _require_digest(file: Path, expected: str, found: str, tensor: str | None = 
     if expected != found:
         raise defect(
             file,
-            f"expected SHA-256 {expected}, found {found}: bytes changed since it was written",
+            f"expected SHA-256 {quoted(expected, is_bare=True)}, found {found}: bytes changed "
+            "since it was written",
             tensor=tensor,
             remedy=_REMEDY,
         )

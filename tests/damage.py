@@ -146,6 +146,17 @@ def manifest(change: Callable[[dict[str, Any]], Any]) -> Break:
     return rewrite
 
 
+def kept_config(**changes: Any) -> Break:
+    """Change the configuration in a store, and say so in its manifest."""
+
+    def rewrite(folder: Path) -> None:
+        config(**changes)(folder)
+        digest = hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()
+        manifest(lambda store: store["files"].update({CONFIG: digest}))(folder)
+
+    return rewrite
+
+
 def rest(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
     """Change the tensors of a store that are in no slab, and say so in its manifest."""
 

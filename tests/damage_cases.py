@@ -19,6 +19,7 @@ from tests.damage import (
     document,
     drop,
     flip,
+    kept_config,
     manifest,
     put,
     renamed,
@@ -240,6 +241,7 @@ ADAPTERS = [
     ),
     dense("a broken adapter config", put(ADAPTER, b"{"), "adapter_config.json: expected a JSON"),
     dense("only GGUF", both(drop(WEIGHTS), put("m.gguf", b"GGUF")), "GGUF.*'m.gguf'"),
+    dense("only GGUF, no config", both(drop(WEIGHTS, CONFIG), put("m.gguf", b"GGUF")), "GGUF"),
     dense("only a pickle", both(drop(WEIGHTS), put("pytorch_model.bin", b"x")), "never opened"),
 ]
 
@@ -320,6 +322,10 @@ STORES = [
     stored("one bit of the manifest", flip("manifest.json", 200), "manifest.json: expected"),
     stored("another version", manifest(lambda s: s.update(version=9)), "of version 9"),
     stored("another config", config(use_cache=False), "bytes changed since"),
+    stored("a config of a billion layers", kept_config(num_hidden_layers=10**9), "num_layers="),
+    stored("a config of other layers", kept_config(intermediate_size=96), "expected layer 0"),
+    stored("a config nested too deeply", kept_config(x=json.loads("[" * 99 + "]" * 99)), "levels"),
+    stored("a source with escapes", about(source="\x1b[2J\n"), None),
     stored("a config without end", sparse(CONFIG, 10**12), "extra_num_bytes"),
     stored("no slabs", drop("slabs.safetensors"), "slabs.safetensors"),
     stored("slabs of zeros", sparse("slabs.safetensors", 10**9), "expected .* bytes, found 10"),

@@ -188,8 +188,8 @@ def _map(descriptor: int, header: Header) -> mmap.mmap:
     except OSError as error:
         raise HostMemoryError(
             f"{shown(header.file)}: expected to map {header.num_bytes} bytes, which takes address "
-            f"space but no memory, found: {error.strerror}; raise the limit of the process (ulimit -v, "
-            "ulimit -d)"
+            f"space but no memory, found: {error.strerror}; raise the limit of the process "
+            "(ulimit -v, ulimit -d)"
         ) from error
 
 

@@ -20,6 +20,8 @@ from poros.loaders.source import CONFIG, GENERATION
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig
 
+_MAX_SAID = 10_000  # characters that are looked at
+
 # transformers takes these for any configuration, whether it has such a field or not.
 _ALWAYS_FIELDS = frozenset(
     (
@@ -180,9 +182,9 @@ def model_class_of(config: Any) -> tuple[Any, Any]:
 
 
 def said(error: BaseException) -> str:
-    """What another library says, on one line: the kind of its error and how its message begins."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {quoted(lines[0] if lines else '', is_bare=True)}"
+    """What another library says, on one line: the kind of its error and its message, bounded."""
+    text = " ".join(str(error)[:_MAX_SAID].split())
+    return f"{type(error).__name__}: {quoted(text, is_bare=True, limit=400)}"
 
 
 def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedConfig":

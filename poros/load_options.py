@@ -33,7 +33,9 @@ class Unsaid(Enum):
 UNSAID: Final = Unsaid.UNSAID
 """The default of an option that a store or a checkpoint may answer."""
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What a model can be loaded in."""
+
 _HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 # Of from_pretrained, neither of the hub nor of the configuration: handed on as they are.
 _HANDED_ON = ("generation_config", "key_mapping")
@@ -159,7 +161,7 @@ class LoadOptions:
             expected["dtype"] = dtype
         if is_given and (self.quantization is not UNSAID or not is_source):
             made_in = getattr(torch, dtype, None)
-            wanted = self.wanted(made_in if made_in in _DTYPES else torch.bfloat16)
+            wanted = self.wanted(made_in if made_in in DTYPES else torch.bfloat16)
             expected["quantization"] = wanted and wanted.to_dict()
         if self.device is not None and about.get("quantization") and is_given:
             expected["device"] = device_name(quantizing_device(self.device))
@@ -319,9 +321,9 @@ def _dtype(value: Any) -> "torch.dtype | str | Unsaid":
     if value is UNSAID or value == "auto":
         return "auto" if value == "auto" else UNSAID
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if isinstance(found, torch.dtype) and found in _DTYPES:
+    if isinstance(found, torch.dtype) and found in DTYPES:
         return found
-    names = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)
+    names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
     raise PolicyError(f"dtype: expected {names} or 'auto', found {quoted(value)}")
 
 

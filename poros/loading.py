@@ -17,6 +17,7 @@ from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, qu
 from poros.host import HostStore, leave_store
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
 from poros.load_options import (
+    DTYPES,
     UNSAID,
     LoadOptions,
     Unsaid,
@@ -360,7 +361,7 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
     try:
         dtype = getattr(torch, about["dtype"])
         used = about["quantization"] and BitsAndBytesConfig.from_dict(about["quantization"])
-        is_told = isinstance(dtype, torch.dtype) and isinstance(about["is_prequantized"], bool)
+        is_told = dtype in DTYPES and isinstance(about["is_prequantized"], bool)
         if not is_told or CONFIG not in opened.manifest.files:
             raise ValueError("no dtype or no configuration")
         if used is not None and used.bnb_4bit_quant_type not in ("nf4", "fp4"):

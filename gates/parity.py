@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.errors import UnsupportedModelError, quoted
+from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
 from poros.gates import tiny
 from poros.gates.arms import Prepare, compare_arms, poros_prepare
 from poros.gates.reference import TrainingSpec, train
@@ -200,6 +200,8 @@ def check_model_dir(
     try:
         config = configuration(*find_config(path), {})
         vocab_size = config.get_text_config().vocab_size
+    except CheckpointFormatError as error:
+        raise UnsupportedModelError(f"expected a text model's configuration: {error}") from error
     except AttributeError as error:
         raise UnsupportedModelError(
             f"expected a text model's configuration in {shown(path / 'config.json')}, found "

@@ -12,7 +12,8 @@ from torch import nn
 
 from poros.advice import advice
 from poros.config import StreamingPolicy, parse_num_bytes
-from poros.errors import PolicyError, VRAMBudgetError
+from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
+from poros.loaders.settings import said
 from poros.rehearsal import Rehearsal, Request
 from poros.skeleton import Recipe
 from poros.terms import MemoryPlan, Speeds
@@ -182,7 +183,17 @@ class Planner:
         # grad mode, autocast and saved-tensor hooks belong to a thread, what models record to a
         # context.
         with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(1) as pool:
-            return pool.submit(Context().run, self._plan, request, budget).result()
+            try:
+                return pool.submit(Context().run, self._plan, request, budget).result()
+            except (PorosError, MemoryError):
+                raise
+            except Exception as error:
+                if self._adapters is not None:
+                    raise  # the model is there, and runs
+                raise UnsupportedModelError(
+                    "expected a configuration whose model can be run, found "
+                    f"{said(error)}; check its settings, and the release of transformers"
+                ) from error
 
     def measure(
         self, *, seq_len: int, batch_size: int = 1, device: torch.device | str | None = None

@@ -119,6 +119,11 @@ CONFIGS = [
         "code of its own", config(model_type="x", auto_map={"AutoConfig": "code.Config"}), UNFIT
     ),
     planned("model type with escapes", config(model_type="\x1b[31mred\n" * 999), r"\\x1b\[31mred"),
+    dense(
+        "windows without a size",
+        config(layer_types=["sliding_attention"] * 2, use_sliding_window=True, sliding_window=None),
+        None,
+    ),
     dense("a huge vocabulary", config(vocab_size=10**12), "GB of host memory", error=PorosError),
     dense("a wider model", config(hidden_size=128), "expected shape"),
     dense("another intermediate size", config(intermediate_size=64), "expected shape"),

@@ -127,6 +127,15 @@ def test_a_bound_has_a_name_and_can_be_raised(path: Path, how: str) -> None:
     call(None)
 
 
+def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
+    """Found when it is run on paper, not when it is built."""
+    config = json.loads((path / "config.json").read_text())
+    config["layer_types"] = ["sliding_attention"] * 2
+    (path / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
+    with pytest.raises(UnsupportedModelError, match="whose model can be run, found ValueError"):
+        poros.plan(path, seq_len=8)
+
+
 def test_bounds_on_the_command_line(path: Path, tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_nonsense_layers": 5000}))

@@ -1,5 +1,6 @@
 """Writers of stores: killed, out of room, or one of several; nothing half-written opens."""
 
+import errno
 import os
 import random
 import resource
@@ -50,11 +51,24 @@ def test_a_folder_with_something_in_it_is_not_touched(tmp_path: Path) -> None:
         StoreWriter(tmp_path / "missing" / "store", some_layouts())
 
 
-def test_a_full_disk_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+def test_a_full_disk_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(StoreWriteError, match=r"No space left on device.*make room"):
+        StoreWriter(tmp_path / "store", some_layouts())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_files_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    """It is no full disk, and room would not help."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(StoreWriteError, match=r"File too large.*make room"):
+        with pytest.raises(StoreWriteError, match=r"File too large.*ulimit -f"):
             StoreWriter(tmp_path / "store", some_layouts())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

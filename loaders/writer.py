@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from poros.digests import as_bytes, digest_of, num_threads
 from poros.errors import CheckpointFormatError, StoreWriteError
 from poros.host import Arena, HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
@@ -30,7 +31,6 @@ from poros.loaders.manifest import (
     REST,
     SLABS,
     Manifest,
-    as_bytes,
     data_num_bytes,
     describe_rest,
     read_manifest,
@@ -109,15 +109,19 @@ class StoreWriter:
                 for name, text in files.items():
                     _write(self._partial / name, [text])
                 rest = {name: each.detach().contiguous() for name, each in rest.items()}
-                pieces = [rest_header(rest), *map(as_bytes, rest.values())]
+                pieces = [memoryview(rest_header(rest)), *map(as_bytes, rest.values())]
                 _write(self._partial / REST, pieces)
-                with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-                    digests = list(pool.map(_digest, [each.bytes for each in self.host.slabs]))
+                with ThreadPoolExecutor(max_workers=num_threads()) as pool:
+                    digests = [
+                        digest_of([as_bytes(each.bytes), _padding(each.layout)], pool)
+                        for each in self.host.slabs
+                    ]
+                    rest_digest = digest_of(pieces, pool)
                 manifest = Manifest(
                     self._layouts,
                     digests,
                     describe_rest(rest),
-                    sha256(pieces),
+                    rest_digest,
                     {name: sha256([text]) for name, text in files.items()},
                     about,
                 )
@@ -205,9 +209,8 @@ def write_store(
         return writer.commit(rest, about, files)
 
 
-def _digest(slab: torch.Tensor) -> str:
-    padding = align(slab.numel(), PAGE_NUM_BYTES) - slab.numel()
-    return sha256([slab, bytes(padding)])
+def _padding(layout: BlockLayout) -> memoryview:
+    return memoryview(bytes(align(layout.num_bytes, PAGE_NUM_BYTES) - layout.num_bytes))
 
 
 @contextmanager

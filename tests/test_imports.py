@@ -21,6 +21,7 @@ LAYERS = [
         "ambient",
         "audit",
         "channels",
+        "digests",
         "frozen",
         "host",
         "kernels",
@@ -43,7 +44,7 @@ LAYERS = [
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LOADERS_SEE = {"layout", "config", "errors", "host", "memory", "streams"}
+LOADERS_SEE = {"layout", "config", "errors", "digests", "host", "memory", "streams"}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 

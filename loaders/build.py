@@ -153,13 +153,24 @@ def _require_complete(path: str, info: dict[str, Any], layers_name: str) -> None
             )
 
 
-def add_generation_config(model: Any, path: Path, options: dict[str, Any]) -> None:
-    """What ``from_pretrained`` reads beside the weights."""
+def add_generation_config(
+    model: Any, path: Path, options: dict[str, Any], *, is_there: bool = True
+) -> None:
+    """What ``from_pretrained`` reads beside the weights.
+
+    Args:
+        model: Gets it.
+        path: The folder.
+        options: Of ``from_pretrained``.
+        is_there: False to look at no file but ``config.json``.
+    """
     from transformers import GenerationConfig
 
     if not model.can_generate() or options.get("generation_config") is not None:
         return
     try:
+        if not is_there:
+            raise FileNotFoundError(path)
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     except OSError:
         model.generation_config = GenerationConfig.from_pretrained(

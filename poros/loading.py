@@ -124,7 +124,7 @@ def load(
                 )
             for key in (*_HUB_OPTIONS, "quantization_config"):
                 options.pop(key, None)
-            return _open(source, budget, options)
+            return _open(source, budget, options, allow_nonfinite)
         if store is None and budget is not None:
             raise PolicyError(
                 "host_budget: expected a store on disk for the layers beyond it, found none; pass "
@@ -136,7 +136,7 @@ def load(
         if store is None:
             return reading.into_memory()
         reading.into_store_unless_there(store)
-        model = _open(store, budget, options)
+        model = _open(store, budget, options, allow_nonfinite)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     return model
 
@@ -207,6 +207,7 @@ class _Reading:
                 "quantization": used and used.to_dict(),
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
                 "dtype": _name(self._dtype),
+                "allow_nonfinite": self._quantizer.allow_nonfinite,
                 **names,
                 **_maker(self._quantizer.device),
             }
@@ -312,7 +313,10 @@ class _NotStreamableError(UnsupportedModelError):
 
 
 def _open(
-    directory: "str | os.PathLike[str]", budget: int | None, options: dict[str, Any]
+    directory: "str | os.PathLike[str]",
+    budget: int | None,
+    options: dict[str, Any],
+    allow_nonfinite: bool,
 ) -> "PreTrainedModel":
     """The model of a store, its first layers in new memory and the others in the file."""
     from transformers import BitsAndBytesConfig
@@ -324,12 +328,18 @@ def _open(
         try:
             dtype = getattr(torch, about["dtype"])
             used = about["quantization"] and BitsAndBytesConfig.from_dict(about["quantization"])
+            is_finite = about["allow_nonfinite"] is False
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise defect(
                 opened.path,
                 f"expected how it was made, found {error!r}",
                 remedy="write the store again",
             ) from error
+        if not (is_finite or allow_nonfinite):
+            raise PolicyError(
+                f"allow_nonfinite: expected a store of finite weights, found {directory}, which "
+                "was written with allow_nonfinite=True; pass it here too, or write the store again"
+            )
         config, options = configuration(opened.path, options)
         stored_quantization(opened.path, config)
         model_class, config = model_class_of(config)
@@ -342,8 +352,10 @@ def _open(
         clean(model)
         if used is not None:
             model.hf_quantizer.pre_quantized = about["is_prequantized"]
+        opened.check()  # what follows may write to slabs
         intake.finish(model)
-        add_generation_config(model, opened.path, options)
+        is_there = "generation_config.json" in opened.manifest.files
+        add_generation_config(model, opened.path, options, is_there=is_there)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
     leave_store(model, host)
     return model

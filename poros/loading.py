@@ -383,7 +383,14 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
         opened.slabs,
         (ends[-1] - (ends[first - 1] if first else 0)) / 1e9,
     )
-    return DiskStore.over_file(resident, opened.slabs, opened.data_offset, layouts)
+    return DiskStore.over_file(
+        resident,
+        opened.slabs,
+        opened.data_offset,
+        layouts,
+        opened.manifest.slab_sha256,
+        opened.identity,
+    )
 
 
 def _maker(device: torch.device) -> dict[str, Any]:

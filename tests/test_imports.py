@@ -34,7 +34,7 @@ LAYERS = [
         "streams",
         "tree",
     },
-    {"boundaries", "disk", "terms"},
+    {"boundaries", "mapped", "disk", "terms"},
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},

@@ -32,6 +32,7 @@ from poros.loaders.kept import KeptIntake, contents, small_files
 from poros.loaders.quantize import Quantizer
 from poros.loaders.store import OpenStore, is_store, open_store
 from poros.memory import require_host_memory
+from poros.saving import watch_saving
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -358,6 +359,8 @@ def _open(
         add_generation_config(model, opened.path, options, is_there=is_there)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
     leave_store(model, host)
+    if isinstance(host, DiskStore):
+        watch_saving(model, host)
     return model
 
 

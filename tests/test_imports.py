@@ -38,7 +38,7 @@ LAYERS = [
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},
-    {"guards", "copies", "takeover"},
+    {"guards", "copies", "takeover", "saving"},
     {"skeleton", "rehearsal", "advice", "budget"},
     {"api", "trainer", "loading", "planner", "speeds"},
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,6 +194,7 @@ class _Reading:
         from poros.loaders.writer import StoreWriter
 
         with ExitStack() as stack:
+            hashing = stack.enter_context(ThreadPoolExecutor(1))  # ends when the checkpoint closes
             checkpoint = stack.enter_context(Checkpoint.open(self._source, **self._hub))
             writers: list[StoreWriter] = []
 
@@ -200,11 +202,13 @@ class _Reading:
                 writers.append(stack.enter_context(StoreWriter(directory, layouts)))
                 return writers[0].host
 
-            fingerprint = checkpoint.fingerprint()
+            # What is hashed comes from the cache that loading fills, or the other way round.
+            fingerprint = hashing.submit(checkpoint.fingerprint)
             model, intake, used = self._read(checkpoint, allocate)
             rest, names = contents(model, intake)
             about = {
-                "source": fingerprint,
+                "source": fingerprint.result(),
+                "source_seen": checkpoint.seen(),
                 "quantization": used and used.to_dict(),
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
                 "dtype": _name(self._dtype),
@@ -217,8 +221,9 @@ class _Reading:
     def require_made_of_it(self, directory: "str | os.PathLike[str]") -> None:
         """Refuse a store of another checkpoint, or one made with other options."""
         with Checkpoint.open(self._source, **self._hub) as checkpoint, open_store(directory) as it:
-            it.require_source(checkpoint.fingerprint())
             about = it.manifest.about
+            if about.get("source_seen") != checkpoint.seen():
+                it.require_source(checkpoint.fingerprint())
         expected = {
             "quantization": self._wanted and self._wanted.to_dict(),
             "dtype": _name(self._dtype),

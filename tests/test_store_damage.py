@@ -15,6 +15,7 @@ import torch
 from poros.errors import CheckpointFormatError, PolicyError
 from poros.gates import tiny
 from poros.layout import slab_offsets
+from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import open_regular, read_header
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import open_store
@@ -131,3 +132,53 @@ def test_tensors_of_a_reopened_model_are_its_own(checkpoint: Path, tmp_path: Pat
     outside = [each for name, each in tensors(model).items() if ".layers." not in name]
     storages = {each.untyped_storage().data_ptr() for each in outside}
     assert len(storages) == len(outside) > 1
+
+
+def edit(source: Path, *, is_time_kept: bool) -> None:
+    """One bit in the middle of the weights of a layer."""
+    file = source / "model.safetensors"
+    before = file.stat()
+    descriptor, _ = open_regular(file)
+    try:
+        entry = read_header(descriptor, file).tensors[PACKED]
+    finally:
+        os.close(descriptor)
+    patch(file, entry.offset + entry.num_bytes // 2, flip)
+    if is_time_kept:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("is_time_kept", [False, True])
+def test_one_bit_of_the_checkpoint_makes_it_another(
+    checkpoint: Path, tmp_path: Path, is_time_kept: bool
+) -> None:
+    (tmp_path / "source").mkdir()
+    source, store = copy_of(checkpoint, tmp_path / "source"), tmp_path / "store"
+    load(source, store=store)
+    edit(source, is_time_kept=is_time_kept)
+    with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint sha256"):
+        load(source, store=store)
+
+
+def test_files_that_nobody_has_touched_are_not_hashed_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "source").mkdir()
+    source, store = copy_of(checkpoint, tmp_path / "source"), tmp_path / "store"
+    load(source, store=store)
+    hashed = []
+    fingerprint = Checkpoint.fingerprint
+
+    def note(self: Checkpoint) -> str:
+        hashed.append(self.path)
+        return fingerprint(self)
+
+    monkeypatch.setattr(Checkpoint, "fingerprint", note)
+    load(source, store=store)
+    assert hashed == []
+    os.utime(source / "model.safetensors")
+    load(source, store=store)
+    (source / "config.json").write_text((source / "config.json").read_text() + " ")
+    with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint"):
+        load(source, store=store)
+    assert hashed == [source, source]

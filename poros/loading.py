@@ -179,6 +179,9 @@ class _Reading:
 
     def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> None:
         """The same, unless it is in that store already; refuse a store of something else."""
+        from poros.loaders.partial import remove_stale
+
+        remove_stale(Path(directory).resolve())
         if not is_store(directory):
             try:
                 self.into_store(directory)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PIECE_NUM_BYTES = 4 * 2**20
+PIECE_NUM_BYTES = 16 * 2**20
 """Part of what a digest is: with other pieces the same bytes have another digest."""
 
 Identity = tuple[int, ...]

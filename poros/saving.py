@@ -7,7 +7,6 @@ gets tensors that were read from the file instead, as far as there is memory.
 """
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -130,21 +129,20 @@ class _Saving:
     """``save_pretrained`` of one model."""
 
     def __init__(self, model: Any, watch: _Watch) -> None:
-        self._model = weakref.ref(model)
+        self._model = model  # as a bound method does: load(...).save_pretrained(...)
         self._watch = watch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model: Any = self._model()
         with self._watch.saving():
-            saved = type(model).save_pretrained(model, *args, **kwargs)
+            saved = _plain(self._model)(*args, **kwargs)
         self._watch._store.require_intact()
         return saved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _plain(memo[id(self._model())])
+        return _plain(memo[id(self._model)])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _plain, (self._model(),)
+        return _plain, (self._model,)
 
 
 def _plain(model: Any) -> Any:

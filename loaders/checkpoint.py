@@ -157,9 +157,7 @@ class Checkpoint:
         with self._lock:  # transformers may take slices in several threads
             self._require_open()
             if self._reader is None:
-                self._reader = ThreadPoolExecutor(
-                    NUM_READERS, thread_name_prefix="poros-reader"
-                )
+                self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
             if name not in self._asked:
                 self._asked[name] = self._reader.submit(shard.read, name, entry)
 

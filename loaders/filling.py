@@ -4,16 +4,23 @@ Nobody waits for a hash before all has been read; ``Filling.check`` does. So the
 beside the reading and beside whatever is done until then.
 """
 
+import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from poros.digests import cut, hash_piece, join, num_threads
+from poros.errors import HostMemoryError
 from poros.loaders.header import defect
 
 REMEDY = "write the store again"
+
+_LARGE_NUM_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Filling:
 
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(num_threads(), "poros-reading")
-        self._hashers = ThreadPoolExecutor(num_threads(), "poros-hashing")
+        self._hashers = ThreadPoolExecutor(2 * num_threads(), "poros-hashing")
         self._pending: list[tuple[Path, Run, list[Future[bytes]]]] = []
 
     def read(self, descriptor: int, file: Path, runs: Sequence[Run]) -> None:
@@ -77,6 +84,22 @@ class Filling:
         for each in (self._readers, self._hashers):
             each.shutdown(cancel_futures=True)
         self._pending.clear()
+
+
+def new_bytes(num_bytes: int) -> torch.Tensor:
+    """New bytes; many of them in large pages, which are there four times as fast."""
+    if num_bytes < _LARGE_NUM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise HostMemoryError(
+            f"expected {num_bytes} bytes of host memory for a tensor, found: {error.strerror}; "
+            "free memory, or raise the limit of the process (ulimit -v)"
+        ) from error
+    with suppress(OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def read_into(descriptor: int, target: memoryview, offset: int, file: Path) -> None:

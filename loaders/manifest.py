@@ -126,7 +126,9 @@ def read_manifest(file: Path) -> Manifest:
         ) from error
 
 
-def describe_rest(rest: Mapping[str, torch.Tensor | TensorEntry]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def describe_rest(
+    rest: Mapping[str, torch.Tensor | TensorEntry],
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each tensor, as the manifest keeps them."""
     return {name: (_NAMES[each.dtype], tuple(each.shape)) for name, each in rest.items()}
 

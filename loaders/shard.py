@@ -10,7 +10,6 @@ import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 
 from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
 from poros.errors import HostMemoryError
+from poros.loaders.filling import new_bytes
 from poros.loaders.header import (
     Header,
     TensorEntry,
@@ -29,7 +29,6 @@ from poros.loaders.header import (
 
 _MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
 _READ_AT_ONCE_NUM_BYTES = 64 * 2**20
-_LARGE_NUM_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class Shard:
             CheckpointFormatError: If it cannot be read.
             HostMemoryError: If there is no memory for it.
         """
-        flat = _memory(entry.num_bytes)
+        flat = new_bytes(entry.num_bytes)
         target, done = as_bytes(flat), 0
         descriptor, _ = open_regular(self.file)
         try:
@@ -159,7 +158,7 @@ class Shard:
             count = os.preadv(descriptor, [target], entry.offset + done)
             reason = "the end of the file"
         except OSError as error:
-            count, reason = 0, error.strerror
+            count, reason = 0, str(error.strerror)
         if not count:
             raise defect(
                 self.file,
@@ -169,22 +168,6 @@ class Shard:
                 remedy="check the disk and fetch the file again",
             )
         return count
-
-
-def _memory(num_bytes: int) -> torch.Tensor:
-    """New bytes; many of them in large pages, which are there four times as fast."""
-    if num_bytes < _LARGE_NUM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    try:
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise HostMemoryError(
-            f"expected {num_bytes} bytes of host memory for a tensor, found: {error.strerror}; "
-            "free memory, or raise the limit of the process (ulimit -v)"
-        ) from error
-    with suppress(OSError):  # a system without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _map(descriptor: int, header: Header) -> mmap.mmap:

@@ -30,7 +30,7 @@ import torch
 from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
 from poros.host import HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
-from poros.loaders.filling import REMEDY, Filling, Run, require_digest
+from poros.loaders.filling import REMEDY, Filling, Run, new_bytes, require_digest
 from poros.loaders.header import Header, defect, open_regular, read_at, read_header
 from poros.loaders.manifest import (
     MANIFEST,
@@ -84,7 +84,10 @@ class OpenStore:
         """
         _, descriptor = self._require_open()
         file, entries = self.path / REST, self._header.tensors
-        found = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in entries.items()}
+        found = {
+            name: new_bytes(each.num_bytes).view(each.dtype).view(each.shape)
+            for name, each in entries.items()
+        }
         header = memoryview(bytearray(self._header.data_offset))
         parts = [header, *map(as_bytes, found.values())]
         self._reading().read(descriptor, file, [Run(0, parts, self.manifest.rest_sha256)])
@@ -241,9 +244,7 @@ def open_store(directory: str | os.PathLike[str], *, verify: bool = False) -> Op
         header = slabs_header(manifest.layouts)
         expected, found = len(header) + data_num_bytes(manifest.layouts), status.st_size
         if found != expected:
-            raise defect(
-                path / SLABS, f"expected {expected} bytes, found {found}", remedy=REMEDY
-            )
+            raise defect(path / SLABS, f"expected {expected} bytes, found {found}", remedy=REMEDY)
         if read_at(slabs, len(header), 0, path / SLABS) != header:
             raise defect(
                 path / SLABS,

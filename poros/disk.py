@@ -2,10 +2,10 @@
 
 At rest the tensors of a block on the disk are views of a private mapping of the file
 (``poros.mapped``), so that state_dict, save and restore see them like any others, and the system
-drops their pages when it needs room. Training does not go through that mapping: a page fault would stop the training thread
-for each page. A reader thread reads whole blocks, ahead of the predicted walk, into a few staging
-buffers (page-locked for a GPU), and the copies to the device start from there. What it reads for
-the first time is hashed.
+drops their pages when it needs room. Training does not go through that mapping: a page fault would
+stop the training thread for each page. A reader thread reads whole blocks, ahead of the predicted
+walk, into a few staging buffers (page-locked for a GPU), and the copies to the device start from
+there. What it reads for the first time is hashed.
 
 Tensors that changed their form since (norms cast to float32 for training) lie in the spare part of
 their layer's slab, which is never read from the file, and are put over what was read.

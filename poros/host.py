@@ -265,7 +265,7 @@ class HostStore:
         """These blocks will be lent next, in this order."""
 
     def read(self, block: int) -> torch.Tensor:
-        """The bytes of a block, to be looked at on the host; they are not to be written."""
+        """The bytes of a block, to be looked at on the host and not to be written."""
         return self.slabs[block].bytes
 
     def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

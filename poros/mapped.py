@@ -148,7 +148,9 @@ class SlabFile:
                 yield tensor
                 continue
             if last is None or not 0 <= place - last[0].start < last[0].num_bytes:
-                found = next(each for each in self._stretches if each.start + each.num_bytes > place)
+                found = next(
+                    each for each in self._stretches if each.start + each.num_bytes > place
+                )
                 last = (found, self.read(found.start, found.num_bytes))
             stretch, slab = last
             spec = TensorSpec("", tuple(tensor.shape), tensor.dtype, offset=place - stretch.start)
@@ -225,8 +227,8 @@ def require_digests(
         found = digest_of([memory[start : start + num_bytes]], pool)
         if found != expected:
             raise CheckpointFormatError(
-                f"{path}: expected SHA-256 {expected} of a layer of the frozen base, found {found}: "
-                f"bytes changed since it was written. {_REMEDY}"
+                f"{path}: expected SHA-256 {expected} of a layer of the frozen base, found "
+                f"{found}: bytes changed since it was written. {_REMEDY}"
             )
 
 

@@ -1,9 +1,9 @@
 """Saving a model some of whose layers stay in a file: what is saved was read, and is checked.
 
-``state_dict`` gives views of the mapped file, which takes no time and no memory, so that adapters can
-be saved whatever has become of the base. If the file is no longer what it was, the tensors over it
-come as ``LostTensor``, which raises at any use. ``save_pretrained`` of the base, which uses them all,
-gets tensors that were read from the file instead, as far as there is memory.
+``state_dict`` gives views of the mapped file, which takes no time and no memory, so that adapters
+can be saved whatever has become of the base. If the file is no longer what it was, the tensors over
+it come as ``LostTensor``, which raises at any use. ``save_pretrained`` of the base, which uses them
+all, gets tensors that were read from the file instead, as far as there is memory.
 """
 
 import logging
@@ -30,7 +30,7 @@ class LostTensor(torch.Tensor):
     @staticmethod
     def in_place_of(tensor: torch.Tensor, why: str) -> "LostTensor":
         """One of the same form."""
-        lost: LostTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        lost: LostTensor = torch.Tensor._make_wrapper_subclass(
             LostTensor, tensor.shape, dtype=tensor.dtype, device=tensor.device
         )
         lost.__dict__["why"] = why
@@ -39,13 +39,17 @@ class LostTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = [*args, *(kwargs or {}).values()]
-        inside = [each for one in flat for each in (one if isinstance(one, list | tuple) else [one])]
+        inside = [
+            each for one in flat for each in (one if isinstance(one, list | tuple) else [one])
+        ]
         raise CheckpointFormatError(
             next(each.__dict__["why"] for each in inside if isinstance(each, LostTensor))
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return cls.__torch_function__(func, types, args, kwargs)
 
 

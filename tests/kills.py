@@ -5,9 +5,9 @@
 Each round forks a process that loads a small checkpoint into a store, opens one and trains from it,
 or saves a model out of it, and ends it with SIGKILL at a moment drawn from the time that the whole
 takes. Then the next process starts: it must find the bytes of ``from_pretrained``, a store that
-verifies, an untouched checkpoint, and leave no folder but the store. With ``--cuts``, files are cut
-off instead while they are read: the process must end by itself, with a typed error or with the right
-bytes.
+verifies, an untouched checkpoint, and leave no folder but the store. With ``--cuts``, files are
+cut off instead while they are read: the process must end by itself, with a typed error or with the
+right bytes.
 
 Prints one line a kind and exits with 1 if anything was wrong.
 """

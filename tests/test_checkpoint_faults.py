@@ -12,7 +12,6 @@ import pytest
 
 from poros.errors import CheckpointFormatError
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.shard import Shard
 from tests.checkpoints import (
     FIRST,
     MIB,

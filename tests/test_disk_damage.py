@@ -1,4 +1,4 @@
-"""The file behind the disk tier is written to, cut off or touched: refused, and adapters survive."""
+"""The file behind the disk tier is written to or cut off: refused, and adapters survive."""
 
 import copy
 import gc
@@ -143,9 +143,7 @@ def test_the_control_of_an_intact_file(store: Path, tmp_path: Path, use: str) ->
 
 
 @pytest.mark.parametrize("self_check", ["strict", "off"])
-def test_a_bit_flipped_before_it_was_opened(
-    store: Path, tmp_path: Path, self_check: str
-) -> None:
+def test_a_bit_flipped_before_it_was_opened(store: Path, tmp_path: Path, self_check: str) -> None:
     """Layers beyond the budget are hashed when they are read, by whatever reads them."""
     flip(store)
     base = half(store)

@@ -413,7 +413,11 @@ def test_one_flipped_bit_is_found_where_it_is_read(name: str, tmp_path: Path) ->
     generator = random.Random(name)
     with open_store(store) as opened:
         first = opened.data_offset if name == SLABS else opened._header.data_offset
-    for place in [first, len(sound) - 1, *(generator.randrange(first, len(sound)) for _ in "x" * 9)]:
+    for place in [
+        first,
+        len(sound) - 1,
+        *(generator.randrange(first, len(sound)) for _ in "x" * 9),
+    ]:
         damaged = bytearray(sound)
         damaged[place] ^= 1 << generator.randrange(8)
         (store / name).write_bytes(damaged)

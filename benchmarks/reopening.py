@@ -6,10 +6,10 @@
 The first writes a store of random slabs to FOLDER, then alternates between opening it and reading
 the same bytes plainly into fresh memory. The second writes a checkpoint of the model's shapes,
 quantizes it into a store, which is left there for the next run, and alternates between
-``poros.load`` of the store and the same with no byte hashed. Files are in the page cache ("warm") or dropped from it before each run ("cold"; the
-request is only a hint to the system). Printed are the medians, their quartiles and the ratio. The
-bytes are compared once, so that a fast but wrong reader cannot win; without hashing, a flipped byte
-must pass, and with it, not.
+``poros.load`` of the store and the same with no byte hashed. Files are in the page cache ("warm")
+or dropped from it before each run ("cold"; the request is only a hint to the system). Printed are
+the medians, their quartiles and the ratio. The bytes are compared once, so that a fast but wrong
+reader cannot win; without hashing, a flipped bit must pass, and with it, not.
 """
 
 import argparse

@@ -178,7 +178,7 @@ class SelfCheck:
             logger.info("poros: self-check passed: %d layers, 0 differing bits", self.num_layers)
 
     def _damaged_bytes(self, block: int) -> str | None:
-        if _digest(self._takeover.host.slabs[block].bytes) == self._digests[block]:
+        if _digest(self._takeover.host.read(block)) == self._digests[block]:
             return None
         return f"the host bytes of block {block} are not those that poros.prepare took over"
 
@@ -289,7 +289,7 @@ def _ordinary(
     """
     block = index // takeover.block_size
     slab = takeover.host.slabs[block]
-    memory = slab.bytes.to(takeover.device, copy=True)
+    memory = takeover.host.read(block).to(takeover.device, copy=True)
     bindings = LayerBindings(
         bind_block(takeover.blocks[block], slab.layout, memory, takeover.constants).get(index, [])
     )
@@ -317,6 +317,8 @@ def _digest(data: torch.Tensor) -> bytes:
 
 
 def _digests(takeover: Takeover) -> list[bytes]:
-    # Hashing releases the interpreter lock, so the blocks are hashed side by side.
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(_digest, [slab.bytes for slab in takeover.host.slabs]))
+    # Hashing releases the interpreter lock, so the blocks are hashed side by side. Few of them,
+    # because blocks on a disk are in memory for as long.
+    host = takeover.host
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda block: _digest(host.read(block)), range(len(host.slabs))))

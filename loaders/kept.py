@@ -153,7 +153,7 @@ class KeptIntake(Intake):
     def _part(self, name: str) -> torch.Tensor:
         # What did not fit its planned place is kept with the rest.
         if name in self._rest:
-            return self._rest[name].clone()
+            return self._rest[name]
         if name not in self._places:
             raise self._defect("expected it in the store, found it nowhere", tensor=name)
         slab, spec = self._places[name]

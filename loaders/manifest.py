@@ -16,7 +16,7 @@ import torch
 from poros.errors import quoted
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align
 from poros.loaders.extras import is_extra
-from poros.loaders.header import DTYPES, defect, parse_json
+from poros.loaders.header import DTYPES, TensorEntry, defect, parse_json
 from poros.loaders.limits import Limits
 
 SLABS, REST, MANIFEST = "slabs.safetensors", "rest.safetensors", "manifest.json"
@@ -25,7 +25,7 @@ PARTIAL = ".partial"
 """How the name of a folder ends that somebody is still writing, or was when they were killed."""
 
 FORMAT = "poros store"
-VERSION = 1
+VERSION = 2
 
 _MAX_INT = 2**62
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -39,11 +39,11 @@ class Manifest:
     layouts: Sequence[BlockLayout]
     """One per decoder layer."""
     slab_sha256: Sequence[str]
-    """Of each slab, padded with zeros to a page."""
+    """The digest (``poros.digests``) of each slab, padded with zeros to a page."""
     rest: Mapping[str, tuple[str, tuple[int, ...]]]
     """Dtype and shape of each tensor that is in no slab."""
     rest_sha256: str
-    """Of the whole file."""
+    """The digest of the whole file."""
     files: Mapping[str, str]
     """SHA-256 of the small files of the source, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -119,7 +119,9 @@ def read_manifest(file: Path, limits: Limits | None = None) -> Manifest:
         ) from error
 
 
-def describe_rest(rest: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def describe_rest(
+    rest: Mapping[str, torch.Tensor | TensorEntry],
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each tensor, as the manifest keeps them."""
     return {name: (_NAMES[each.dtype], tuple(each.shape)) for name, each in rest.items()}
 
@@ -172,18 +174,12 @@ def data_num_bytes(layouts: Sequence[BlockLayout]) -> int:
     return sum(align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts)
 
 
-def sha256(pieces: Iterable[Any]) -> str:
-    """Hexadecimal SHA-256 of byte strings and contiguous CPU tensors, one after the other."""
+def sha256(pieces: Iterable[bytes]) -> str:
+    """Hexadecimal SHA-256 of byte strings, one after the other."""
     digest = hashlib.sha256()
     for piece in pieces:
-        digest.update(as_bytes(piece) if isinstance(piece, torch.Tensor) else piece)
+        digest.update(piece)
     return digest.hexdigest()
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _parse(store: dict[str, Any]) -> Manifest:

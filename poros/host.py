@@ -23,7 +23,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -268,6 +268,17 @@ class HostStore:
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
         """These blocks will be lent next, in this order."""
+
+    def read(self, block: int) -> torch.Tensor:
+        """The bytes of a block, to be looked at on the host and not to be written."""
+        return self.slabs[block].bytes
+
+    def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Tensors of the model at rest, one after the other, as they can be copied from."""
+        return iter(tensors)
+
+    def require_intact(self) -> None:
+        """See that the tensors at rest still hold what was loaded."""
 
     def is_untouched(self, slab: HostSlab) -> bool:
         """Whether nobody has written to ``slab`` behind the back of the store."""

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ from poros.loaders.soundness import require_floats, require_whole_experts
 from poros.loaders.source import CONFIG, GENERATION
 from poros.loaders.store import OpenStore, is_store, open_store
 from poros.memory import require_host_memory
+from poros.saving import watch_saving
 
 if TYPE_CHECKING:
     from transformers import (
@@ -130,7 +132,7 @@ def load(
                     "store: expected none with a source that is one, found "
                     f"{quoted(os.fspath(store))}"
                 )
-            return _open(source, budget, asked, bounds, True)
+            return _open(source, budget, asked, bounds, True, allow_nonfinite)
         if store is None and budget is not None:
             raise PolicyError(
                 "host_budget: expected a store on disk for the layers beyond it, found none; pass "
@@ -140,7 +142,7 @@ def load(
         if store is None:
             return reading.into_memory()
         reading.into_store_unless_there(store)
-        model = _open(store, budget, asked, bounds, False)
+        model = _open(store, budget, asked, bounds, False, allow_nonfinite)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     return model
 
@@ -179,6 +181,9 @@ class _Reading:
 
     def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> None:
         """The same, unless it is in that store already; refuse a store of something else."""
+        from poros.loaders.partial import remove_stale
+
+        remove_stale(Path(directory).resolve())
         if not is_store(directory):
             try:
                 self.into_store(directory)
@@ -194,6 +199,7 @@ class _Reading:
         from poros.loaders.writer import StoreWriter
 
         with ExitStack() as stack:
+            hashing = stack.enter_context(ThreadPoolExecutor(1))  # ends when the checkpoint closes
             checkpoint = stack.enter_context(self._checkpoint())
             writers: list[StoreWriter] = []
 
@@ -201,15 +207,18 @@ class _Reading:
                 writers.append(stack.enter_context(StoreWriter(directory, layouts)))
                 return writers[0].host
 
-            fingerprint = checkpoint.fingerprint()
+            # What is hashed comes from the cache that loading fills, or the other way round.
+            fingerprint = hashing.submit(checkpoint.fingerprint)
             settled = settle(checkpoint, self._asked, self._limits)
             model, intake, used = self._read(checkpoint, settled, allocate)
             rest, names = contents(model, intake)
             about = {
-                "source": fingerprint,
+                "source": fingerprint.result(),
+                "source_seen": checkpoint.seen(),
                 "quantization": used and used.to_dict(),
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
                 "dtype": _name(settled.dtype),
+                "allow_nonfinite": self._quantizer.allow_nonfinite,
                 **names,
                 **_maker(self._quantizer.device),
             }
@@ -218,8 +227,9 @@ class _Reading:
     def require_made_of_it(self, directory: "str | os.PathLike[str]") -> None:
         """Refuse a store of another checkpoint, or one made with other options."""
         with self._checkpoint() as checkpoint, open_store(directory, limits=self._limits) as it:
-            it.require_source(checkpoint.fingerprint())
             about = it.manifest.about
+            if about.get("source_seen") != checkpoint.seen():
+                it.require_source(checkpoint.fingerprint())
             dtype = settle(checkpoint, self._asked, self._limits).dtype
         asked = self._asked.of_dtype(dtype)
         asked.require_store(about, quoted(os.fspath(directory)), is_source=False)
@@ -319,6 +329,7 @@ def _open(
     asked: LoadOptions,
     limits: Limits,
     is_source: bool,
+    allow_nonfinite: bool,
 ) -> "PreTrainedModel":
     """The model of a store, its first layers in new memory and the others in the file."""
     from poros.loaders.seam import clean, reading_into
@@ -328,6 +339,12 @@ def _open(
         if is_source:
             asked.require_store(about, quoted(os.fspath(directory)), is_source=True)
         dtype, used = _made(opened)
+        if about["allow_nonfinite"] and not allow_nonfinite:
+            raise PolicyError(
+                "allow_nonfinite: expected a store of finite weights, found "
+                f"{quoted(os.fspath(directory))}, which was written with allow_nonfinite=True; "
+                "pass it here too, or write the store again"
+            )
         texts = {
             name: opened.text(name)
             for name in (CONFIG, GENERATION)
@@ -346,10 +363,13 @@ def _open(
         clean(model)
         if used is not None:
             model.hf_quantizer.pre_quantized = about["is_prequantized"]
+        opened.check()  # what follows may write to slabs
         intake.finish(model)
         set_generation(model, generation, asked)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
     leave_store(model, host)
+    if isinstance(host, DiskStore):
+        watch_saving(model, host)
     return model
 
 
@@ -362,6 +382,7 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
         dtype = getattr(torch, about["dtype"])
         used = about["quantization"] and BitsAndBytesConfig.from_dict(about["quantization"])
         is_told = dtype in DTYPES and isinstance(about["is_prequantized"], bool)
+        is_told = is_told and isinstance(about["allow_nonfinite"], bool)
         if not is_told or CONFIG not in opened.manifest.files:
             raise ValueError("no dtype or no configuration")
         if used is not None and used.bnb_4bit_quant_type not in ("nf4", "fp4"):
@@ -399,7 +420,14 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
         shown(opened.slabs),
         (ends[-1] - (ends[first - 1] if first else 0)) / 1e9,
     )
-    return DiskStore.over_file(resident, opened.slabs, opened.data_offset, layouts)
+    return DiskStore.over_file(
+        resident,
+        opened.slabs,
+        opened.data_offset,
+        layouts,
+        opened.manifest.slab_sha256,
+        opened.identity,
+    )
 
 
 def _maker(device: torch.device) -> dict[str, Any]:

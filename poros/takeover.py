@@ -60,6 +60,8 @@ class Takeover:
             the prepared model that ``model`` is a copy of.
 
     Raises:
+        CheckpointFormatError: If layers stay in a file that is not what was loaded; the model is
+            unchanged.
         HostMemoryError: If the host store cannot be had; the model is unchanged.
         torch.OutOfMemoryError: If the slots do not fit on the device; the model is unchanged.
     """
@@ -229,10 +231,11 @@ class Takeover:
 
     def _move_back(self) -> None:
         # All new places first: if one cannot be had, nothing has moved.
+        moving = [each for each in self._moved if each[0].get().device != each[1]]
+        sources = self.host.at_rest([part.get() for part, _ in moving])
         staged = [
-            (part, part.get().to(origin))
-            for part, origin in self._moved
-            if part.get().device != origin
+            (part, source.to(origin))
+            for (part, origin), source in zip(moving, sources, strict=True)
         ]
         for part, tensor in staged:
             _put(part, tensor)
@@ -240,14 +243,19 @@ class Takeover:
 
     def _move_to_host(self, inventory: Inventory, layouts: Sequence[BlockLayout]) -> None:
         host = torch.device("cpu")
+        left = left_store(inventory.base) or self.host
         for tensors, layout, slab in zip(inventory.blocks, layouts, self.host.slabs, strict=True):
             parts = [part for each in tensors for part in each.parts()]
-            for part, spec in zip(parts, layout.tensors, strict=True):
-                if slab.holds(part.get(), spec):
-                    continue
+            moving = [
+                (part, spec)
+                for part, spec in zip(parts, layout.tensors, strict=True)
+                if not slab.holds(part.get(), spec)
+            ]
+            sources = left.at_rest([part.get() for part, _ in moving])
+            for (part, spec), source in zip(moving, sources, strict=True):
                 target = slab.tensor(spec)
                 with torch.no_grad():
-                    target.copy_(part.get())
+                    target.copy_(source)
                 self._moved.append((part, self._origin(part)))
                 part.put(target)
             for each in tensors:
@@ -380,6 +388,8 @@ def _host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]
         )
     ]
     left = left_store(inventory.base)
+    if left is not None:
+        left.require_intact()
     adopted = left.adopt(layers) if left is not None else None
     if adopted is not None:
         return adopted, True

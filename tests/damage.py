@@ -161,6 +161,7 @@ def rest(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
     """Change the tensors of a store that are in no slab, and say so in its manifest."""
 
     def rewrite(folder: Path) -> None:
+        from poros.digests import digest_of
         from poros.loaders.manifest import describe_rest
 
         path = folder / "rest.safetensors"
@@ -168,7 +169,7 @@ def rest(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
         change(found)
         save_file(found, path)
         forms = {name: [kind, list(shape)] for name, (kind, shape) in describe_rest(found).items()}
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = digest_of([memoryview(path.read_bytes())])
         manifest(lambda store: store.update(rest=forms, rest_sha256=digest))(folder)
 
     return rewrite

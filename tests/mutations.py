@@ -210,6 +210,7 @@ def _change_tensor(
 
 def _seal(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Have a manifest say what its rest is now."""
+    from poros.digests import digest_of
     from poros.loaders.manifest import describe_rest
 
     file = folder / "rest.safetensors"
@@ -218,7 +219,7 @@ def _seal(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         if {"rest", "rest_sha256"} <= store.keys():
             forms = describe_rest(load_file(file)).items()
             store["rest"] = {name: [kind, list(shape)] for name, (kind, shape) in forms}
-            store["rest_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+            store["rest_sha256"] = digest_of([memoryview(file.read_bytes())])
     except Exception:  # of an earlier change
         return
     _write_sealed(folder / "manifest.json", store)

@@ -21,6 +21,7 @@ LAYERS = [
         "ambient",
         "audit",
         "channels",
+        "digests",
         "frozen",
         "host",
         "kernels",
@@ -33,17 +34,17 @@ LAYERS = [
         "streams",
         "tree",
     },
-    {"boundaries", "disk", "terms"},
+    {"boundaries", "mapped", "disk", "terms"},
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},
-    {"guards", "copies", "takeover"},
+    {"guards", "copies", "takeover", "saving"},
     {"load_options", "load_settings", "skeleton", "rehearsal", "advice", "budget"},
     {"api", "trainer", "loading", "planner", "speeds"},
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LOADERS_SEE = {"layout", "config", "errors", "host", "memory", "streams"}
+LOADERS_SEE = {"layout", "config", "errors", "digests", "host", "memory", "streams"}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import PolicyError, quoted
-from poros.load_options import LoadOptions
+from poros.load_options import LoadOptions, device_name
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.limits import Limits
 from poros.loaders.settings import (
@@ -79,3 +79,22 @@ def limits_of(limits: object) -> Limits:
     if limits is not None and not isinstance(limits, Limits):
         raise PolicyError(f"limits: expected poros.Limits, found {quoted(limits)}")
     return limits or Limits()
+
+
+def maker_of(device: torch.device) -> dict[str, Any]:
+    """Who makes a store: bytes may depend on each of these."""
+    import bitsandbytes
+    import transformers
+
+    from poros import __version__
+
+    return {
+        "versions": {
+            "poros": __version__,
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "bitsandbytes": bitsandbytes.__version__,
+        },
+        "device": device_name(device),
+        "num_threads": torch.get_num_threads(),
+    }

@@ -22,11 +22,10 @@ from poros.load_options import (
     UNSAID,
     LoadOptions,
     Unsaid,
-    device_name,
     format_of,
     quantizing_device,
 )
-from poros.load_settings import Settled, limits_of, set_generation, settle
+from poros.load_settings import Settled, limits_of, maker_of, set_generation, settle
 from poros.loaders.build import fill, one_at_a_time, progress, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
@@ -220,7 +219,7 @@ class _Reading:
                 "dtype": _name(settled.dtype),
                 "allow_nonfinite": self._quantizer.allow_nonfinite,
                 **names,
-                **_maker(self._quantizer.device),
+                **maker_of(self._quantizer.device),
             }
             return writers[0].commit(rest, about, small_files(checkpoint, self._limits))
 
@@ -428,25 +427,6 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
         opened.manifest.slab_sha256,
         opened.identity,
     )
-
-
-def _maker(device: torch.device) -> dict[str, Any]:
-    """Who makes a store: bytes may depend on each of these."""
-    import bitsandbytes
-    import transformers
-
-    from poros import __version__
-
-    return {
-        "versions": {
-            "poros": __version__,
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
-            "bitsandbytes": bitsandbytes.__version__,
-        },
-        "device": device_name(device),
-        "num_threads": torch.get_num_threads(),
-    }
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from poros.digests import cut, hash_piece, join, num_threads
-from poros.errors import HostMemoryError
+from poros.errors import HostMemoryError, quoted
 from poros.loaders.header import defect
 
 REMEDY = "write the store again"
@@ -137,7 +137,8 @@ def require_digest(file: Path, expected: str, found: str, name: str | None = Non
     if expected != found:
         raise defect(
             file,
-            f"expected SHA-256 {expected}, found {found}: bytes changed since it was written",
+            f"expected SHA-256 {quoted(expected, is_bare=True)}, found {found}: bytes changed "
+            "since it was written",
             tensor=name,
             remedy=REMEDY,
         )

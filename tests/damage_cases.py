@@ -345,6 +345,11 @@ STORES = [
     stored("weight of a dtype", about(weights={DOWN: ["load", 64]}), "the names of its tensors"),
     stored("weight of block size 0", lambda f: _blocksize(f, 0), "block"),
     stored("weight of block size 128", lambda f: _blocksize(f, 128), "expected shape"),
+    stored(
+        "a digest with escapes",
+        manifest(lambda s: s["files"].update({CONFIG: "\x1b[2J\n" * 999})),
+        r"SHA-256 \\x1b\[2J\\n",
+    ),
     stored("no config in it", manifest(lambda s: s["files"].pop(CONFIG)), "how it was made"),
     stored(
         "nested code of 4",

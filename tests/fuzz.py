@@ -164,7 +164,8 @@ def program(folder: Path, seed: int, number: int, *, is_told: bool = False) -> d
     except Exception as error:
         if is_told:
             traceback.print_exc()
-        return record | {"outcome": "untyped", "what": "".join(traceback.format_exception(error))}
+        trace = "".join(traceback.format_exception(error))
+        return record | {"outcome": "untyped", "what": trace[-2000:]}
 
 
 def _loaded(place: Path, base: str, rng: random.Random) -> dict[str, Any]:

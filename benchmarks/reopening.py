@@ -1,14 +1,19 @@
-"""How long it takes to reopen a store, beside a plain read of the same bytes into fresh memory.
+"""How long it takes to reopen a store: beside a plain read, and beside itself without hashing.
 
-    python benchmarks/reopening.py FOLDER [--layers 16] [--megabytes 64] [--rounds 5]
+    python -m benchmarks.reopening FOLDER [--layers 16] [--megabytes 64] [--rounds 5]
+    python -m benchmarks.reopening FOLDER --model qwen2.5-7b [--rounds 9]
 
-Writes a store of random slabs to FOLDER, then alternates between the two, with the file in the
-page cache ("warm") and dropped from it before each run ("cold"; the request is only a hint to the
-system). Prints the median of each and the ratio of the medians. The bytes are compared once, so
-that a fast but wrong reader cannot win.
+The first writes a store of random slabs to FOLDER, then alternates between opening it and reading
+the same bytes plainly into fresh memory. The second writes a checkpoint of the model's shapes,
+quantizes it into a store, which is left there for the next run, and alternates between
+``poros.load`` of the store and the same with no byte hashed. Files are in the page cache ("warm")
+or dropped from it before each run ("cold"; the request is only a hint to the system). Printed are
+the medians, their quartiles and the ratio. The bytes are compared once, so that a fast but wrong
+reader cannot win; without hashing, a flipped bit must pass, and with it, not.
 """
 
 import argparse
+import gc
 import mmap
 import os
 import shutil
@@ -16,9 +21,14 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from benchmarks.loading import write_checkpoint
+from benchmarks.models import config_of
+from poros.errors import CheckpointFormatError
 from poros.host import HostStore
 from poros.layout import BlockLayout
 from poros.loaders.store import open_store
@@ -32,6 +42,7 @@ def reopen(store: Path) -> HostStore:
     with open_store(store) as opened:
         host = HostStore.allocate(opened.layouts)
         opened.read_into(host)
+        opened.check()
     return host
 
 
@@ -46,10 +57,28 @@ def read_plainly(store: Path) -> mmap.mmap:
     return memory
 
 
+def load(store: Path) -> Any:
+    """A model of the store, every byte hashed."""
+    import poros.loading
+
+    return poros.loading.load(store)
+
+
+def load_unchecked(store: Path) -> Any:
+    """The same, with nothing hashed and nothing compared."""
+    with (
+        patch("poros.loaders.filling.hash_piece", lambda piece: b""),
+        patch("poros.loaders.filling.require_digest", lambda *_: None),
+    ):
+        return load(store)
+
+
 def forget(store: Path) -> None:
-    """Ask the system to drop the file from its cache."""
-    with (store / "slabs.safetensors").open("rb") as stream:
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    """Ask the system to drop the files from its cache."""
+    for name in ("slabs.safetensors", "rest.safetensors"):
+        with (store / name).open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(body: Callable[[Path], object], store: Path, *, cold: bool) -> float:
@@ -57,19 +86,79 @@ def measure(body: Callable[[Path], object], store: Path, *, cold: bool) -> float
     if cold:
         forget(store)
     begin = time.perf_counter()
-    body(store)
-    return time.perf_counter() - begin
+    found = body(store)
+    taken = time.perf_counter() - begin
+    del found
+    gc.collect()
+    return taken
+
+
+def compare_hashing(folder: Path, model: str, layers: int | None, rounds: int) -> None:
+    """``poros.load`` of a store with every byte hashed, and with none."""
+    import poros.loading
+
+    checkpoint, store = folder / f"{model}-checkpoint", folder / f"{model}-store"
+    if not store.exists():
+        write_checkpoint(config_of(model, layers), checkpoint, is_sparse=False)
+        poros.loading.load(checkpoint, store=store)
+        shutil.rmtree(checkpoint)
+    sizes = [each.stat().st_size / 1e9 for each in sorted(store.glob("*.safetensors"))]
+    print(
+        f"{model}: store of {sum(sizes):.2f} GB (outside layers {sizes[0]:.2f}, layers "
+        f"{sizes[1]:.2f}), {rounds} alternating runs, {os.cpu_count()} cores"
+    )
+    for cold in (False, True):
+        times: dict[str, list[float]] = {"hashed": [], "not hashed": []}
+        for turn in range(rounds + 1):
+            found = {"hashed": measure(load, store, cold=cold)}
+            found["not hashed"] = measure(load_unchecked, store, cold=cold)
+            for name in found if turn else ():  # the first of each warms up
+                times[name].append(found[name])
+        medians = []
+        for name, each in times.items():
+            first, middle, third = statistics.quantiles(each, n=4, method="inclusive")
+            medians.append(middle)
+            print(
+                f"{'cold' if cold else 'warm'}, {name}: {middle:.3f} s "
+                f"(quartiles {first:.3f} to {third:.3f})"
+            )
+        print(f"{'cold' if cold else 'warm'}: ratio {medians[0] / medians[1]:.3f}")
+    flip(store)
+    try:
+        load_unchecked(store)
+        load(store)
+    except CheckpointFormatError:
+        print("control: a flipped bit is found with hashing, and passes without")
+    else:
+        raise SystemExit("a flipped bit was not found")
+    finally:
+        flip(store)
+
+
+def flip(store: Path) -> None:
+    """One bit of the last slab."""
+    with (store / "slabs.safetensors").open("r+b") as stream:
+        stream.seek(-70_000, os.SEEK_END)
+        byte = stream.read(1)[0]
+        stream.seek(-70_000, os.SEEK_END)
+        stream.write(bytes([byte ^ 1]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--model", help="compare hashing at its shapes, such as qwen2.5-7b")
+    parser.add_argument("--layers", type=int, help="16 without a model, all of them with one")
     parser.add_argument("--megabytes", type=int, default=64, help="of each layer")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if options.model:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        compare_hashing(options.folder, options.model, options.layers, options.rounds)
+        return
     store = options.folder / "reopening"
-    host = HostStore.allocate([BlockLayout((), options.megabytes * 10**6)] * options.layers)
+    layouts = [BlockLayout((), options.megabytes * 10**6)] * (options.layers or 16)
+    host = HostStore.allocate(layouts)
     for slab in host.slabs:
         slab.bytes.random_(256)
     write_store(store, host, {}, {})

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.errors import UnsupportedModelError
+from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
 from poros.gates import tiny
 from poros.gates.arms import Prepare, compare_arms, poros_prepare
 from poros.gates.kinds import attach, kind_of
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport, plain, render
+from poros.loaders.header import shown
 from poros.walk import count, training_visits, walk
 
 if TYPE_CHECKING:
@@ -188,8 +189,8 @@ def check_model_dir(
     Raises:
         UnsupportedModelError: If the folder holds no causal language model that can be loaded.
     """
-    from transformers import AutoConfig
-
+    from poros.loaders.settings import configuration, said
+    from poros.loaders.source import find_config
     from poros.loading import load
 
     path = Path(path)
@@ -199,8 +200,9 @@ def check_model_dir(
     quantization = "nf4" if row.on_4bit else None
     if not (path / "config.json").is_file():
         raise UnsupportedModelError(
-            f"expected a checkpoint folder with a config.json, found none at {path}; to check an "
-            "architecture instead of a checkpoint, use `poros check --architecture NAME`"
+            "expected a checkpoint folder with a config.json, found none at "
+            f"{shown(path)}; to check an architecture instead of a checkpoint, use "
+            "`poros check --architecture NAME`"
         )
 
     def make_model() -> torch.nn.Module:
@@ -210,17 +212,25 @@ def check_model_dir(
         except (OSError, ValueError) as error:
             raise UnsupportedModelError(
                 "expected a causal language model that transformers loads as NF4, found at "
-                f"{path}: {type(error).__name__}: {error}"
+                f"{shown(path)}: {type(error).__name__}: {error}"
             ) from error
         return attach(base, adapter, rank=rank, dropout=dropout, seed=seed)
 
     try:
-        vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    except (OSError, ValueError, AttributeError) as error:
+        config = configuration(*find_config(path), {})
+        vocab_size = config.get_text_config().vocab_size
+    except CheckpointFormatError as error:
+        raise UnsupportedModelError(f"expected a text model's configuration: {error}") from error
+    except AttributeError as error:
         raise UnsupportedModelError(
-            f"expected a text model's configuration in {path / 'config.json'}, found "
-            f"{type(error).__name__}: {error}"
+            f"expected a text model's configuration in {shown(path / 'config.json')}, found "
+            f"{said(error)}"
         ) from error
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise UnsupportedModelError(
+            f"{shown(path / 'config.json')}: expected vocab_size as a positive whole number, found "
+            f"{quoted(vocab_size)}; check the file"
+        )
     batches = tiny.make_batches(
         num_steps * accumulation,
         batch_size=1,

@@ -271,7 +271,7 @@ def _ordinary(
     """
     block = index // takeover.block_size
     slab = takeover.host.slabs[block]
-    memory = slab.bytes.to(takeover.device, copy=True)
+    memory = takeover.host.read(block).to(takeover.device, copy=True)
     bindings = LayerBindings(
         bind_block(takeover.blocks[block], slab.layout, memory, takeover.constants).get(index, [])
     )

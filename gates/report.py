@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from poros.errors import quoted
 from poros.gates.compare import Difference
 
 if TYPE_CHECKING:
@@ -182,7 +183,13 @@ def render(report: ParityReport, console: "Console | None" = None) -> None:
     from rich.table import Table
 
     console = console or Console()
-    table = Table(title=escape(f"resident against streamed: {report.subject}"))
+
+    def line(text: str) -> str:
+        return escape(
+            "\n".join(quoted(each, is_bare=True, limit=4000) for each in text.split("\n"))
+        )
+
+    table = Table(title=line(f"resident against streamed: {report.subject}"))
     table.add_column("quantity", no_wrap=True)
     for heading in ("tensors", "elements"):
         table.add_column(heading, justify="right")
@@ -203,12 +210,12 @@ def render(report: ParityReport, console: "Console | None" = None) -> None:
     for quantity, tally in report.tallies.items():
         if tally.first_difference is not None:
             text = f"first difference in {quantity}: {tally.first_difference}"
-            console.print(escape(text), style="red", highlight=False)
+            console.print(line(text), style="red", highlight=False)
     if report.stats:
         counters = ", ".join(f"{name} {value}" for name, value in report.stats.items())
-        console.print(escape(f"streamed: {counters}"), highlight=False)
+        console.print(line(f"streamed: {counters}"), highlight=False)
     style = "bold green" if report.exact else "bold red"
-    console.print(escape(report.verdict()), style=style, highlight=False)
+    console.print(line(report.verdict()), style=style, highlight=False)
 
 
 def _cpu_name() -> str:

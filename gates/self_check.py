@@ -198,7 +198,7 @@ class SelfCheck:
             self._report_proofs()
 
     def _damaged_bytes(self, block: int) -> str | None:
-        where = self._differs(block, self._takeover.host.slabs[block].bytes)
+        where = self._differs(block, self._takeover.host.read(block))
         if where is not None:
             return (
                 f"the host bytes of block {block} are not those that poros.prepare took over "

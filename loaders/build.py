@@ -1,5 +1,6 @@
-"""What is asked of transformers: configuration, model class, and a model filled by an intake."""
+"""A model that transformers builds and an intake fills."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,86 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.errors import UnsupportedModelError
+from poros.errors import HostMemoryError, PorosError, quoted
 from poros.loaders.checkpoint import Checkpoint, CheckpointSlice
-from poros.loaders.header import defect
+from poros.loaders.header import defect, shown
 from poros.loaders.intake import Intake
+from poros.loaders.settings import said
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _MAX_NAMED = 5
 _REMEDY = "check that config.json and weights belong together"
-
-
-def configuration(path: Path, options: dict[str, Any]) -> tuple["PreTrainedConfig", dict[str, Any]]:
-    """The configuration, changed by those options that are its fields, and the other options."""
-    from transformers import AutoConfig
-
-    try:
-        config, rest = AutoConfig.from_pretrained(
-            path,
-            return_unused_kwargs=True,
-            local_files_only=True,
-            # Left open, transformers would ask on the terminal.
-            trust_remote_code=False,
-            **options,
-        )
-    except Exception as error:
-        raise defect(
-            path / "config.json",
-            "expected the configuration of a model that transformers knows, found "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            remedy="check the file, and the release of transformers",
-        ) from error
-    return config, rest
-
-
-def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
-    """Take the quantization of the checkpoint out of its configuration."""
-    from transformers import BitsAndBytesConfig
-
-    found = None
-    for each in (config, config.get_text_config(decoder=True)):
-        stored = getattr(each, "quantization_config", None)
-        if stored is not None:
-            found = found or stored
-            del each.quantization_config
-    if not found:
-        return None
-    if not isinstance(found, dict):
-        found = found.to_dict()
-    if not found.get("load_in_4bit"):
-        raise UnsupportedModelError(
-            f"{path / 'config.json'}: expected weights that are dense or 4-bit of bitsandbytes, "
-            f"found quantization_config of {found.get('quant_method')!r}; load a checkpoint that "
-            "is not quantized"
-        )
-    try:
-        return BitsAndBytesConfig.from_dict(found)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise defect(
-            path / "config.json", f"expected a quantization_config, found {error}"
-        ) from error
-
-
-def model_class_of(config: Any) -> tuple[Any, Any]:
-    """The class that ``AutoModelForCausalLM`` would choose, and the configuration it takes."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(
-            "expected a causal language model of transformers, found model_type "
-            f"{config.model_type!r}, which has none"
-        )
-    chosen = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if isinstance(chosen, list | tuple):
-        named = [each for each in chosen if each.__name__ in (config.architectures or ())]
-        chosen = (named or list(chosen))[0]
-    text_class = getattr(config, "sub_configs", {}).get("text_config")
-    if text_class is not None and chosen.config_class == text_class:
-        config = config.get_text_config()
-    return chosen, config
 
 
 def fill(
@@ -106,7 +38,9 @@ def fill(
         options: Of ``from_pretrained``.
 
     Raises:
-        CheckpointFormatError: If tensors are missing or left over, or do not fit.
+        CheckpointFormatError: If transformers builds no model of the configuration, or tensors are
+            missing or left over, or do not fit.
+        HostMemoryError: If there is no memory for it.
     """
     try:
         model, info = model_class.from_pretrained(
@@ -119,52 +53,56 @@ def fill(
             ignore_mismatched_sizes=True,
             **options,
         )
-    except RuntimeError as error:
-        if type(error) is not RuntimeError:
-            raise  # out of memory, say
-        raise defect(
-            str(intake.path),
-            "expected tensors that fit the configuration, found that transformers could not "
-            f"convert them: {error}",
-            remedy=_REMEDY,
-        ) from error
-    _require_complete(str(intake.path), info, intake.layers_name)
+    except (PorosError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise _unfit(intake, error) from error
+    _require_complete(intake.path, info, intake.layers_name)
     return model
 
 
-def _require_complete(path: str, info: dict[str, Any], layers_name: str) -> None:
+def _unfit(intake: Intake, error: Exception) -> PorosError:
+    """What an error of transformers means: of the configuration until the plan, then of tensors."""
+    if "allocate memory" in str(error):
+        return HostMemoryError(
+            f"{shown(intake.path)}: expected host memory for what the configuration asks for, "
+            f"found {said(error)}; check its sizes, or free memory"
+        )
+    if intake.store is None:
+        return defect(
+            intake.path / "config.json",
+            f"expected settings that transformers builds a model from, found {said(error)}",
+            remedy="check the file, and the release of transformers",
+        )
+    return defect(
+        intake.path,
+        "expected tensors that fit the configuration, found that transformers could not convert "
+        f"them: {quoted(str(error), is_bare=True, limit=1000)}",
+        remedy=_REMEDY,
+    )
+
+
+def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> None:
     """Refuse what ``from_pretrained`` would fill with random numbers or leave out of a layer."""
     for name, found, expected in sorted(info["mismatched_keys"], key=str):
         raise defect(
             path,
-            f"expected shape {tuple(expected)} for this configuration, found {tuple(found)}",
+            f"expected shape {tuple(expected)} for this configuration, found "
+            f"{quoted(tuple(found))}",
             tensor=name,
             remedy=_REMEDY,
         )
     surplus = [each for each in info["unexpected_keys"] if each.startswith(f"{layers_name}.")]
     for names, what in ((info["missing_keys"], "none of"), (surplus, "tensors without use:")):
         if names:
-            named = ", ".join(sorted(names)[:_MAX_NAMED])
+            first = sorted(names)[:_MAX_NAMED]
+            named = ", ".join(quoted(each, is_bare=True) for each in first)
             more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             raise defect(
                 path,
                 f"expected the tensors of the configuration, found {what} {named}{more}",
                 remedy=_REMEDY,
             )
-
-
-def add_generation_config(model: Any, path: Path, options: dict[str, Any]) -> None:
-    """What ``from_pretrained`` reads beside the weights."""
-    from transformers import GenerationConfig
-
-    if not model.can_generate() or options.get("generation_config") is not None:
-        return
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    except OSError:
-        model.generation_config = GenerationConfig.from_pretrained(
-            path, config_file_name="config.json", local_files_only=True, _from_model_config=True
-        )
 
 
 class _Noted:
@@ -185,9 +123,13 @@ class _Noted:
 
 @contextmanager
 def progress(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint, taken: set[str]
 ) -> Iterator[tuple[dict[str, _Noted], Callable[[], None]]]:
     """A progress bar in bytes in place of transformers' own in tensors.
+
+    Args:
+        checkpoint: What is read.
+        taken: The names of the tensors that were read are added to it.
 
     Yields:
         The slices of the checkpoint, and what to call when all that was read so far is taken.
@@ -198,6 +140,7 @@ def progress(
 
     def note(name: str) -> None:
         read.append(name)
+        taken.add(name)
         bar.update(checkpoint.entry(name).num_bytes)
 
     def after_each() -> None:
@@ -216,6 +159,22 @@ def progress(
     ):
         slices = checkpoint.slices()
         yield {name: _Noted(each, _bind(note, name)) for name, each in slices.items()}, after_each
+
+
+_PROCESS = threading.RLock()
+"""No state of ours: it stands for that of transformers and torch, which a process has once."""
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let one thread at a time have transformers build a model.
+
+    It sets torch's default dtype for that time, switches initialisation off and on, and here knows
+    a method of quantization: each is the process' own, not the thread's. Loads beside one another
+    would take each other's, and leave it behind.
+    """
+    with _PROCESS:
+        yield
 
 
 @contextmanager

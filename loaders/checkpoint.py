@@ -1,7 +1,7 @@
 """A safetensors checkpoint, opened and checked as a whole and read tensor by tensor.
 
-Files are memory-mapped: a tensor is a view of its file, no second copy of a byte is made, and the
-pages are the system's to drop again (`benchmarks/reading.py` compares this with positioned reads).
+What is loaded is read into memory, ahead of its use, and not through a mapping, which would end the
+process if a file were cut off meanwhile (`benchmarks/reading.py` compares the two).
 
 Nothing of a checkpoint is executed: pickle files are refused by their name, and no other file is
 opened than configuration, index and the shards that the index names.
@@ -11,17 +11,24 @@ import hashlib
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from poros.loaders.header import DTYPES, TensorEntry, defect, quoted
+from poros.digests import num_threads
+from poros.errors import quoted
+from poros.loaders.header import DTYPES, TensorEntry, defect, shown
+from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard
-from poros.loaders.source import Source, find_source
+from poros.loaders.source import CONFIG, Place, Source, find_source
 
-AHEAD_NUM_BYTES = 256 * 2**20
+AHEAD_NUM_BYTES = 128 * 2**20
 """How far ahead ``slices`` reads."""
+
+NUM_READERS = 2
+"""Threads that do it."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -35,6 +42,8 @@ class Checkpoint:
     Attributes:
         path: The folder of the checkpoint; configuration files lie there.
         config: ``config.json``.
+        texts: Its text, and that of ``generation_config.json`` if there is one, as at ``open``.
+        source: Its files.
         names: All tensors, shard by shard in the order of their bytes.
         num_bytes: Of all tensors.
     """
@@ -43,7 +52,8 @@ class Checkpoint:
         """Used by ``open``."""
         self.path = source.path
         self.config = source.config
-        self._config_text = source.config_text
+        self.texts = source.texts
+        self.source = source
         self._shards = shards
         self._entries: dict[str, TensorEntry] = {}
         self._shard_of: dict[str, Shard] = {}
@@ -52,27 +62,34 @@ class Checkpoint:
             self._shard_of |= dict.fromkeys(shard.header.tensors, shard)
         self.names = tuple(self._entries)
         self._lock = threading.Lock()
+        self._is_closed = threading.Event()
         self._reader: ThreadPoolExecutor | None = None
-        self._asked: dict[str, Future[None]] = {}
+        self._asked: dict[str, Future[torch.Tensor]] = {}
         self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
 
     @classmethod
-    def open(cls, source: str | os.PathLike[str], **hub: Any) -> "Checkpoint":
+    def open(
+        cls,
+        source: str | os.PathLike[str],
+        place: Place | None = None,
+        limits: Limits | None = None,
+    ) -> "Checkpoint":
         """Find, map and check a checkpoint; no tensor is read.
 
         Args:
             source: A folder with ``config.json`` and ``model.safetensors`` or its index and shards
                 (links are followed, as in a hub cache), one ``.safetensors`` file with
                 ``config.json`` beside it, or the name of a hub repository.
-            **hub: Of ``huggingface_hub.snapshot_download``: ``revision``, ``cache_dir``,
-                ``token``, ``local_files_only``.
+            place: Where in the folder or repository, and which revision; None is its top.
+            limits: On what its files may ask for; None are the defaults.
 
         Raises:
             CheckpointFormatError: If the checkpoint cannot be found or any file breaks its format.
             HostMemoryError: If the system refuses to map a file (a limit on address space).
+            UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
-        found = find_source(source, **hub)
+        found = find_source(source, place, limits)
         shards: list[Shard] = []
         try:
             for file in found.files:
@@ -113,25 +130,22 @@ class Checkpoint:
         return self._shard(name).tensor(entry)
 
     def fetch(self, name: str) -> torch.Tensor:
-        """``tensor(name)`` after its pages were read, so that a failing disk raises here.
+        """The tensor in memory of its own, read from the file: a failing disk raises here.
 
-        Where a page cannot be read, touching a mapped tensor ends the process; this reports it.
-        Pages that ``will_need`` asked for are there already, or are waited for.
+        What ``will_need`` asked for is there already, or is waited for.
 
         Raises:
             CheckpointFormatError: If there is no such tensor, its file has changed since ``open``,
                 or reading it fails.
+            HostMemoryError: If there is no memory for it.
             ValueError: If the checkpoint is closed.
         """
         entry = self.entry(name)
         shard = self._shard(name)
         asked = self._asked.pop(name, None)
-        if asked is not None:
-            asked.result()
-        if entry.num_bytes:
-            shard.check_unchanged()
-            shard.read_pages(name, entry)  # no more than a look at each page if it is there
-        return shard.tensor(entry)
+        found = asked.result() if asked is not None else shard.read(name, entry)
+        shard.check_unchanged()
+        return found
 
     def slices(self, *, ahead_num_bytes: int = AHEAD_NUM_BYTES) -> dict[str, "CheckpointSlice"]:
         """A stand-in for every tensor, to pass to transformers as a ``state_dict``.
@@ -139,16 +153,14 @@ class Checkpoint:
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
         ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before
         layer 10), and while one is used the next ``ahead_num_bytes`` are being read.
-
-        What it returns is the mapped tensor. Copy what the model is to keep (``owns`` finds it).
         """
         ahead = _ReadAhead(self, ahead_num_bytes)
         return {name: CheckpointSlice(self, name, ahead) for name in self.names}
 
     def will_need(self, name: str) -> None:
-        """Have a thread read a tensor's pages, after those it was asked for before, and return.
+        """Have a thread read a tensor, after those that were asked for before, and return.
 
-        The thread begins with the first call and ends with ``close``. ``fetch`` reports its errors.
+        Threads begin with the first call and end with ``close``. ``fetch`` reports their errors.
         """
         entry = self.entry(name)
         shard = self._shard(name)
@@ -157,9 +169,9 @@ class Checkpoint:
         with self._lock:  # transformers may take slices in several threads
             self._require_open()
             if self._reader is None:
-                self._reader = ThreadPoolExecutor(1, thread_name_prefix="poros-reader")
+                self._reader = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="poros-reader")
             if name not in self._asked:
-                self._asked[name] = self._reader.submit(shard.read_pages, name, entry)
+                self._asked[name] = self._reader.submit(shard.read, name, entry)
 
     def done_with(self, name: str) -> None:
         """Take a tensor's pages from this process; the system may keep them in its cache.
@@ -175,34 +187,59 @@ class Checkpoint:
         pointer = tensor.untyped_storage().data_ptr()
         return any(shard.begin <= pointer < shard.begin + shard.num_bytes for shard in self._shards)
 
-    def fingerprint(self, *, full: bool = False) -> str:
-        """A name for the content: the configuration and, shard by shard, header, size and bytes.
+    def fingerprint(self) -> str:
+        """A name for the content: the configuration and, shard by shard, size and every byte.
 
         It does not depend on where the files lie, how they are called or when they were written.
 
-        Args:
-            full: Hash every byte. Otherwise, of each shard's data, 64 evenly spread samples of
-                4 KiB: enough to tell models and training states apart, not to find one flipped bit.
-
         Returns:
-            ``sampled-sha256:`` or ``sha256:`` and 64 hexadecimal digits.
+            ``sha256:`` and 64 hexadecimal digits.
 
         Raises:
             CheckpointFormatError: If a file has changed since ``open`` or cannot be read.
         """
         self._require_open()
-        digest = hashlib.sha256(_framed(self._config_text))
+        digest = hashlib.sha256(_framed(self.texts[CONFIG]))
+        with ThreadPoolExecutor(num_threads()) as pool:
+            for shard in self._shards:
+                digest.update(shard.num_bytes.to_bytes(8, "little"))
+                digest.update(bytes.fromhex(shard.digest(pool, self._is_closed)))
+        return f"sha256:{digest.hexdigest()}"
+
+    def seen(self) -> dict[str, Any]:
+        """By what the same files are known again without reading them, as plain JSON values.
+
+        The digest of the configuration; size, times of modification and of change, and inode of
+        every shard. A program that writes to a file can set all of these back but the time of
+        change.
+        """
+        self._require_open()
+        shards = []
         for shard in self._shards:
-            digest.update(shard.num_bytes.to_bytes(8, "little"))
-            for piece in shard.contents(full=full):
-                digest.update(piece)
-        return f"{'sha256' if full else 'sampled-sha256'}:{digest.hexdigest()}"
+            _, inode, size, modified, changed = shard.identity
+            shards.append([size, modified, changed, inode])
+        return {
+            "config": hashlib.sha256(self.texts[CONFIG]).hexdigest(),
+            "shards": shards,
+        }
+
+    def float_dtype(self) -> torch.dtype:
+        """What ``dtype="auto"`` takes where the configuration says nothing: of the first tensor.
+
+        Raises:
+            CheckpointFormatError: If there is none in floating point.
+        """
+        self._require_open()
+        for name in sorted(self._shards[0].header.tensors):
+            if self._entries[name].dtype.is_floating_point:
+                return self._entries[name].dtype
+        raise defect(self.path, "expected tensors in floating point, found none")
 
     def check_unchanged(self) -> None:
         """Compare every shard with what it was at ``open``; call it after the last read.
 
         Raises:
-            CheckpointFormatError: If one has another size, time of modification or inode.
+            CheckpointFormatError: If one has another size, another time or another inode.
         """
         self._require_open()
         for shard in self._shards:
@@ -213,6 +250,7 @@ class Checkpoint:
 
         The mappings are let go, not undone: a tensor that is still held keeps its own.
         """
+        self._is_closed.set()
         with self._lock:
             reader, self._reader = self._reader, None
             self._asked = {}
@@ -319,7 +357,7 @@ def _check_shards(source: Source, shards: list[Shard]) -> None:
             if name in of:
                 raise defect(
                     shard.file,
-                    f"expected each tensor in one file, found it in {of[name].file} too",
+                    f"expected each tensor in one file, found it in {shown(of[name].file)} too",
                     tensor=name,
                 )
             of[name] = shard
@@ -334,14 +372,14 @@ def _check_shards(source: Source, shards: list[Shard]) -> None:
         if of[name].file != source.path / file:
             raise defect(
                 index,
-                f"expected it in {quoted(file)}, found it in {of[name].file.name}",
+                f"expected it in {quoted(file)}, found it in {shown(Path(of[name].file.name))}",
                 tensor=name,
             )
     for name, shard in of.items():
         if name not in source.weight_map:
             raise defect(
                 shard.file,
-                f"expected it in {index.name} too, found it only in the shard",
+                f"expected it in {shown(Path(index.name))} too, found it only in the shard",
                 tensor=name,
             )
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from poros.errors import CheckpointFormatError
+from poros.errors import CheckpointFormatError, quoted
 
 MAX_HEADER_NUM_BYTES = 100_000_000
 """The reference reader's own limit."""
@@ -56,7 +56,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 _LENGTH_NUM_BYTES = 8
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _MAX_INT = 2**63 - 1  # what torch and the system can address
-_MAX_QUOTED = 200  # characters of a message that a file may dictate
+_MAX_PATH = 1000  # characters of a path in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +87,23 @@ class Header:
 def defect(
     file: Path | str, found: str, *, tensor: str | None = None, remedy: str = "fetch it again"
 ) -> CheckpointFormatError:
-    """The error for one defect: file, tensor where there is one, expected and found, what to do."""
-    where = f"{file}" if tensor is None else f"{file}: tensor {quoted(tensor)}"
+    """The error for one defect: file, tensor where there is one, expected and found, what to do.
+
+    Args:
+        file: A path, or what stands for one, in quotation marks already.
+        found: What was expected and what was found; names and values in it are ``quoted``.
+        tensor: Its name.
+        remedy: What to do.
+    """
+    where = shown(file) if isinstance(file, Path) else file
+    if tensor is not None:
+        where = f"{where}: tensor {quoted(tensor)}"
     return CheckpointFormatError(f"{where}: {found}; {remedy}")
 
 
-def quoted(value: object) -> str:
-    """``repr`` in ASCII, cut short: what a file dictates must not flood a message."""
-    text = ascii(value)
-    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}... ({len(text)} characters)"
+def shown(path: Path) -> str:
+    """A path as messages show it."""
+    return quoted(str(path), is_bare=True, limit=_MAX_PATH)
 
 
 def open_regular(file: Path) -> tuple[int, os.stat_result]:

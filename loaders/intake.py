@@ -12,15 +12,18 @@ Nothing here knows how transformers reads a checkpoint; see ``poros.loaders.seam
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from poros.errors import CheckpointFormatError
+from poros.errors import CheckpointFormatError, quoted
 from poros.host import HostSlab, HostStore
 from poros.layout import BlockLayout, TensorSpec, is_small
+from poros.loaders.header import shown
 from poros.loaders.quantize import Quantizer, quantized_form, require_finite
+from poros.loaders.states import BLOCKSIZES, require_codes
 from poros.memory import require_host_memory
 
 Allocate = Callable[[Sequence[BlockLayout]], HostStore]
@@ -42,7 +45,7 @@ class Intake:
     """Takes the tensors of one model in.
 
     Args:
-        path: What is loaded, for messages.
+        path: Of what is loaded, for messages.
         find_layers: Finds the decoder layers: the name of their list, and the layers.
         quantizer: Quantizes 4-bit weights.
         format: Of 4-bit weights; None if nothing is quantized.
@@ -58,7 +61,7 @@ class Intake:
 
     def __init__(
         self,
-        path: object,
+        path: Path,
         find_layers: FindLayers,
         quantizer: Quantizer,
         format: Format | None,
@@ -77,6 +80,8 @@ class Intake:
         self._is_mapped = is_mapped
         self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
         self._shapes: dict[str, torch.Size] = {}
+        self._is_4bit: set[str] = set()
+        self._is_float: set[str] = set()
         self._checked: set[str] = set()
         """Names of what is finite, or need not be: buffers that are computed (masks)."""
 
@@ -97,6 +102,8 @@ class Intake:
         self.num_bytes = _num_bytes(everything)
         self.layers_name, layers = self._find_layers(model)
         self._shapes = {name: tensor.shape for name, tensor in _named_tensors(model)}
+        self._is_float = {n for n, each in _named_tensors(model) if each.is_floating_point()}
+        self._is_4bit = {name for name, tensor in _named_tensors(model) if _is_4bit(tensor)}
         loaded = model.state_dict().keys()
         self._checked = self._shapes.keys() - loaded
         layouts = []
@@ -112,7 +119,7 @@ class Intake:
         in_layers = {spec.name for layout in layouts for spec in layout.tensors}
         outside = _num_bytes(part for part in everything if part[0] not in in_layers)
         self.num_bytes = outside + sum(layout.num_bytes for layout in layouts)
-        what = f"the weights of {self.path}"
+        what = f"the weights of {shown(self.path)}"
         require_host_memory(self.num_bytes if self._allocate is None else outside, what)
         self.store = (self._allocate or HostStore.allocate)(layouts)
         for slab in self.store.slabs:
@@ -160,7 +167,7 @@ class Intake:
         self._require_shape(name, tensor.shape, torch.Size(shape))
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise CheckpointFormatError(
-                f"{self.path}: {name}: expected weights of 16 or 32-bit floats to quantize, found "
+                f"{self._where(name)}: expected weights of 16 or 32-bit floats to quantize, found "
                 f"{tensor.dtype}; load the checkpoint that it was made from"
             )
         targets = {
@@ -168,7 +175,7 @@ class Intake:
         }
         state = self._quantizer.quantize_into(
             tensor,
-            name=f"{self.path}: {name}",
+            name=self._where(name),
             quant_type=format.quant_type,
             blocksize=format.blocksize,
             packed=targets[name],
@@ -196,9 +203,15 @@ class Intake:
         """Refuse a 4-bit weight of the checkpoint whose parts do not belong together.
 
         Raises:
-            CheckpointFormatError: If a part has not the size that weight and block size ask for.
+            CheckpointFormatError: If a part has not the size that weight and block size ask for, or
+                a code book or scale is not what a kernel takes for granted.
         """
         self._require_shape(name, torch.Size(state.shape), torch.Size(shape))
+        if type(state.blocksize) is not int or state.blocksize not in BLOCKSIZES:
+            raise CheckpointFormatError(
+                f"{self._where(name)}: expected a block size among {BLOCKSIZES}, found "
+                f"{quoted(state.blocksize)}; fetch the checkpoint again"
+            )
         form = quantized_form(
             shape,
             blocksize=state.blocksize,
@@ -212,6 +225,8 @@ class Intake:
         ):
             if expected is not None:
                 self._require_shape(part, found.shape, expected.shape)
+        dtypes = {"absmax": form.absmax.dtype}
+        require_codes(self._where(name), state, dtypes)
 
     @property
     def finished(self) -> HostStore:
@@ -229,8 +244,15 @@ class Intake:
         self._quantizer.flush()
         for name, tensor in _named_tensors(model):
             is_packed = getattr(tensor, "quant_state", None) is not None
+            if name in self._is_4bit and not is_packed:
+                raise self.dense(name, tensor)
             if name in self._shapes and not is_packed:
                 self._require_shape(name, tensor.shape, self._shapes[name])
+                if name in self._is_float and not tensor.is_floating_point():
+                    raise CheckpointFormatError(
+                        f"{self._where(name)}: expected weights in floating point, found "
+                        f"{tensor.dtype}; load the checkpoint that it was made from"
+                    )
             if is_packed or self.is_placed(name, tensor):
                 continue
             if name in self._places or self._is_mapped(tensor):
@@ -238,9 +260,17 @@ class Intake:
             else:
                 self._require_finite(name, tensor)
 
+    def dense(self, name: str, tensor: torch.Tensor) -> CheckpointFormatError:
+        """The error for a weight that came without the state that its packed form needs."""
+        return CheckpointFormatError(
+            f"{self._where(name)}: expected a 4-bit weight with its quantization state, as "
+            f"config.json says, found {tensor.dtype} {quoted(tuple(tensor.shape))} without one; "
+            "check that config.json and weights belong together"
+        )
+
     def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """What a tensor of the planned model takes: itself, or its packed form and scales."""
-        if type(tensor).__name__ == "Params4bit":
+        if _is_4bit(tensor):
             return self._quantized(name, tensor.shape)
         return [(name, tensor)]
 
@@ -248,7 +278,7 @@ class Intake:
         self, name: str, tensor: torch.Tensor, is_buffer: bool
     ) -> list[tuple[str, torch.Tensor]]:
         """Those of its parts that lie in a slab; see "What is small stays" in ``poros.layout``."""
-        if type(tensor).__name__ != "Params4bit":
+        if not _is_4bit(tensor):
             return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
         packed, absmax, *nested = self._quantized(name, tensor.shape)
         return [packed, absmax, *(each for each in nested if not is_small(each[1]))]
@@ -289,16 +319,19 @@ class Intake:
             raise ValueError("expected a 4-bit format, found that nothing is to be quantized")
         return self.format
 
+    def _where(self, name: str) -> str:
+        return f"{shown(self.path)}: {quoted(name, is_bare=True)}"
+
     def _require_finite(self, name: str, tensor: torch.Tensor) -> None:
         if not self._quantizer.allow_nonfinite and name not in self._checked:
-            require_finite(tensor, f"{self.path}: {name}")
+            require_finite(tensor, self._where(name))
             self._checked.add(name)
 
     def _require_shape(self, name: str, found: torch.Size, expected: torch.Size) -> None:
         if found != expected:
             raise CheckpointFormatError(
-                f"{self.path}: {name}: expected shape {tuple(expected)} for this configuration, "
-                f"found {tuple(found)}; check that config.json and weights belong together"
+                f"{self._where(name)}: expected shape {tuple(expected)} for this configuration, "
+                f"found {quoted(tuple(found))}; check that config.json and weights belong together"
             )
 
 
@@ -317,6 +350,10 @@ def part_tensors(
             if state.nested:
                 found |= {f"{name}.offset": state.offset, f"{name}.nested_code": state.state2.code}
     return found
+
+
+def _is_4bit(tensor: torch.Tensor) -> bool:
+    return type(tensor).__name__ == "Params4bit"
 
 
 def _num_bytes(parts: Iterable[tuple[str, torch.Tensor]]) -> int:

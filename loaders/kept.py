@@ -6,23 +6,24 @@ computes from the configuration are computed again.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from poros.errors import quoted
 from poros.host import HostStore
 from poros.layout import BlockLayout
-from poros.loaders.header import defect
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.extras import read_extras
+from poros.loaders.header import DTYPES, defect
 from poros.loaders.intake import FindLayers, Format, Intake, part_tensors
+from poros.loaders.limits import Limits
 from poros.loaders.quantize import NESTED_BLOCKSIZE, Quantizer
 from poros.loaders.store import OpenStore
 
-FILES = ("config.json", "generation_config.json")
-"""Small files of the source that are kept beside the weights."""
-
 _REMEDY = "write the store again"
+_STATE_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -50,9 +51,9 @@ def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor],
     return rest, {"dense": dense, "weights": weights}
 
 
-def small_files(path: Path) -> dict[str, bytes]:
-    """Those of ``FILES`` that are there, by name."""
-    return {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
+    """The small files of a checkpoint that a store keeps, by name: settings as they were read."""
+    return {**read_extras(checkpoint.path, limits), **checkpoint.texts}
 
 
 class KeptIntake(Intake):
@@ -83,12 +84,7 @@ class KeptIntake(Intake):
         self._opened = opened
         self._host = host
         self._rest = opened.rest()
-        about = opened.manifest.about
-        try:
-            self._dense = set(about["dense"])
-            self._weights: Mapping[str, Sequence[Any]] = about["weights"]
-        except (KeyError, TypeError) as error:
-            raise self._defect(f"expected the names of its tensors, found {error!r}") from error
+        self._dense, self._weights = self._named(opened.manifest.about)
 
     def names(self) -> list[str]:
         """The parameters and buffers that can be fetched."""
@@ -101,8 +97,13 @@ class KeptIntake(Intake):
             CheckpointFormatError: If the store has not what the model needs.
         """
         if name not in self._weights:
-            self._require_shape(name, self._part(name).shape, planned.shape)
-            return self._part(name), None
+            found = self._part(name)
+            self._require_shape(name, found.shape, planned.shape)
+            if found.is_floating_point() != planned.is_floating_point():
+                raise self._defect(
+                    f"expected a tensor like {planned.dtype}, found {found.dtype}", tensor=name
+                )
+            return found, None
         from bitsandbytes.functional import QuantState
 
         dtype, blocksize = self._weights[name]
@@ -112,7 +113,7 @@ class KeptIntake(Intake):
             code=self._part(f"{name}.code"),
             blocksize=blocksize,
             quant_type=self._require_format().quant_type,
-            dtype=getattr(torch, dtype),
+            dtype=dtype,
         )
         if f"{name}.offset" in self._rest:
             state.nested = True
@@ -135,10 +136,24 @@ class KeptIntake(Intake):
         as_bytes = [each.reshape(-1).view(torch.uint8) for each in (tensor, target)]
         return target if torch.equal(*as_bytes) else target.copy_(tensor)
 
+    def _named(self, about: Mapping[str, Any]) -> tuple[set[str], Mapping[str, tuple[Any, Any]]]:
+        """Dense tensors; and dtype and block size of each 4-bit weight."""
+        try:
+            dense = {str(name) for name in about["dense"]}
+            weights = {
+                name: (DTYPES[_STATE_DTYPES[dtype]], blocksize)
+                for name, (dtype, blocksize) in about["weights"].items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._defect(
+                f"expected the names of its tensors, found {quoted(error)}"
+            ) from error
+        return dense, weights
+
     def _part(self, name: str) -> torch.Tensor:
         # What did not fit its planned place is kept with the rest.
         if name in self._rest:
-            return self._rest[name].clone()
+            return self._rest[name]
         if name not in self._places:
             raise self._defect("expected it in the store, found it nowhere", tensor=name)
         slab, spec = self._places[name]
@@ -151,7 +166,8 @@ class KeptIntake(Intake):
                 names = sorted({each.name for each in differing})[:3]
                 raise self._defect(
                     f"expected layer {index} as this configuration and this release of "
-                    f"transformers have it, found another form of {', '.join(names) or 'its end'}"
+                    f"transformers have it, found another form of "
+                    f"{quoted(', '.join(names), is_bare=True) or 'its end'}"
                 )
         if len(layouts) != len(self._opened.layouts):
             raise self._defect(f"expected {len(layouts)} layers, found {len(self._opened.layouts)}")

@@ -6,7 +6,6 @@ it says is checked all the same before anything is sized or placed by it.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,11 @@ from typing import Any
 
 import torch
 
+from poros.errors import quoted
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align
-from poros.loaders.header import DTYPES, defect, open_regular, parse_json, quoted, read_at
+from poros.loaders.extras import is_extra
+from poros.loaders.header import DTYPES, TensorEntry, defect, parse_json
+from poros.loaders.limits import Limits
 
 SLABS, REST, MANIFEST = "slabs.safetensors", "rest.safetensors", "manifest.json"
 
@@ -25,7 +27,6 @@ PARTIAL = ".partial"
 FORMAT = "poros store"
 VERSION = 2
 
-_MAX_NUM_BYTES = 256 * 2**20
 _MAX_INT = 2**62
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _REMEDY = "write the store again"
@@ -38,11 +39,11 @@ class Manifest:
     layouts: Sequence[BlockLayout]
     """One per decoder layer."""
     slab_sha256: Sequence[str]
-    """Of each slab, padded with zeros to a page."""
+    """The digest (``poros.digests``) of each slab, padded with zeros to a page."""
     rest: Mapping[str, tuple[str, tuple[int, ...]]]
     """Dtype and shape of each tensor that is in no slab."""
     rest_sha256: str
-    """Of the whole file."""
+    """The digest of the whole file."""
     files: Mapping[str, str]
     """SHA-256 of the small files of the source, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -85,14 +86,14 @@ def write_manifest(manifest: Manifest) -> bytes:
     return _canonical({"sha256": sha256([text]), "store": store})
 
 
-def read_manifest(file: Path) -> Manifest:
+def read_manifest(file: Path, limits: Limits | None = None) -> Manifest:
     """Read and check a manifest.
 
     Raises:
         CheckpointFormatError: If it is not there, cut off, changed, of another version, or says
             what cannot be.
     """
-    document = parse_json(_read_bounded(file), file)
+    document = parse_json((limits or Limits()).read(file, "manifest_num_bytes"), file)
     store = document.get("store")
     if document.keys() != {"sha256", "store"} or not isinstance(store, dict):
         raise defect(file, "expected the manifest of a store, found other JSON", remedy=_REMEDY)
@@ -117,7 +118,9 @@ def read_manifest(file: Path) -> Manifest:
         ) from error
 
 
-def describe_rest(rest: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def describe_rest(
+    rest: Mapping[str, torch.Tensor | TensorEntry],
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each tensor, as the manifest keeps them."""
     return {name: (_NAMES[each.dtype], tuple(each.shape)) for name, each in rest.items()}
 
@@ -170,18 +173,12 @@ def data_num_bytes(layouts: Sequence[BlockLayout]) -> int:
     return sum(align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts)
 
 
-def sha256(pieces: Iterable[Any]) -> str:
-    """Hexadecimal SHA-256 of byte strings and contiguous CPU tensors, one after the other."""
+def sha256(pieces: Iterable[bytes]) -> str:
+    """Hexadecimal SHA-256 of byte strings, one after the other."""
     digest = hashlib.sha256()
     for piece in pieces:
-        digest.update(as_bytes(piece) if isinstance(piece, torch.Tensor) else piece)
+        digest.update(piece)
     return digest.hexdigest()
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def _parse(store: dict[str, Any]) -> Manifest:
@@ -196,7 +193,8 @@ def _parse(store: dict[str, Any]) -> Manifest:
         raise ValueError("more bytes than can be addressed")
     rest = {name: _form(*each) for name, each in store["rest"].items()}
     for name in store["files"]:
-        if Path(name).name != name or name in ("", ".", ".."):
+        # Of folders only the one that extras may have; nothing here leads out of the store.
+        if not is_extra(name) and (Path(name).name != name or name in ("", ".", "..")):
             raise ValueError(f"a file called {name!r}")
     if not isinstance(store["about"], dict):
         raise TypeError("no description")
@@ -249,13 +247,3 @@ def _text(value: Any) -> str:
 def _canonical(value: Any) -> bytes:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode()
-
-
-def _read_bounded(file: Path) -> bytes:
-    descriptor, status = open_regular(file)
-    try:
-        if status.st_size > _MAX_NUM_BYTES:
-            raise defect(file, f"expected a manifest, found {status.st_size} bytes")
-        return read_at(descriptor, status.st_size, 0, file)
-    finally:
-        os.close(descriptor)

@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import (
 
 from poros.loaders.intake import Intake
 from poros.loaders.kept import KeptIntake
+from poros.loaders.states import require_state
 
 
 class LoadAborted(BaseException):
@@ -290,6 +291,10 @@ class _Deserialize(_Operation):
     def convert(
         self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any
     ) -> dict[str, Any]:
+        try:
+            self._require_state(full_layer_name, input_dict, model)
+        except Exception as error:
+            raise LoadAborted(error) from error
         made = self._inner.convert(
             input_dict, full_layer_name=full_layer_name, model=model, **kwargs
         )
@@ -305,6 +310,16 @@ class _Deserialize(_Operation):
             return dict(made)
         except Exception as error:
             raise LoadAborted(error) from error
+
+    def _require_state(self, name: str, parts: dict[str, Any], model: Any) -> None:
+        planned = model.get_parameter_or_buffer(name)
+        if type(planned).__name__ != "Params4bit":
+            return
+        tensors = {key: each[0] if isinstance(each, list) else each for key, each in parts.items()}
+        if len(tensors) == 1:
+            raise self._intake.dense(name, *tensors.values())
+        quant_type = str(self.hf_quantizer.quantization_config.bnb_4bit_quant_type)
+        require_state(self._intake.path, name, tensors, quant_type)
 
     def plain(self, quantizer: Any) -> Any:
         """Bitsandbytes' own operation."""

@@ -1,21 +1,23 @@
-"""One safetensors file, memory-mapped: its bytes as tensors, and reads that fail with an error.
+"""One safetensors file: its bytes as tensors, and reads that fail with an error.
 
-A mapping has one weakness: where a page cannot be read, because the disk fails or the file was cut
-off meanwhile, touching it ends the process with SIGBUS. ``Shard.read_pages`` has the system read
-the pages of a tensor first, which reports the error instead.
+A file is mapped, too, so that a tensor can be looked at without reading all of it. What is loaded
+does not come through the mapping: where a page cannot be read, because the disk fails or the file
+was cut off meanwhile, touching it ends the process with SIGBUS. ``Shard.read`` brings a tensor into
+memory of its own and reports the error instead.
 """
 
-import ctypes
-import errno
 import mmap
 import os
-from collections.abc import Iterator
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
 from poros.errors import HostMemoryError
+from poros.loaders.filling import new_bytes
 from poros.loaders.header import (
     Header,
     TensorEntry,
@@ -23,13 +25,11 @@ from poros.loaders.header import (
     open_regular,
     read_at,
     read_header,
+    shown,
 )
 
 _MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
-_MADV_POPULATE_READ = 22  # Linux 5.14
-_READ_AT_ONCE_NUM_BYTES = 4 * 2**20
-_SAMPLE_NUM_BYTES = 4096
-_NUM_SAMPLES = 64
+_READ_AT_ONCE_NUM_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Shard:
 
     header: Header
     mapping: mmap.mmap
-    identity: tuple[int, ...]
+    identity: Identity
 
     @classmethod
     def open(cls, file: Path) -> "Shard":
@@ -55,7 +55,7 @@ class Shard:
         descriptor, status = open_regular(file)
         try:
             header = read_header(descriptor, file)
-            return cls(header, _map(descriptor, header), _identity(status))
+            return cls(header, _map(descriptor, header), identity_of(status))
         finally:
             os.close(descriptor)
 
@@ -83,24 +83,23 @@ class Shard:
             flat = flat.clone()
         return flat.view(entry.dtype).view(entry.shape)
 
-    def read_pages(self, name: str, entry: TensorEntry) -> None:
-        """Wait until every page of a tensor has been read and is mapped.
+    def read(self, name: str, entry: TensorEntry) -> torch.Tensor:
+        """A tensor in memory of its own. ``check_unchanged`` tells whose bytes they are.
 
         Raises:
-            CheckpointFormatError: If a page cannot be read.
+            CheckpointFormatError: If it cannot be read.
+            HostMemoryError: If there is no memory for it.
         """
-        begin, end = _pages(entry, inward=False)
-        reason = _populate(self.begin + begin, end - begin)
-        if reason in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-            self._read_through(entry)  # a system that does not know the request
-        elif reason:
-            raise defect(
-                self.file,
-                f"expected to read {entry.num_bytes} bytes at {entry.offset}, found "
-                f"{os.strerror(reason)}: the disk fails, or the file was cut off meanwhile",
-                tensor=name,
-                remedy="check the disk and fetch the file again",
-            )
+        flat = new_bytes(entry.num_bytes)
+        target, done = as_bytes(flat), 0
+        descriptor, _ = open_regular(self.file)
+        try:
+            while done < entry.num_bytes:
+                piece = target[done : done + _READ_AT_ONCE_NUM_BYTES]
+                done += self._read_some(descriptor, piece, name, entry, done)
+        finally:
+            os.close(descriptor)
+        return flat.view(entry.dtype).view(entry.shape)
 
     def drop_pages(self, entry: TensorEntry) -> None:
         """Take the pages that a tensor fills from this process."""
@@ -112,11 +111,10 @@ class Shard:
         """Compare the file with what it was when it was opened.
 
         Raises:
-            CheckpointFormatError: If its name leads to another file, or size or time of
-                modification differ.
+            CheckpointFormatError: If its name leads to another file, or size or times differ.
         """
         try:
-            found = _identity(os.stat(self.file))
+            found = identity_of(os.stat(self.file))
         except OSError as error:
             raise defect(
                 self.file, f"expected the file that was opened, found: {error.strerror}"
@@ -124,48 +122,53 @@ class Shard:
         if found != self.identity:
             raise defect(
                 self.file,
-                f"expected device, inode, size and time of modification {self.identity} as when it "
-                f"was opened, found {found}: it changed while it was read",
+                "expected device, inode, size and times of modification and change "
+                f"{self.identity} as when it was opened, found {found}: it changed while it was "
+                "read",
                 remedy="let nothing write to the checkpoint and load it again",
             )
 
-    def contents(self, *, full: bool) -> Iterator[bytes]:
-        """The file's bytes, or of its data only evenly spread samples, by positioned reads.
+    def digest(self, pool: ThreadPoolExecutor, is_over: threading.Event) -> str:
+        """The digest (``poros.digests``) of the whole file, hashed in ``pool`` until it is over.
 
         Raises:
             CheckpointFormatError: If the file changed since it was opened, or a read fails.
+            ValueError: If it was over before.
         """
+
+        def hash_at(offset: int) -> bytes:
+            if is_over.is_set():
+                raise ValueError(f"expected an open checkpoint, found {self.file} closed")
+            num_bytes = min(PIECE_NUM_BYTES, self.num_bytes - offset)
+            return hash_piece([memoryview(read_at(descriptor, num_bytes, offset, self.file))])
+
         descriptor, _ = open_regular(self.file)
         try:
             self.check_unchanged()
-            for offset, num_bytes in self._pieces(full):
-                yield read_at(descriptor, num_bytes, offset, self.file)
+            places = range(0, self.num_bytes, PIECE_NUM_BYTES)
+            found = join([each.result() for each in [pool.submit(hash_at, at) for at in places]])
             self.check_unchanged()
+            return found
         finally:
             os.close(descriptor)
 
-    def _pieces(self, full: bool) -> Iterator[tuple[int, int]]:
-        """Offset and length of what ``contents`` reads."""
-        end, start = self.header.num_bytes, 0 if full else self.header.data_offset
-        if full or end - start <= _NUM_SAMPLES * _SAMPLE_NUM_BYTES:
-            step = _READ_AT_ONCE_NUM_BYTES
-            return ((at, min(step, end - at)) for at in range(0, end, step))
-        # The last sample ends with the file.
-        spread = [
-            start + index * (end - start - _SAMPLE_NUM_BYTES) // (_NUM_SAMPLES - 1)
-            for index in range(_NUM_SAMPLES)
-        ]
-        return iter([(0, start), *((at, _SAMPLE_NUM_BYTES) for at in spread)])
-
-    def _read_through(self, entry: TensorEntry) -> None:
-        """Bring a tensor into the system's cache by reading it and dropping what was read."""
-        descriptor, _ = open_regular(self.file)
+    def _read_some(
+        self, descriptor: int, target: memoryview, name: str, entry: TensorEntry, done: int
+    ) -> int:
         try:
-            for at in range(entry.offset, entry.offset + entry.num_bytes, _READ_AT_ONCE_NUM_BYTES):
-                left = entry.offset + entry.num_bytes - at
-                read_at(descriptor, min(_READ_AT_ONCE_NUM_BYTES, left), at, self.file)
-        finally:
-            os.close(descriptor)
+            count = os.preadv(descriptor, [target], entry.offset + done)
+            reason = "the end of the file"
+        except OSError as error:
+            count, reason = 0, str(error.strerror)
+        if not count:
+            raise defect(
+                self.file,
+                f"expected to read {entry.num_bytes} bytes at {entry.offset}, found "
+                f"{reason}: the disk fails, or the file was cut off meanwhile",
+                tensor=name,
+                remedy="check the disk and fetch the file again",
+            )
+        return count
 
 
 def _map(descriptor: int, header: Header) -> mmap.mmap:
@@ -186,24 +189,10 @@ def _map(descriptor: int, header: Header) -> mmap.mmap:
         ) from error
     except OSError as error:
         raise HostMemoryError(
-            f"{header.file}: expected to map {header.num_bytes} bytes, which takes address space "
-            f"but no memory, found: {error.strerror}; raise the limit of the process (ulimit -v, "
-            "ulimit -d)"
+            f"{shown(header.file)}: expected to map {header.num_bytes} bytes, which takes address "
+            f"space but no memory, found: {error.strerror}; raise the limit of the process "
+            "(ulimit -v, ulimit -d)"
         ) from error
-
-
-def _populate(address: int, num_bytes: int) -> int:
-    """Have the system read and map pages; 0 or the error's number.
-
-    Not by ``mmap.madvise``, which keeps every other thread of Python waiting for the disk.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ
-    return ctypes.get_errno() if libc.madvise(*arguments) else 0
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _pages(entry: TensorEntry, *, inward: bool) -> tuple[int, int]:

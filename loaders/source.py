@@ -5,24 +5,25 @@ because a hub cache consists of them; what an index names must lie in its folder
 """
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from poros.errors import CheckpointFormatError
-from poros.loaders.header import defect, open_regular, parse_json, quoted, read_at
+from poros.errors import UnsupportedModelError, quoted
+from poros.loaders.extras import EXTRAS
+from poros.loaders.header import defect, parse_json, shown
+from poros.loaders.hub import fetch
+from poros.loaders.limits import Limits
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
+ADAPTER = "adapter_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-MAX_CONFIG_NUM_BYTES = 16 * 2**20
-MAX_INDEX_NUM_BYTES = 100_000_000
-
 _MAX_NAME = 1024  # characters of a file's name in an index
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
-_HUB_FILES = [CONFIG, "generation_config.json", INDEX, SINGLE, "*.py"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +32,49 @@ class Source:
 
     path: Path
     config: dict[str, Any]
-    config_text: bytes
+    texts: Mapping[str, bytes]
+    """``config.json``, and ``generation_config.json`` if it is there: read once, for every use."""
     files: list[Path]
     """The shards, in the order of their names."""
     index: Path | None
     """None for a single file."""
     weight_map: dict[str, str]
     """Of the index: the file that holds each tensor."""
+    variant: str | None = None
+    is_named: bool = False
+    """Whether the one file was asked for by its name."""
 
 
-def find_source(source: str | os.PathLike[str], **hub: Any) -> Source:
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint lies in its folder or repository, and how to get at a repository.
+
+    Args:
+        subfolder: Of the folder or repository; "" is itself.
+        variant: Stands in the names of the weights: ``model.fp16.safetensors``.
+        hub: Of ``huggingface_hub.snapshot_download``: ``revision``, ``cache_dir``, ``token``,
+            ``local_files_only``, ``force_download``.
+    """
+
+    subfolder: str = ""
+    variant: str | None = None
+    hub: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_source(
+    source: str | os.PathLike[str], place: Place | None = None, limits: Limits | None = None
+) -> Source:
     """Find the files of a checkpoint and read its configuration and index; see ``Checkpoint.open``.
 
     Raises:
         CheckpointFormatError: If there is no checkpoint, or configuration or index are broken.
+        UnsupportedModelError: If it is an adapter, or has one beside it.
     """
-    path = Path(source)
+    place, limits = place or Place(), limits or Limits()
+    path = _existing(source)
     name = None
-    try:
-        is_folder, exists = path.is_dir(), os.path.lexists(path)
-    except OSError as error:
-        raise defect(
-            quoted(os.fspath(source)),
-            f"expected a readable folder or file, found: {error.strerror}",
-            remedy="check the path and its permissions",
-        ) from error
-    if exists and not is_folder:
-        _refuse_pickles([path], path)
+    if path is not None and not path.is_dir():
+        _refuse_other_formats([path], path)
         if path.suffix != ".safetensors":
             raise defect(
                 path,
@@ -66,19 +83,100 @@ def find_source(source: str | os.PathLike[str], **hub: Any) -> Source:
                 remedy="pass the folder of the checkpoint",
             )
         path, name = path.parent, path.name
-    elif not exists:
-        path = _from_hub(os.fspath(source), **hub)
-    text = _read_bounded(path / CONFIG, MAX_CONFIG_NUM_BYTES)
-    config = parse_json(text, path / CONFIG, strict=False)
-    name = name or _weights_name(path, config)
-    if not name.endswith(".index.json"):
-        return Source(path, config, text, [path / name], None, {})
-    weight_map = _read_index(path / name)
+    elif path is None:
+        path = _from_hub(os.fspath(source), place, limits)
+    if name is None:
+        _refuse_adapter(path, place, limits)
+        path = path / place.subfolder
+        _refuse_adapter(path, place, limits)
+    if name is None and not os.path.lexists(path / CONFIG) and path.is_dir():
+        _refuse_other_formats(_others(path), path)
+    texts = {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
+    if os.path.lexists(path / GENERATION):
+        texts[GENERATION] = limits.read(path / GENERATION, "config_num_bytes")
+    config = parse_json(texts[CONFIG], path / CONFIG, strict=False)
+    is_named = name is not None
+    name = name or _weights_name(path, config, place.variant)
+    if not _is_index(name):
+        return Source(path, config, texts, [path / name], None, {}, place.variant, is_named)
+    weight_map = _read_index(path / name, limits)
     files = [path / each for each in sorted(set(weight_map.values()))]
-    return Source(path, config, text, files, path / name, weight_map)
+    return Source(path, config, texts, files, path / name, weight_map, place.variant)
 
 
-def _weights_name(path: Path, config: dict[str, Any]) -> str:
+def find_config(
+    source: str | os.PathLike[str], limits: Limits | None = None
+) -> tuple[Path, dict[str, bytes]]:
+    """Folder and text of a configuration alone, without weights.
+
+    Raises:
+        CheckpointFormatError: If there is none, or it is larger than ``limits`` allow.
+        UnsupportedModelError: If it is an adapter.
+    """
+    limits = limits or Limits()
+    path = _existing(source)
+    if path is None:
+        path = fetch(os.fspath(source), [CONFIG, ADAPTER])
+    if not path.is_dir():
+        path = path.parent
+    if not os.path.lexists(path / CONFIG):
+        _refuse_adapter(path, Place(), limits)
+    return path, {CONFIG: limits.read(path / CONFIG, "config_num_bytes")}
+
+
+def _existing(source: str | os.PathLike[str]) -> Path | None:
+    """The path, if there is something."""
+    path = Path(source)
+    try:
+        path.is_dir()
+        return path if os.path.lexists(path) else None
+    except OSError as error:
+        raise defect(
+            quoted(os.fspath(source)),
+            f"expected a readable folder or file, found: {error.strerror}",
+            remedy="check the path and its permissions",
+        ) from error
+
+
+def _refuse_adapter(path: Path, place: Place, limits: Limits) -> None:
+    """``from_pretrained`` would attach an adapter that it finds; here base and adapter are two."""
+    file = path / ADAPTER
+    if not os.path.lexists(file):
+        return
+    found = parse_json(limits.read(file, "config_num_bytes"), file, strict=False)
+    base = quoted(found.get("base_model_name_or_path"))
+    inside = path / place.subfolder
+    if os.path.lexists(inside / CONFIG) and _has_weights(inside, place.variant):
+        raise UnsupportedModelError(
+            f"{shown(file)}: expected the base model alone, found an adapter beside it (of the "
+            f"base {base}), which from_pretrained would attach. Move it to a folder of its own, "
+            "load the base, and attach the adapter with "
+            "peft.PeftModel.from_pretrained(model, FOLDER, is_trainable=True)"
+        )
+    raise UnsupportedModelError(
+        f"{shown(file)}: expected a base model, found an adapter alone; its base is {base}. Load "
+        "that, and attach the adapter with "
+        f"peft.PeftModel.from_pretrained(model, {quoted(str(path), limit=400)}, is_trainable=True)"
+    )
+
+
+def _has_weights(path: Path, variant: str | None) -> bool:
+    return any(os.path.lexists(path / _varied(name, variant)) for name in (SINGLE, INDEX))
+
+
+def _varied(name: str, variant: str | None) -> str:
+    """The name of a file of weights with the variant in it, as transformers puts it."""
+    if variant is None:
+        return name
+    stem, _, end = name.rpartition(".")
+    return f"{stem}.{variant}.{end}"
+
+
+def _is_index(name: str) -> bool:
+    return name.endswith(".json")
+
+
+def _weights_name(path: Path, config: dict[str, Any], variant: str | None) -> str:
     """The file to begin with, chosen in the order of transformers."""
     explicit = config.get("transformers_weights")
     if explicit is not None:
@@ -90,22 +188,33 @@ def _weights_name(path: Path, config: dict[str, Any]) -> str:
             )
         _refuse_escape(explicit, path / CONFIG)
         return explicit
-    for name in (SINGLE, INDEX):
+    names = [_varied(name, variant) for name in (SINGLE, INDEX)]
+    for name in names:
         if os.path.lexists(path / name):
             return name
-    try:
-        others = sorted(each for each in path.iterdir() if each.suffix != ".json")
-    except OSError as error:
-        raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
-    _refuse_pickles(others, path)
+    others = _others(path)
+    _refuse_other_formats(others, path)
     raise defect(
         path,
-        f"expected {SINGLE} or {INDEX}, found {quoted([each.name for each in others])}",
+        f"expected {quoted(names[0], is_bare=True)} or {quoted(names[1], is_bare=True)}, found "
+        f"{quoted([each.name for each in others])}",
         remedy="pass the folder that holds them, or the one .safetensors file to read",
     )
 
 
-def _refuse_pickles(files: Iterable[Path], path: Path) -> None:
+def _others(path: Path) -> list[Path]:
+    """What lies in a folder beside JSON files."""
+    try:
+        return sorted(each for each in path.iterdir() if each.suffix != ".json")
+    except OSError as error:
+        raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
+
+
+def _refuse_other_formats(files: Iterable[Path], path: Path) -> None:
+    """Name the formats that hold weights elsewhere, if there are files of one and no others."""
+    files = list(files)
+    if any(each.suffix == ".safetensors" for each in files):
+        return
     found = [each.name for each in files if each.suffix.lower() in _PICKLES]
     if found:
         raise defect(
@@ -114,11 +223,20 @@ def _refuse_pickles(files: Iterable[Path], path: Path) -> None:
             "opened",
             remedy="convert the checkpoint to safetensors",
         )
+    found = [each.name for each in files if each.suffix.lower() == ".gguf"]
+    if found:
+        raise defect(
+            path,
+            f"expected safetensors, found another file format, GGUF: {quoted(found)}",
+            remedy="load the safetensors checkpoint that it was made from; Poros quantizes it "
+            "itself",
+        )
 
 
-def _read_index(file: Path) -> dict[str, str]:
+def _read_index(file: Path, limits: Limits) -> dict[str, str]:
     """The ``weight_map`` of an index, every name in it checked."""
-    weight_map = parse_json(_read_bounded(file, MAX_INDEX_NUM_BYTES), file).get("weight_map")
+    text = limits.read(file, "index_num_bytes")
+    weight_map = parse_json(text, file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise defect(
             file, f"expected a weight_map of file names by tensor, found {quoted(weight_map)}"
@@ -127,7 +245,7 @@ def _read_index(file: Path) -> dict[str, str]:
         if not isinstance(shard, str):
             raise defect(file, f"expected a file name, found {quoted(shard)}", tensor=name)
     for shard in set(weight_map.values()):
-        _refuse_pickles([Path(shard)], file)
+        _refuse_other_formats([Path(shard)], file)
         _refuse_escape(shard, file)
     return weight_map
 
@@ -150,39 +268,18 @@ def _refuse_escape(name: str, file: Path) -> None:
         )
 
 
-def _read_bounded(file: Path, max_num_bytes: int) -> bytes:
-    """A small file as a whole."""
-    descriptor, status = open_regular(file)
-    try:
-        if not 0 < status.st_size <= max_num_bytes:
-            raise defect(
-                file, f"expected 1 to {max_num_bytes} bytes of JSON, found {status.st_size}"
-            )
-        return read_at(descriptor, status.st_size, 0, file)
-    finally:
-        os.close(descriptor)
-
-
-def _from_hub(repository: str, **hub: Any) -> Path:
+def _from_hub(repository: str, place: Place, limits: Limits) -> Path:
     """The folder in the hub's cache, fetched as far as it is not there and a network may be used.
 
     The shards are fetched by the names in the index: repositories hold other copies of the same
     weights under names of their own.
     """
-    from huggingface_hub import snapshot_download
-
-    try:
-        path = Path(snapshot_download(repository, allow_patterns=_HUB_FILES, **hub))
-        if not (path / SINGLE).exists() and (path / INDEX).exists():
-            shards = sorted(set(_read_index(path / INDEX).values()))
-            path = Path(snapshot_download(repository, allow_patterns=shards, **hub))
-    except CheckpointFormatError:
-        raise
-    except (OSError, ValueError) as error:  # the hub's own errors derive from these
-        raise defect(
-            quoted(repository),
-            "expected a folder, a .safetensors file or a hub repository, found none: "
-            f"{type(error).__name__}, {quoted(str(error))}",
-            remedy="check the name, and the network unless the checkpoint is in the cache",
-        ) from error
+    inside = f"{place.subfolder}/" if place.subfolder else ""
+    single, index = (_varied(name, place.variant) for name in (SINGLE, INDEX))
+    names = [CONFIG, GENERATION, ADAPTER, single, index, *EXTRAS]
+    path = fetch(repository, [ADAPTER, *(inside + name for name in names)], **place.hub)
+    folder = path / place.subfolder
+    if not (folder / single).exists() and (folder / index).exists():
+        shards = sorted(set(_read_index(folder / index, limits).values()))
+        path = fetch(repository, [inside + name for name in shards], **place.hub)
     return path

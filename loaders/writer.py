@@ -1,17 +1,13 @@
 """Writes a store to disk (``poros.loaders.store`` says what one is).
 
 Note: A store is there or not
-    It is written in a hidden folder beside its place, flushed, and renamed: a writer that is killed
-    leaves nothing that opens, and of two writers one wins. A writer holds a lock on its folder, so
-    that the next one can clean up after a dead one without disturbing a living one.
+    It is written in a hidden folder beside its place (``poros.loaders.partial``), flushed, and
+    renamed: a writer that is killed leaves nothing that opens, and of two writers one wins.
 """
 
-import glob
+import errno
 import logging
 import os
-import shutil
-import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,16 +17,16 @@ from typing import Any
 
 import torch
 
-from poros.errors import CheckpointFormatError, StoreWriteError
+from poros.digests import as_bytes, digest_of, num_threads
+from poros.errors import CheckpointFormatError, StoreWriteError, quoted
 from poros.host import Arena, HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.loaders.header import shown
 from poros.loaders.manifest import (
     MANIFEST,
-    PARTIAL,
     REST,
     SLABS,
     Manifest,
-    as_bytes,
     data_num_bytes,
     describe_rest,
     read_manifest,
@@ -39,11 +35,27 @@ from poros.loaders.manifest import (
     slabs_header,
     write_manifest,
 )
+from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
 
 logger = logging.getLogger(__name__)
 
 _PIECE_NUM_BYTES = 16 * 2**20
-_STALE_S = 60.0
+
+_ROOM = "make room on that disk, or choose a folder on another"
+_RIGHTS = "choose a folder in which you may write"
+_REMEDIES = {
+    0: "choose a folder that does not exist yet, on a disk that works",
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: f"{_ROOM}: your quota is used up",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a file system that "
+    "takes files of that size",
+    errno.ENOENT: "make its parent folder, or choose another",
+    errno.ENOTDIR: "choose a folder whose parent is a folder",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 
 class StoreWriter:
@@ -68,15 +80,10 @@ class StoreWriter:
         try:
             with _writing(self.directory):
                 self._require_place()
-                _remove_stale(self.directory)
-                self._partial = Path(
-                    tempfile.mkdtemp(
-                        prefix=f".{self.directory.name}.",
-                        suffix=PARTIAL,
-                        dir=self.directory.parent,
-                    )
-                )
-                self._undo.callback(shutil.rmtree, self._partial, ignore_errors=True)
+                remove_stale(self.directory)
+                self._partial, lock = make_partial(self.directory)
+                self._undo.callback(os.close, lock)
+                self._undo.callback(remove_partial, self._partial)
                 self._map_slabs()
         except BaseException:
             self.close()
@@ -107,17 +114,22 @@ class StoreWriter:
         try:
             with _writing(self.directory):
                 for name, text in files.items():
+                    (self._partial / name).parent.mkdir(exist_ok=True)
                     _write(self._partial / name, [text])
                 rest = {name: each.detach().contiguous() for name, each in rest.items()}
-                pieces = [rest_header(rest), *map(as_bytes, rest.values())]
+                pieces = [memoryview(rest_header(rest)), *map(as_bytes, rest.values())]
                 _write(self._partial / REST, pieces)
-                with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-                    digests = list(pool.map(_digest, [each.bytes for each in self.host.slabs]))
+                with ThreadPoolExecutor(max_workers=num_threads()) as pool:
+                    digests = [
+                        digest_of([as_bytes(each.bytes), _padding(each.layout)], pool)
+                        for each in self.host.slabs
+                    ]
+                    rest_digest = digest_of(pieces, pool)
                 manifest = Manifest(
                     self._layouts,
                     digests,
                     describe_rest(rest),
-                    sha256(pieces),
+                    rest_digest,
                     {name: sha256([text]) for name, text in files.items()},
                     about,
                 )
@@ -165,7 +177,6 @@ class StoreWriter:
         size = data_num_bytes(self._layouts)
         self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._undo.callback(os.close, self._file)
-        _lock(self._file)
         # A page that found no room later would end the process with a signal.
         _reserve(self._file, len(header) + size)
         _write_at(self._file, memoryview(header), 0)
@@ -187,6 +198,8 @@ class StoreWriter:
                     logger.info("poros: %s was written by another process", self.directory)
                     return self.directory
             raise
+        with suppress(OSError):
+            (self.directory / MARK).unlink()
         _sync_folder(self.directory.parent)
         return self.directory
 
@@ -205,9 +218,8 @@ def write_store(
         return writer.commit(rest, about, files)
 
 
-def _digest(slab: torch.Tensor) -> str:
-    padding = align(slab.numel(), PAGE_NUM_BYTES) - slab.numel()
-    return sha256([slab, bytes(padding)])
+def _padding(layout: BlockLayout) -> memoryview:
+    return memoryview(bytes(align(layout.num_bytes, PAGE_NUM_BYTES) - layout.num_bytes))
 
 
 @contextmanager
@@ -218,8 +230,9 @@ def _writing(directory: Path) -> Iterator[None]:
         if isinstance(error, StoreWriteError):
             raise
         raise StoreWriteError(
-            f"expected to write a store at {directory}, found: {error.strerror or error}. Nothing "
-            "was left there; make room, or choose a folder that does not exist yet"
+            f"expected to write a store at {shown(directory)}, found: "
+            f"{quoted(error.strerror or str(error), is_bare=True)}. Nothing was left there; "
+            f"{_REMEDIES.get(error.errno or 0, _REMEDIES[0])}"
         ) from error
 
 
@@ -250,28 +263,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _lock(file: int) -> None:
-    with suppress(ImportError):  # Windows
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _remove_stale(directory: Path) -> None:
-    """Remove what writers of this store left that were killed: nobody holds their locks."""
-    for partial in directory.parent.glob(f".{glob.escape(directory.name)}.*{PARTIAL}"):
-        with suppress(OSError):
-            # Between making its folder and locking the file in it, a writer is young.
-            if time.time() - partial.stat().st_mtime < _STALE_S:
-                continue
-            if (partial / SLABS).exists():
-                descriptor = os.open(partial / SLABS, os.O_RDWR)
-                try:
-                    _lock(descriptor)
-                    shutil.rmtree(partial)
-                finally:
-                    os.close(descriptor)
-            else:
-                partial.rmdir()

@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "StreamingPolicy": "poros.config",
+    "Limits": "poros.loaders.limits",
     "load": "poros.loading",
     "log_streaming": "poros.telemetry",
     "plan": "poros.planner",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from poros.errors import UnsupportedModelError as UnsupportedModelError
     from poros.errors import UnvalidatedArchitectureError as UnvalidatedArchitectureError
     from poros.errors import VRAMBudgetError as VRAMBudgetError
+    from poros.loaders.limits import Limits as Limits
     from poros.loading import load as load
     from poros.planner import plan as plan
     from poros.telemetry import log_streaming as log_streaming

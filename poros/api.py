@@ -256,12 +256,15 @@ def restore(model: ModelT) -> ModelT:
     """Undo ``prepare``: the same object, with its bytes, devices and behaviour from before it.
 
     Adapters keep what they have learnt. If the base does not fit where it was, the error of the
-    failed allocation is raised and the model stays prepared.
+    failed allocation is raised and the model stays prepared. So it does if layers stay in a file
+    that is no longer what was loaded.
 
     Raises:
+        CheckpointFormatError: If somebody has written to that file.
         PreparedModelError: If the model is not prepared.
     """
     existing = runtime(model)
+    existing._takeover.host.require_intact()
     existing._takeover.revert()
     return model
 

@@ -11,17 +11,30 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.errors import PorosError
+from poros.errors import PorosError, quoted
+from poros.output import require_file
+
+if TYPE_CHECKING:
+    from poros.loaders.limits import Limits
 
 NOT_HELD = 1
 BAD_INPUT = 2
 
 _POLICY = StreamingPolicy()
+
+_Limit = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=NUMBER",
+        help="Raise a bound on what files may ask for, by the name that an error gave.",
+    ),
+]
 
 app = typer.Typer(
     help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
@@ -152,13 +165,16 @@ def check(
     with _readable_errors():
         # Inside the gate a policy that cannot work would count as a failure of streaming.
         StreamingPolicy(slots=slots, block_size=block_size)
+        if out is not None:
+            require_file(out, "--out")
         if model_dir is not None:
             report = parity.check_model_dir(model_dir, **settings)
         else:
             report = parity.check_architecture(str(architecture), **settings)
     render(report)
     if out is not None:
-        report.write(out)
+        with _readable_errors():
+            report.write(out)
         typer.echo(f"report: {out}")
     raise typer.Exit(0 if report.exact else NOT_HELD)
 
@@ -171,12 +187,20 @@ def load(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the store to write; must not exist yet.")
     ] = None,
-    quantization: Annotated[str, typer.Option(help="nf4, fp4, or none for dense.")] = "nf4",
-    dtype: Annotated[str, typer.Option(help="Of what is not quantized.")] = "bfloat16",
+    quantization: Annotated[
+        str | None, typer.Option(help="nf4, fp4, or none for dense.", show_default="nf4")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of what is not quantized, or auto: what SOURCE says.", show_default="bfloat16"
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Where to quantize.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check every byte of the store SOURCE instead.")
     ] = False,
+    limit: _Limit = None,
 ) -> None:
     """Quantize a checkpoint into a store on disk, or verify one.
 
@@ -184,28 +208,24 @@ def load(
     """
     if verify == (out is not None):
         raise typer.BadParameter("give either --out DIR or --verify")
+    options: dict[str, Any] = {"quantization": quantization, "dtype": dtype, "device": device}
+    said = {name: value for name, value in options.items() if value is not None}
+    if verify and said:
+        raise typer.BadParameter(f"--verify takes no --{', --'.join(said)}: nothing is quantized")
     _quieten_libraries()
     with _readable_errors():
         if verify:
             from poros.loaders.store import open_store
 
-            with open_store(source, verify=True) as store:
-                typer.echo(f"{source}: {len(store.layouts)} layers, every byte as written")
+            with open_store(source, verify=True, limits=_limits(limit)) as store:
+                shown = quoted(source, is_bare=True)
+                typer.echo(f"{shown}: {len(store.layouts)} layers, every byte as written")
             return
-        import torch
-
         from poros.loading import load as load_model
 
-        chosen = getattr(torch, dtype, None)
-        if not isinstance(chosen, torch.dtype):
-            raise typer.BadParameter(f"--dtype: expected a torch dtype, found {dtype!r}")
-        load_model(
-            source,
-            quantization=None if quantization == "none" else quantization,
-            dtype=chosen,
-            device=device,
-            store=out,
-        )
+        if quantization == "none":
+            said["quantization"] = None
+        load_model(source, store=out, limits=_limits(limit), **said)
         typer.echo(f"store: {out}")
 
 
@@ -243,6 +263,7 @@ def plan(
         str | None, typer.Option(help="Where to measure.", show_default="the current GPU")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    limit: _Limit = None,
 ) -> None:
     """Say what a training step needs, before anything is downloaded."""
     _quieten_libraries()  # what follows imports them
@@ -257,7 +278,7 @@ def plan(
         raise typer.BadParameter("--device is where to --measure")
     speeds = None
     with _readable_errors():
-        planner = Planner(model, rank=rank)
+        planner = Planner(model, rank=rank, limits=_limits(limit))
         if measure:
             speeds = planner.measure(seq_len=seq, batch_size=batch, device=device)
         elif copy_gb_per_s is not None and tflop_per_s is not None:
@@ -303,13 +324,36 @@ def _record(architecture: str, adapter: str | None) -> NoReturn:
     raise typer.Exit(0 if record.outcome == "exact" else NOT_HELD)
 
 
+def _limits(values: list[str] | None) -> "Limits | None":
+    """From ``NAME=NUMBER``."""
+    from dataclasses import fields
+
+    from poros.loaders.limits import Limits
+
+    if not values:
+        return None
+    names = {each.name for each in fields(Limits)}
+    chosen: dict[str, int] = {}
+    for value in values:
+        name, _, number = value.partition("=")
+        if name not in names or not number.isdecimal():
+            raise typer.BadParameter(
+                f"--limit: expected NAME=NUMBER with a name among {', '.join(sorted(names))}, "
+                f"found {quoted(value)}"
+            )
+        chosen[name] = int(number)
+    return Limits(**chosen)
+
+
 @contextmanager
 def _readable_errors() -> Iterator[None]:
     """Print an error that Poros raises on purpose as one message, without a traceback."""
     try:
         yield
-    except PorosError as error:
-        typer.echo(f"error: {error}", err=True)
+    except (PorosError, OSError) as error:
+        # Paths that a user gave may hold anything, and so may what a system or a library says.
+        lines = (quoted(line, is_bare=True, limit=4000) for line in str(error).split("\n"))
+        typer.echo("error: " + "\n".join(lines), err=True)
         raise typer.Exit(BAD_INPUT) from error
 
 

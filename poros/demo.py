@@ -31,7 +31,8 @@ from poros.demo_data import (
     write_checkpoint,
 )
 from poros.demo_report import DemoReport, frozen_layer_num_bytes
-from poros.errors import PorosError
+from poros.errors import PorosError, quoted
+from poros.output import require_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -363,10 +364,10 @@ def _choose_device(device: str | None) -> str:
 def _make_empty_dir(path: Path) -> None:
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise PorosError(
-            f"expected an empty or new folder to write the demo to, found {path} in use; name "
-            "another one, or none to get a fresh temporary folder"
+            "expected an empty or new folder to write the demo to, found "
+            f"{quoted(str(path))} in use; name another one, or none to get a fresh temporary folder"
         )
-    path.mkdir(parents=True, exist_ok=True)
+    require_folder(path, "out")
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from poros.errors import quoted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -152,7 +154,7 @@ def render(report: DemoReport, console: "Console | None" = None) -> None:
     times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.phase_s.items())
     table.add_row("time", f"{sum(report.phase_s.values()):.1f} s on {report.device}: {times}")
     for name, path in report.files.items():
-        table.add_row(name, escape(str(path)))
+        table.add_row(name, escape(quoted(str(path), is_bare=True, limit=1000)))
     console.print(table)
     verdict = "PASSED" if report.passed else "FAILED: " + "; ".join(_failures(report))
     console.print(_colored(escape(verdict), report.passed), highlight=False)

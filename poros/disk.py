@@ -1,10 +1,11 @@
 """The disk tier: the first blocks in memory, the others read from a file just in time.
 
-At rest the tensors of a block on the disk are views of a private mapping of the file, so that
-state_dict, save and restore see them like any others, and the system drops their pages when it
-needs room. Training does not go through that mapping: a page fault would stop the training thread
-for each page. A reader thread reads whole blocks, ahead of the predicted walk, into a few staging
-buffers (page-locked for a GPU), and the copies to the device start from there.
+At rest the tensors of a block on the disk are views of a private mapping of the file
+(``poros.mapped``), so that state_dict, save and restore see them like any others, and the system
+drops their pages when it needs room. Training does not go through that mapping: a page fault would
+stop the training thread for each page. A reader thread reads whole blocks, ahead of the predicted
+walk, into a few staging buffers (page-locked for a GPU), and the copies to the device start from
+there. What it reads for the first time is hashed.
 
 Note: Staging lifetime
     A staging buffer may be overwritten only after the *device* has copied the last bytes out of it
@@ -20,20 +21,22 @@ reads do.
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from poros.digests import Identity, identity_of, num_threads
 from poros.errors import CheckpointFormatError
 from poros.host import Arena, HostSlab, HostStore, NamedTensor
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
+from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.mapped import SlabFile, Stretch, is_same_file, num_written_pages, require_digests
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,12 @@ class _Job:
     staging: _Staging
     num_bytes: int
     offset: int
+    identity: Identity
+    """What the file has to be."""
+    expected: Sequence[Stretch]
+    """What has to be read."""
+    is_checked: bool
+    """Whether it was hashed at an earlier read."""
 
 
 @dataclass(eq=False)
@@ -74,15 +83,12 @@ class DiskStore(HostStore):
     Made by ``DiskStore.over_file`` with one slab per layer; ``adopt`` makes one of blocks.
     """
 
-    file: Path = Path()
-    mapped: Arena | None = None
-    """The mapping of the slabs that are on the disk; it starts at ``data_offset`` of the file."""
-    data_offset: int = 0
-    identity: tuple[int, ...] = ()
-    """What the file was when it was mapped; a file that has changed since is not read."""
+    behind: SlabFile | None = None
+    """The slabs that are on the disk; None if none are."""
 
     def __post_init__(self) -> None:
         self._streams: StreamContext | None = None
+        self._is_checked: set[int] = set()
         self._staging: list[_Staging] = []
         self._wanted: list[int] = []
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
@@ -96,6 +102,8 @@ class DiskStore(HostStore):
         file: Path,
         data_offset: int,
         layouts: Sequence[BlockLayout],
+        digests: Sequence[str],
+        identity: Identity | None = None,
     ) -> "DiskStore":
         """The slabs of ``resident`` first, and those behind them from ``file``.
 
@@ -104,54 +112,52 @@ class DiskStore(HostStore):
             file: Holds all slabs, each on a page, one after the other.
             data_offset: Where in it the first slab starts, in bytes; a multiple of a page.
             layouts: One per layer.
+            digests: Of each slab (``poros.digests``), padded with zeros to a page.
+            identity: What the file was when it was opened.
 
         Raises:
             HostMemoryError: If the file cannot be mapped, which takes no memory.
-            CheckpointFormatError: If it is shorter than the slabs.
+            CheckpointFormatError: If it is shorter than the slabs, or another one.
         """
         first = len(resident.slabs)
-        starts = slab_offsets(layouts)
-        size = sum(align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts[first:])
-        if not size:
-            return cls(list(resident.slabs), file=file)
-        offset = data_offset + starts[first]
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if status.st_size < offset + size:
-                raise CheckpointFormatError(
-                    f"{file}: expected {offset + size} bytes, found {status.st_size}; write the "
-                    "store again"
-                )
-            mapped = Arena(size, file=descriptor, offset=offset, private=True)
-        finally:
-            os.close(descriptor)
-        behind = HostStore.over(mapped, layouts[first:])
+        if not any(each.num_bytes for each in layouts[first:]):
+            return cls(list(resident.slabs))
+        opened = SlabFile(file, data_offset, layouts, first, digests, identity)
+        behind = HostStore.over(opened.arena, layouts[first:])
         return cls(
             [*resident.slabs, *behind.slabs],
             list(resident.fallbacks),
-            file=file,
-            mapped=mapped,
-            data_offset=offset,
-            identity=_identity(status),
+            behind=opened,
         )
 
     def is_untouched(self, slab: HostSlab) -> bool:
         """Whether the file still holds what the tensors over the mapping hold."""
-        return slab.arena is not self.mapped or not _num_written_pages(slab.bytes)
+        return not self._is_on_disk(slab) or not num_written_pages(slab.bytes)
+
+    def read(self, block: int) -> torch.Tensor:
+        """As ``HostStore.read``: from the file, and checked.
+
+        Raises:
+            CheckpointFormatError: If it cannot be read, or is not what was written.
+        """
+        slab = self.slabs[block]
+        if self.behind is None or not self._is_on_disk(slab) or not slab.layout.num_bytes:
+            return slab.bytes
+        found = self.behind.read(slab.offset, slab.layout.num_bytes).bytes
+        return found[: slab.layout.num_bytes]
+
+    def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return iter(tensors) if self.behind is None else self.behind.at_rest(tensors)
+
+    def require_intact(self) -> None:
+        if self.behind is not None:
+            self.behind.require_intact()
 
     def adopt(self, blocks: Sequence[Sequence[Sequence[NamedTensor]]]) -> HostStore | None:
         adopted = super().adopt(blocks)
-        if adopted is None or self.mapped is None:
+        if adopted is None or self.behind is None:
             return adopted
-        return DiskStore(
-            adopted.slabs,
-            adopted.fallbacks,
-            file=self.file,
-            mapped=self.mapped,
-            data_offset=self.data_offset,
-            identity=self.identity,
-        )
+        return DiskStore(adopted.slabs, adopted.fallbacks, behind=self.behind)
 
     def start(self, streams: StreamContext) -> None:
         """Start the reader. Its buffers are part of the memory that ``pin`` page-locks."""
@@ -164,7 +170,7 @@ class DiskStore(HostStore):
         Raises:
             CheckpointFormatError: If the block cannot be read. Another try reads again.
         """
-        if self.slabs[block].arena is not self.mapped or self.mapped is None:
+        if not self._is_on_disk(self.slabs[block]):
             return self.slabs[block].bytes
         begin = time.perf_counter()
         for each in self._staging:
@@ -189,7 +195,7 @@ class DiskStore(HostStore):
             return
         self._wanted = []
         for block in blocks:
-            if self.slabs[block].arena is not self.mapped or block in self._wanted:
+            if not self._is_on_disk(self.slabs[block]) or block in self._wanted:
                 continue
             self._wanted.append(block)
             if len(self._wanted) == len(self._staging):
@@ -205,7 +211,7 @@ class DiskStore(HostStore):
         """Page-lock the staging buffers, and then the blocks in memory."""
         self._make_staging()
         staged = [each.slab for each in self._staging]
-        both = HostStore([*staged, *(each for each in self.slabs if each.arena is not self.mapped)])
+        both = HostStore([*staged, *(each for each in self.slabs if not self._is_on_disk(each))])
         both.pin(device)
         self.fallbacks += both.fallbacks
 
@@ -226,7 +232,7 @@ class DiskStore(HostStore):
     @property
     def num_bytes(self) -> int:
         """Frozen bytes in host memory, staging buffers included."""
-        resident = (each for each in self.slabs if each.arena is not self.mapped)
+        resident = (each for each in self.slabs if not self._is_on_disk(each))
         staged = (each.slab for each in self._staging)
         return sum(each.layout.num_bytes for each in (*resident, *staged))
 
@@ -235,17 +241,20 @@ class DiskStore(HostStore):
         slabs = (*self.slabs, *(each.slab for each in self._staging))
         return sum(each.layout.num_bytes for each in slabs if each.is_pinned)
 
+    def _is_on_disk(self, slab: HostSlab) -> bool:
+        return slab.arena is self.mapped
+
     def _on_disk(self) -> list[int]:
         return [
             index
             for index, slab in enumerate(self.slabs)
-            if slab.arena is self.mapped and slab.layout.num_bytes
+            if self._is_on_disk(slab) and slab.layout.num_bytes
         ]
 
     def _make_staging(self) -> None:
-        on_disk = self._on_disk() if self.mapped is not None else []
+        on_disk = self._on_disk()
         self.disk_num_bytes = sum(self.slabs[each].layout.num_bytes for each in on_disk)
-        if self._staging or not on_disk:
+        if self._staging or not on_disk or self.behind is None:
             return
         largest = max(align(self.slabs[each].layout.num_bytes, PAGE_NUM_BYTES) for each in on_disk)
         buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
@@ -254,7 +263,7 @@ class DiskStore(HostStore):
         # The thread must not keep this store alive, and must end with it.
         self._reader = threading.Thread(
             target=_read_jobs,
-            args=(self.file, self.identity, self._jobs),
+            args=(self.behind.path, self._jobs),
             name="poros-reader",
             daemon=True,
         )
@@ -296,10 +305,18 @@ class DiskStore(HostStore):
         staging.block, staging.error, staging.is_copied = block, None, None
         staging.is_read.clear()
         size = align(slab.layout.num_bytes, PAGE_NUM_BYTES)
-        offset = self.data_offset + slab.offset
-        if self._jobs is None:
+        if self._jobs is None or self.behind is None:
             raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
-        self._jobs.put(_Job(staging, size, offset))
+        self._jobs.put(
+            _Job(
+                staging,
+                size,
+                self.behind.offset + slab.offset,
+                self.behind.identity,
+                self.behind.within(slab.offset, size),
+                block in self._is_checked,
+            )
+        )
 
     def _await(self, staging: _Staging) -> None:
         """Wait until the reader is done with ``staging``, for as long as there is a reader."""
@@ -311,15 +328,27 @@ class DiskStore(HostStore):
         self._await(staging)
         if staging.error is not None:
             error, staging.error, staging.block = staging.error, None, None
+            if isinstance(error, CheckpointFormatError):
+                raise error
             raise CheckpointFormatError(
                 f"{self.file}: expected to read a block of the frozen base, found: {error}. Check "
                 "the disk; training can go on from the last checkpoint of the adapters"
             ) from error
+        if staging.block is not None:
+            self._is_checked.add(staging.block)
+
+    @property
+    def file(self) -> Path:
+        """Where the blocks are that are not in memory."""
+        return self.behind.path if self.behind is not None else Path()
+
+    @property
+    def mapped(self) -> Arena | None:
+        """The mapping of these blocks."""
+        return self.behind.arena if self.behind is not None else None
 
 
-def _read_jobs(
-    file: Path, identity: tuple[int, ...], jobs: "queue.SimpleQueue[_Job | None]"
-) -> None:
+def _read_jobs(file: Path, jobs: "queue.SimpleQueue[_Job | None]") -> None:
     """The reader thread: one job after the other, until None."""
     descriptor, is_direct = -1, False
     while (job := jobs.get()) is not None:
@@ -336,18 +365,13 @@ def _read_jobs(
                 descriptor, is_direct = -1, False  # should opening fail, the number is another's
                 descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
                 _fill(descriptor, job)
-            if _identity(os.fstat(descriptor)) != identity:
-                raise ValueError("another file, or one that was written to since it was opened")
+            _check(file, descriptor, job)
         except BaseException as error:
             job.staging.error = error
         job.staging.is_read.set()
         del job
     if descriptor >= 0:
         os.close(descriptor)
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _open(file: Path) -> tuple[int, bool]:
@@ -372,27 +396,13 @@ def _fill(descriptor: int, job: _Job) -> None:
         done += count
 
 
-def _num_written_pages(flat: torch.Tensor) -> int:
-    """How many pages of a private mapping this process has written; 0 where nobody can tell.
-
-    Source:
-        Documentation/admin-guide/mm/pagemap.rst of Linux: bit 61 is set for a page of a file, bits
-        62 and 63 for one that is swapped or present.
-    """
-    if sys.platform != "linux" or not flat.numel():
-        return 0
-    page = os.sysconf("SC_PAGE_SIZE")
-    first = flat.data_ptr() // page
-    last = (flat.data_ptr() + flat.numel() - 1) // page
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as stream:
-            stream.seek(8 * first)
-            text = stream.read(8 * (last + 1 - first))
-    except OSError:
-        return 0
-    if not text:
-        return 0
-    entries = torch.frombuffer(bytearray(text), dtype=torch.int64)
-    # Bit 63 is the sign.
-    is_there = (entries < 0) | (entries & (1 << 62) != 0)
-    return int((is_there & (entries & (1 << 61) == 0)).sum())
+def _check(file: Path, descriptor: int, job: _Job) -> None:
+    """Compare what was read with what it has to be, by its bytes if there is any doubt."""
+    found = identity_of(os.fstat(descriptor))
+    if not is_same_file(found, job.identity):
+        raise ValueError("another file, or one that was written to since it was opened")
+    if job.is_checked and found == job.identity:
+        return
+    array: Any = job.staging.slab.bytes.numpy()
+    with ThreadPoolExecutor(num_threads()) as pool:
+        require_digests(file, memoryview(array), job.expected, pool)

@@ -5,6 +5,31 @@ keep working. A message says what was expected, what was found, where (qualified
 do. When one is raised nothing is half-changed: the model is as it was before the call.
 """
 
+_MAX_QUOTED = 200  # characters of a message that a file may dictate
+
+
+def quoted(value: object, *, is_bare: bool = False, limit: int = _MAX_QUOTED) -> str:
+    """``repr`` in ASCII, cut short, for whatever a file or another library dictates.
+
+    Names, values and messages that come from files go through this before they reach an error, a
+    log, a report or a terminal: no escape sequence, line break or megabyte gets there.
+
+    Args:
+        value: Anything.
+        is_bare: Leave out the quotation marks of a text, for paths and running text.
+        limit: Characters; of a longer text the beginning and the end are left.
+    """
+    num_characters = len(value) if isinstance(value, str) else 0
+    if isinstance(value, str) and num_characters > 2 * limit:
+        value = value[:limit] + value[-limit:]  # before it is copied as a whole
+    text = ascii(value)
+    if is_bare and isinstance(value, str):
+        text = text[1:-1].replace("\\\\", "\\").replace("\\'", "'")
+    if len(text) <= limit:
+        return text
+    num_characters = max(num_characters, len(text))
+    return f"{text[: limit * 3 // 4]}...{text[-limit // 4 :]} ({num_characters} characters)"
+
 
 class PorosError(Exception):
     """Base of every error that Poros raises on purpose."""

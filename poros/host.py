@@ -16,13 +16,14 @@ Note: Adoption
     tensors have been replaced since is copied like any other.
 """
 
+import errno
 import logging
 import mmap
 import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -75,9 +76,13 @@ class Arena:
             where = -1 if file is None else file
             self.memory = mmap.mmap(where, max(num_bytes, 1), offset=offset, **_flags(private))
         except (OSError, OverflowError) as error:
+            if getattr(error, "errno", None) == errno.EFBIG:  # a memory file is a file too
+                found = "the limit of this process on the size of a file; raise it (ulimit -f)"
+            else:
+                found = f"none left ({error}); free memory or use a smaller model"
             raise HostMemoryError(
                 f"expected {num_bytes} bytes of host memory (for the frozen base, or for inputs of "
-                f"layers), found none left ({error}); free memory or use a smaller model"
+                f"layers), found {found}"
             ) from error
 
     def fileno(self) -> int:
@@ -262,6 +267,17 @@ class HostStore:
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
         """These blocks will be lent next, in this order."""
+
+    def read(self, block: int) -> torch.Tensor:
+        """The bytes of a block, to be looked at on the host and not to be written."""
+        return self.slabs[block].bytes
+
+    def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Tensors of the model at rest, one after the other, as they can be copied from."""
+        return iter(tensors)
+
+    def require_intact(self) -> None:
+        """See that the tensors at rest still hold what was loaded."""
 
     def is_untouched(self, slab: HostSlab) -> bool:
         """Whether nobody has written to ``slab`` behind the back of the store."""

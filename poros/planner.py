@@ -12,7 +12,8 @@ from torch import nn
 
 from poros.advice import advice
 from poros.config import StreamingPolicy, parse_num_bytes
-from poros.errors import PolicyError, VRAMBudgetError
+from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
+from poros.loaders.settings import said
 from poros.rehearsal import Rehearsal, Request
 from poros.skeleton import Recipe
 from poros.terms import MemoryPlan, Speeds
@@ -20,6 +21,8 @@ from poros.terms import MemoryPlan, Speeds
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedConfig
+
+    from poros.loaders.limits import Limits
 
 
 def plan(
@@ -32,6 +35,7 @@ def plan(
     vram_budget: int | float | str | None = None,
     quantization: str | None = "nf4",
     dtype: torch.dtype = torch.bfloat16,
+    limits: "Limits | None" = None,
     block_size: int = 1,
     num_slots: int | None = None,
     keep_last: int | None = None,
@@ -57,6 +61,7 @@ def plan(
         vram_budget: Bytes, or ``"8GiB"``; None plans two slots and reports what that needs.
         quantization: ``"nf4"``, ``"fp4"``, or None for a dense base.
         dtype: Of everything that is not quantized.
+        limits: Bounds on what a ``config.json`` may ask for; None are the defaults.
         block_size: Layers per transfer.
         num_slots: Fixes the slots; None takes what the budget affords.
         keep_last: Fixes the layers that are not recomputed; None likewise.
@@ -74,7 +79,9 @@ def plan(
         VRAMBudgetError: If the budget is below the floor; the message holds the terms, and what
             would make it fit.
     """
-    planner = Planner(source, rank=rank, lora=lora, quantization=quantization, dtype=dtype)
+    planner = Planner(
+        source, rank=rank, lora=lora, quantization=quantization, dtype=dtype, limits=limits
+    )
     return planner.plan(
         seq_len=seq_len,
         batch_size=batch_size,
@@ -101,6 +108,7 @@ class Planner:
         lora: See ``plan``.
         quantization: See ``plan``.
         dtype: See ``plan``.
+        limits: See ``plan``.
     """
 
     def __init__(
@@ -111,6 +119,7 @@ class Planner:
         lora: "PeftConfig | None" = None,
         quantization: str | None = "nf4",
         dtype: torch.dtype = torch.bfloat16,
+        limits: "Limits | None" = None,
     ) -> None:
         from peft import LoraConfig
 
@@ -123,7 +132,7 @@ class Planner:
             self._adapters = _adapters_of(source)
         else:
             wanted = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            self._recipe = Recipe.of(source, quantization, dtype, wanted)
+            self._recipe = Recipe.of(source, quantization, dtype, wanted, limits)
         self._paper: Rehearsal | None = None
 
     def plan(
@@ -174,7 +183,17 @@ class Planner:
         # grad mode, autocast and saved-tensor hooks belong to a thread, what models record to a
         # context.
         with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(1) as pool:
-            return pool.submit(Context().run, self._plan, request, budget).result()
+            try:
+                return pool.submit(Context().run, self._plan, request, budget).result()
+            except (PorosError, MemoryError):
+                raise
+            except Exception as error:
+                if self._adapters is not None:
+                    raise  # the model is there, and runs
+                raise UnsupportedModelError(
+                    "expected a configuration whose model can be run, found "
+                    f"{said(error)}; check its settings, and the release of transformers"
+                ) from error
 
     def measure(
         self, *, seq_len: int, batch_size: int = 1, device: torch.device | str | None = None

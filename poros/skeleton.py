@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poros.errors import PolicyError, UnsupportedModelError
+from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
 from poros.frozen import is_4bit, packed_like
 from poros.kinds import Found, adapter_kinds, configured_kinds
-from poros.loaders.build import model_class_of
+from poros.loaders.build import one_at_a_time
 from poros.loaders.quantize import quantized_form
+from poros.loaders.settings import configuration, model_class_of, said
+from poros.loaders.source import find_config
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+
+    from poros.loaders.limits import Limits
 
 _META = torch.device("meta")
 
@@ -57,6 +61,7 @@ class Recipe:
         quantization: str | None,
         dtype: torch.dtype,
         adapters: "PeftConfig",
+        limits: "Limits | None" = None,
     ) -> "Recipe":
         """From a configuration, or a folder or hub name where one is.
 
@@ -68,7 +73,7 @@ class Recipe:
         from transformers import PreTrainedConfig
 
         _refuse_uncounted(configured_kinds({"default": adapters}))
-        config = source if isinstance(source, PreTrainedConfig) else _configuration(source)
+        config = source if isinstance(source, PreTrainedConfig) else _configuration(source, limits)
         return cls(config, _quantization(quantization, dtype), dtype, {"default": adapters})
 
     @classmethod
@@ -167,8 +172,14 @@ def skeleton(
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     model_class, config = model_class_of(config)
-    with _META:
-        model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
+    with one_at_a_time(), _META:
+        try:
+            model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
+        except Exception as error:
+            raise UnsupportedModelError(
+                "expected a configuration that transformers builds a model from, found "
+                f"{said(error)}; check its settings, and the release of transformers"
+            ) from error
         if quantization is not None:
             quantizer = Bnb4BitHfQuantizer(quantization, pre_quantized=False)
             before = set(model.modules())
@@ -232,15 +243,11 @@ def quantize_on_paper(model: nn.Module) -> None:
         module._parameters["weight"] = packed_like(weight, form.packed, module.quant_state, module)
 
 
-def _configuration(source: Any) -> "PreTrainedConfig":
-    from transformers import AutoConfig
-
+def _configuration(source: Any, limits: "Limits | None") -> "PreTrainedConfig":
     try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"expected a model that transformers knows, found at {os.fspath(source)!r}: {error}"
-        ) from error
+        return configuration(*find_config(source, limits), {}, limits=limits)
+    except CheckpointFormatError as error:
+        raise UnsupportedModelError(f"expected a model that can be planned: {error}") from error
 
 
 def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
@@ -249,7 +256,7 @@ def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig |
     if kind is None:
         return None
     if kind not in ("nf4", "fp4"):
-        raise PolicyError(f"quantization: expected 'nf4', 'fp4' or None, found {kind!r}")
+        raise PolicyError(f"quantization: expected 'nf4', 'fp4' or None, found {quoted(kind)}")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,

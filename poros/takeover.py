@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros.adoption import host_store
 from poros.ambient import AutocastRegions
 from poros.block import LayerRuntime, attach, detach, runtime_of, streamed_class
 from poros.boundaries import Boundaries
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.copies import Prepare, copiers
-from poros.digests import Digests
+from poros.digests import SourceDigests
 from poros.discover import Inventory, is_adapter_module, staying_places
 from poros.frozen import (
     Binding,
@@ -34,7 +35,7 @@ from poros.frozen import (
     is_4bit,
 )
 from poros.guards import Guards
-from poros.host import HostStore, drop_store, left_store
+from poros.host import drop_store, left_store
 from poros.layout import BlockLayout
 from poros.manager import BlockManager
 from poros.resident import ResidentBlocks
@@ -63,6 +64,8 @@ class Takeover:
             the prepared model that ``model`` is a copy of.
 
     Raises:
+        CheckpointFormatError: If layers stay in a file that is not what was loaded; the model is
+            unchanged.
         HostMemoryError: If the host store cannot be had; the model is unchanged.
         torch.OutOfMemoryError: If the slots do not fit on the device; the model is unchanged.
     """
@@ -92,9 +95,9 @@ class Takeover:
         self.visits = Visits()
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
-        self.host, self.is_adopted = _host_store(inventory, policy.block_size)
+        self.host, self.is_adopted = host_store(inventory, policy.block_size)
         layouts = [slab.layout for slab in self.host.slabs]
-        self.digests = Digests() if policy.self_check != "off" else None
+        self.digests = SourceDigests() if policy.self_check != "off" else None
         """Of what streams, as it was before it was moved; None if nobody will look."""
         try:
             self.small = SmallTensors(
@@ -252,10 +255,15 @@ class Takeover:
 
     def _move_back(self) -> None:
         # All new places first: if one cannot be had, nothing has moved.
-        staged = [
-            (part, part.get().to(origin, copy=True))
+        moving = [
+            (part, origin)
             for part, origin in self._moved
             if part.get().device != origin or self.small.holds(part.get())
+        ]
+        sources = self.host.at_rest([part.get() for part, _ in moving])
+        staged = [
+            (part, source.to(origin, copy=True))
+            for (part, origin), source in zip(moving, sources, strict=True)
         ]
         for part, tensor in staged:
             _put(part, tensor)
@@ -264,16 +272,23 @@ class Takeover:
     def _move_to_host(self, inventory: Inventory, layouts: Sequence[BlockLayout]) -> None:
         host = torch.device("cpu")
         self._base_origin = host
+        left = left_store(inventory.base) or self.host
         for tensors, layout, slab in zip(inventory.blocks, layouts, self.host.slabs, strict=True):
             parts = [part for each in tensors for part in each.parts()]
-            for part, spec in zip(parts, layout.tensors, strict=True):
+            wanted = [
+                (part, spec)
+                for part, spec in zip(parts, layout.tensors, strict=True)
+                if self.digests is not None or not slab.holds(part.get(), spec)
+            ]
+            sources = left.at_rest([part.get() for part, _ in wanted])
+            for (part, spec), source in zip(wanted, sources, strict=True):
                 if self.digests is not None:
-                    self.digests.add(part.name, part.get())
+                    self.digests.add(part.name, source)
                 if slab.holds(part.get(), spec):
                     continue
                 target = slab.tensor(spec)
                 with torch.no_grad():
-                    target.copy_(part.get())
+                    target.copy_(source)
                 self._base_origin = self._origin(part)
                 self._moved.append((part, self._base_origin))
                 part.put(target)
@@ -424,39 +439,6 @@ class Takeover:
         setattr(module, name, value)
         reference = weakref.ref(module)
         self._undo.callback(_call_if_alive, reference, lambda module: setattr(module, name, before))
-
-
-def _host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
-    """Host memory for the blocks: what a loader left (True, see "Adoption"), or new memory."""
-    layers = [
-        [
-            [
-                (part.name, part.get())
-                for each in block
-                if each.places[0][0] == index
-                for part in each.parts()
-            ]
-            for index in range(first, min(first + block_size, len(inventory.layers)))
-        ]
-        for first, block in zip(
-            range(0, len(inventory.layers), block_size), inventory.blocks, strict=True
-        )
-    ]
-    left = left_store(inventory.base)
-    adopted = left.adopt(layers) if left is not None else None
-    if adopted is not None:
-        return adopted, True
-    if left is not None and left.slabs:
-        logger.warning(
-            "poros: the base does not lie where poros.load put it (weights were replaced or cast "
-            "since): it is copied, and up to %.2f GB of host memory are held twice",
-            left.num_bytes / 1e9,
-        )
-    layouts = [BlockLayout.join([BlockLayout.pack(each) for each in block]) for block in layers]
-    host = HostStore.allocate(layouts)
-    if left is not None:
-        host.fallbacks += left.fallbacks
-    return host, False
 
 
 def _put_back(model: nn.Module, before: object) -> None:

@@ -111,7 +111,8 @@ def described(model: Any) -> dict[str, Any]:
     found["config"] = json.loads(model.config.to_json_string(use_diff=False))
     found["generation_config"] = model.generation_config.to_dict()
     # A reopened model has no record of what was converted, which save_pretrained then finds itself.
-    ours = {"_poros_store", "_weight_conversions"}
+    # Of layers in a file, save_pretrained reads and checks what it saves.
+    ours = {"_poros_store", "_weight_conversions", "save_pretrained"}
     found["attributes"] = sorted(model.__dict__.keys() - ours)
     for name in ("quantization_method", "is_loaded_in_4bit", "is_quantized", "name_or_path"):
         found[name] = getattr(model, name, None)

@@ -12,7 +12,6 @@ import pytest
 
 from poros.errors import CheckpointFormatError
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.shard import Shard
 from tests.checkpoints import (
     FIRST,
     MIB,
@@ -74,36 +73,54 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.shard import Shard
 with Checkpoint.open(sys.argv[1]) as checkpoint:
     Shard.check_unchanged = lambda shard: None  # the cut comes just after the check
-    os.truncate(Path(sys.argv[1]) / "model.safetensors", 2**20)
+    file, how = Path(sys.argv[1]) / "model.safetensors", sys.argv[2]
+    if how != "kept":
+        os.truncate(file, 2**20)
     try:
-        tensor = getattr(checkpoint, sys.argv[2])("layers.0")
+        tensor = checkpoint.tensor("layers.0") if how == "mapped" else checkpoint.fetch("layers.0")
+        if how == "kept":
+            os.truncate(file, 2**20)
         print(int(tensor.sum()))
     except CheckpointFormatError as error:
         print(error)
 """
 
 
-def test_a_page_that_cannot_be_read_is_an_error_of_fetch(tmp_path: Path) -> None:
-    ran = run_python(CUT, str(big_checkpoint(tmp_path)), "fetch")
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("read", "tensor 'layers.0': expected to read 8388608 bytes"), ("kept", f"{MIB}")],
+)
+def test_a_file_that_is_cut_off_is_an_error_of_fetch(tmp_path: Path, how: str, said: str) -> None:
+    """And what was fetched before has nothing to do with the file."""
+    ran = run_python(CUT, str(big_checkpoint(tmp_path)), how)
     assert ran.returncode == 0, ran.stderr
-    assert "tensor 'layers.0': expected to read 8388608 bytes" in ran.stdout
+    assert said in ran.stdout
 
 
-def test_without_fetch_it_would_end_the_process(tmp_path: Path) -> None:
-    """Control: the cut is one that matters, and ``tensor`` alone does not notice."""
-    assert run_python(CUT, str(big_checkpoint(tmp_path)), "tensor").returncode == -signal.SIGBUS
+def test_through_a_mapping_it_would_end_the_process(tmp_path: Path) -> None:
+    """Control: the cut is one that matters."""
+    assert run_python(CUT, str(big_checkpoint(tmp_path)), "mapped").returncode == -signal.SIGBUS
 
 
-def test_a_system_without_the_request_reads_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_read_that_fails_in_the_middle(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poros.loaders.shard._MADV_POPULATE_READ", 9999)
+    monkeypatch.setattr("poros.loaders.shard._READ_AT_ONCE_NUM_BYTES", MIB)
+    calls, original = 0, os.preadv
+
+    def preadv(descriptor: int, buffers: object, offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise OSError(5, "Input/output error")
+        return original(descriptor, buffers, offset)
+
     with Checkpoint.open(big_checkpoint(tmp_path)) as checkpoint:
-        assert int(checkpoint.fetch("layers.0").sum()) == MIB
-        monkeypatch.setattr(Shard, "check_unchanged", lambda shard: None)
-        os.truncate(tmp_path / "model.safetensors", MIB)
-        with pytest.raises(CheckpointFormatError, match="found the end of the file"):
+        monkeypatch.setattr(os, "preadv", preadv)
+        with pytest.raises(CheckpointFormatError, match=r"'layers\.0'.*Input/output error"):
             checkpoint.fetch("layers.0")
+        assert int(checkpoint.fetch("layers.0").sum()) == MIB  # the disk is back
 
 
 def test_a_limit_on_address_space_is_an_error_of_memory(tmp_path: Path) -> None:
@@ -138,9 +155,9 @@ def test_a_fingerprint_is_of_the_content_only(tmp_path: Path) -> None:
     found = []
     for folder in ("a", "b"):
         with Checkpoint.open(tmp_path / folder) as checkpoint:
-            found.append((checkpoint.fingerprint(), checkpoint.fingerprint(full=True)))
-    assert found[0] == found[1]
-    assert found[0][0].startswith("sampled-sha256:") and found[0][1].startswith("sha256:")
+            found.append((checkpoint.fingerprint(), checkpoint.seen()))
+    assert found[0][0] == found[1][0] and found[0][0].startswith("sha256:")
+    assert found[0][1] != found[1][1]  # other files
 
 
 def change_value(folder: Path) -> None:
@@ -165,24 +182,23 @@ def test_another_content_has_another_fingerprint(tmp_path: Path, change: object)
         if folder == "b":
             change(tmp_path / folder)
         with Checkpoint.open(tmp_path / folder) as checkpoint:
-            found.append((checkpoint.fingerprint(), checkpoint.fingerprint(full=True)))
-    assert found[0][0] != found[1][0] and found[0][1] != found[1][1]
+            found.append(checkpoint.fingerprint())
+    assert found[0] != found[1]
 
 
-def test_of_a_large_file_samples_are_read_and_all_of_it_if_asked(tmp_path: Path) -> None:
-    """A byte between two samples shows in the full fingerprint only, which is what it is for."""
+@pytest.mark.parametrize("place", [4096, MIB // 2, 5 * MIB, 8 * MIB])
+def test_every_byte_counts_and_every_write_is_seen(tmp_path: Path, place: int) -> None:
+    """Also if the time of modification is set back."""
     file = big_checkpoint(tmp_path) / "model.safetensors"
+    before = file.stat()
     found = []
-    for byte in (b"\0", b"\1"):
-        with file.open("r+b") as opened:
-            opened.seek(MIB // 16)
-            opened.write(byte)
+    for byte in (None, b"\7"):
+        if byte is not None:
+            with file.open("r+b") as opened:
+                opened.seek(place)
+                opened.write(byte)
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         with Checkpoint.open(tmp_path) as checkpoint:
-            pieces = list(checkpoint._shards[0].contents(full=False))
-            assert sum(map(len, pieces)) < MIB // 3 and len(pieces) == 65
-            assert len(pieces[0]) == checkpoint._shards[0].header.data_offset
-            whole = b"".join(checkpoint._shards[0].contents(full=True))
-            assert whole == file.read_bytes()
-            assert whole.startswith(pieces[0]) and whole.endswith(pieces[-1])
-            found.append((checkpoint.fingerprint(), checkpoint.fingerprint(full=True)))
-    assert found[0][0] == found[1][0] and found[0][1] != found[1][1]
+            found.append((checkpoint.fingerprint(), checkpoint.seen()))
+            assert checkpoint.seen() == found[-1][1]
+    assert found[0][0] != found[1][0] and found[0][1] != found[1][1]

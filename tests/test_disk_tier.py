@@ -47,7 +47,14 @@ def reopened(store: Path, num_layers: int) -> DiskStore:
     with open_store(store) as opened:
         resident = HostStore.allocate(opened.layouts[:num_layers])
         opened.read_into(resident)
-        return DiskStore.over_file(resident, opened.slabs, opened.data_offset, opened.layouts)
+        return DiskStore.over_file(
+            resident,
+            opened.slabs,
+            opened.data_offset,
+            opened.layouts,
+            opened.manifest.slab_sha256,
+            opened.identity,
+        )
 
 
 def base_model(**options: Any) -> Any:
@@ -377,7 +384,8 @@ def test_a_read_error_reaches_the_training_thread(
 
 def test_a_file_that_was_cut_off_is_an_error(tmp_path: Path) -> None:
     slots = DiskSlots(tmp_path, 6, 2, EagerStreams(CPU))
-    os.truncate(slots.host.file, slots.host.data_offset + PAGE_NUM_BYTES)
+    data_offset = slots.host.behind.offset
+    os.truncate(slots.host.file, data_offset + PAGE_NUM_BYTES)
     with pytest.raises(CheckpointFormatError, match="another file"):
         for block in range(6):
             with slots.visiting(block, Phase.FORWARD):
@@ -386,8 +394,9 @@ def test_a_file_that_was_cut_off_is_an_error(tmp_path: Path) -> None:
         DiskStore.over_file(
             HostStore([]),
             slots.host.file,
-            slots.host.data_offset,
+            data_offset,
             [slab.layout for slab in slots.host.slabs],
+            [""] * len(slots.host.slabs),
         )
 
 

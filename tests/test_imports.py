@@ -16,7 +16,7 @@ MAX_LINES = 500
 
 # A module may import, at module level, its own layer and those before it; cycles are refused apart.
 LAYERS = [
-    {"errors", "config", "layout", "walk", "within"},
+    {"errors", "config", "layout", "output", "walk", "within"},
     {
         "ambient",
         "arrival",
@@ -44,17 +44,17 @@ LAYERS = [
         "tree",
         "visits",
     },
-    {"boundaries", "disk", "quantized", "terms"},
+    {"boundaries", "mapped", "disk", "quantized", "terms"},
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},
-    {"guards", "copies", "takeover"},
-    {"skeleton", "rehearsal", "advice", "budget"},
+    {"adoption", "guards", "copies", "takeover", "saving"},
+    {"load_options", "load_settings", "skeleton", "rehearsal", "advice", "budget"},
     {"api", "trainer", "loading", "planner", "speeds"},
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LOADERS_SEE = {"layout", "config", "errors", "host", "memory", "streams"}
+LOADERS_SEE = {"layout", "config", "errors", "digests", "host", "memory", "streams"}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 

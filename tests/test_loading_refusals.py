@@ -116,7 +116,7 @@ def test_only_what_is_loaded_has_to_be_finite(is_persistent: bool) -> None:
     with torch.device("meta"):
         planned = make()
     intake = Intake(
-        "here",
+        Path("here"),
         lambda model: ("layers", list(model["layers"])),
         Quantizer(torch.device("cpu")),
         None,

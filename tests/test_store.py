@@ -75,6 +75,7 @@ def written(directory: Path, seed: int = 0) -> HostStore:
 def read(opened: OpenStore) -> HostStore:
     host = HostStore.allocate(opened.layouts)
     opened.read_into(host)
+    opened.check()
     return host
 
 
@@ -391,9 +392,38 @@ def test_a_flipped_bit_is_named_by_its_slab(tmp_path: Path) -> None:
         byte = stream.read(1)[0]
         stream.seek(at)
         stream.write(bytes([byte ^ 4]))
-    open_store(store).close()  # the fast check does not read the bytes
-    with pytest.raises(CheckpointFormatError, match=r"'slab\.00001'.*bytes changed"):
-        open_store(store, verify=True)
+    with open_store(store) as opened:  # which does not read the bytes
+        with pytest.raises(CheckpointFormatError, match=r"'slab\.00001'.*bytes changed"):
+            opened.verify()
+        with pytest.raises(CheckpointFormatError, match=r"'slab\.00001'.*bytes changed"):
+            read(opened)
+
+
+@pytest.mark.parametrize("name", [SLABS, REST])
+def test_one_flipped_bit_is_found_where_it_is_read(name: str, tmp_path: Path) -> None:
+    """In tensors and padding; the header of the slabs is compared as it is opened."""
+    store = tmp_path / "store"
+    written(store)
+    sound = (store / name).read_bytes()
+    generator = random.Random(name)
+    with open_store(store) as opened:
+        first = opened.data_offset if name == SLABS else opened._header.data_offset
+    for place in [
+        first,
+        len(sound) - 1,
+        *(generator.randrange(first, len(sound)) for _ in "x" * 9),
+    ]:
+        damaged = bytearray(sound)
+        damaged[place] ^= 1 << generator.randrange(8)
+        (store / name).write_bytes(damaged)
+        with open_store(store) as opened:
+            opened.rest()
+            with pytest.raises(CheckpointFormatError, match=rf"{name}.*bytes changed"):
+                read(opened)
+    (store / name).write_bytes(sound)
+    with open_store(store) as opened:  # the control
+        opened.rest()
+        read(opened)
 
 
 def test_a_read_error_while_filling_is_typed(tmp_path: Path) -> None:

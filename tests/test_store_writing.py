@@ -1,12 +1,16 @@
 """Writers of stores: killed, out of room, or one of several; nothing half-written opens."""
 
+import errno
 import os
 import random
 import resource
 import signal
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +27,8 @@ from test_store import (
 )
 
 from poros.errors import CheckpointFormatError, StoreWriteError
+from poros.loaders import partial as partial_module
+from poros.loaders.partial import _TEXT, MARK, remove_stale
 from poros.loaders.store import open_store
 from poros.loaders.writer import StoreWriter, write_store
 
@@ -50,11 +56,24 @@ def test_a_folder_with_something_in_it_is_not_touched(tmp_path: Path) -> None:
         StoreWriter(tmp_path / "missing" / "store", some_layouts())
 
 
-def test_a_full_disk_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+def test_a_full_disk_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(StoreWriteError, match=r"No space left on device.*make room"):
+        StoreWriter(tmp_path / "store", some_layouts())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_files_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    """It is no full disk, and room would not help."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(StoreWriteError, match=r"File too large.*make room"):
+        with pytest.raises(StoreWriteError, match=r"File too large.*ulimit -f"):
             StoreWriter(tmp_path / "store", some_layouts())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -146,7 +165,6 @@ def test_a_killed_writer_leaves_a_good_store_or_none(tmp_path: Path) -> None:
         for each in partial:
             with pytest.raises(CheckpointFormatError):
                 open_store(each)
-            age(each)
             # The next writer of that store is not disturbed, and cleans up.
             name = each.name.split(".")[1]
             write_store(folder / name, filled(), some_rest(), ABOUT, FILES)
@@ -156,17 +174,107 @@ def test_a_killed_writer_leaves_a_good_store_or_none(tmp_path: Path) -> None:
     assert num_partial >= 10 and num_stores >= 10, (num_partial, num_stores)
 
 
-def age(folder: Path) -> None:
-    os.utime(folder, (0, 0))
-
-
 def test_a_living_writer_is_not_cleaned_up(tmp_path: Path) -> None:
+    """However old its folder is, or young that of a dead one."""
     first = StoreWriter(tmp_path / "store", some_layouts())
     (partial,) = tmp_path.iterdir()
-    age(partial)
+    os.utime(partial, (0, 0))
     second = StoreWriter(tmp_path / "store", some_layouts())
     assert partial.exists() and len(list(tmp_path.iterdir())) == 2
     second.close()
     fill(first.host)
     first.commit(some_rest(), ABOUT, FILES)
+    open_store(tmp_path / "store", verify=True).close()
+    assert [each.name for each in tmp_path.iterdir()] == ["store"]
+    assert not (tmp_path / "store" / MARK).exists()
+
+
+def marked(folder: Path) -> None:
+    (folder / MARK).write_bytes(_TEXT)
+    (folder / "slabs.safetensors").write_bytes(b"half")
+
+
+def just_made(folder: Path) -> None:
+    """Killed before it had written anything."""
+
+
+def just_locked(folder: Path) -> None:
+    (folder / MARK).touch()
+
+
+def foreign(folder: Path) -> None:
+    (folder / "thesis.tex").write_text("x")
+
+
+def foreign_lock(folder: Path) -> None:
+    foreign(folder)
+    (folder / MARK).write_text("a lock of another program")
+
+
+def with_a_folder(folder: Path) -> None:
+    marked(folder)
+    (folder / "chapters").mkdir()
+    foreign(folder / "chapters")
+
+
+NAME = ".store.poros-abcdefgh.partial"
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "is_left"),
+    [
+        (NAME, marked, False),
+        (NAME, just_made, False),
+        (NAME, just_locked, False),
+        (NAME, foreign, True),
+        (NAME, foreign_lock, True),
+        (NAME, with_a_folder, True),
+        (".store.mine.partial", foreign, True),
+        (".store.mine.partial", marked, True),
+        (".other.poros-abcdefgh.partial", marked, True),
+    ],
+)
+def test_what_is_cleaned_up_is_ours(
+    tmp_path: Path, name: str, make: Callable[[Path], None], is_left: bool
+) -> None:
+    (tmp_path / name).mkdir()
+    make(tmp_path / name)
+    before = sorted(tmp_path.rglob("*.tex"))
+    write_store(tmp_path / "store", filled(), some_rest(), ABOUT, FILES)
+    assert {each.name for each in tmp_path.iterdir()} == {"store", *([name] if is_left else [])}
+    assert sorted(tmp_path.rglob("*.tex")) == before
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    marked(tmp_path / "elsewhere")
+    (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    write_store(tmp_path / "store", filled(), some_rest(), ABOUT, FILES)
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 2
+
+
+def test_a_folder_that_another_writer_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worst moments: before there is a file in it, and before that is locked."""
+    made: list[Path] = []
+    mkdtemp, take = tempfile.mkdtemp, partial_module._take
+
+    def make(**options: Any) -> str:
+        made.append(Path(mkdtemp(**options)))
+        if len(made) == 1:
+            remove_stale(tmp_path / "store")
+        return str(made[-1])
+
+    def take_late(lock: int) -> bool | None:
+        if len(made) == 2:
+            monkeypatch.setattr(partial_module, "_take", take)
+            remove_stale(tmp_path / "store")
+        return take(lock)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    monkeypatch.setattr(partial_module, "_take", take_late)
+    write_store(tmp_path / "store", filled(), some_rest(), ABOUT, FILES)
+    assert len(made) == 3 and len(set(made)) == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["store"]
     open_store(tmp_path / "store", verify=True).close()

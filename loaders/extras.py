@@ -1,0 +1,73 @@
+"""What goes into a store beside the weights: tokenizer, chat templates, the terms of use.
+
+Without them ``AutoTokenizer.from_pretrained(store)`` would give a tokenizer with an empty
+vocabulary, and no error. They are copied as they are and never looked into; code is left behind.
+"""
+
+import os
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from poros.loaders.header import defect
+from poros.loaders.limits import Limits
+
+TEMPLATES = "additional_chat_templates"
+"""The folder in which transformers keeps further chat templates."""
+
+EXTRAS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    f"{TEMPLATES}/*.jinja",
+    "LICEN[CS]E*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""Names of these files, as patterns."""
+
+_MAX_NUM_FILES = 100
+
+
+def read_extras(path: Path, limits: Limits) -> dict[str, bytes]:
+    """Those that lie in a folder, by name.
+
+    Raises:
+        CheckpointFormatError: If one cannot be read, is larger than the limit, or there are more
+            than any model has.
+    """
+    try:
+        names = sorted(each.name for each in path.iterdir() if not each.is_dir())
+        if (path / TEMPLATES).is_dir():
+            names += sorted(f"{TEMPLATES}/{each.name}" for each in (path / TEMPLATES).iterdir())
+    except OSError as error:
+        raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
+    wanted = [name for name in names if is_extra(name)]
+    if len(wanted) > _MAX_NUM_FILES:
+        raise defect(
+            path,
+            f"expected at most {_MAX_NUM_FILES} files of tokenizer and licence, found "
+            f"{len(wanted)}",
+            remedy="remove those that the model does not need",
+        )
+    # What is empty says nothing, and the limit would refuse it.
+    return {
+        name: limits.read(path / name, "extra_num_bytes")
+        for name in wanted
+        if os.stat(path / name).st_size
+    }
+
+
+def is_extra(name: str) -> bool:
+    """Whether a file of that name goes into a store; code never does."""
+    parts = PurePosixPath(name).parts
+    in_place = len(parts) == 1 or (len(parts) == 2 and parts[0] == TEMPLATES)
+    has_code = name.endswith((".py", ".safetensors", ".bin", ".pt", ".pth", ".pkl"))
+    matches = any(fnmatchcase(name, pattern) for pattern in EXTRAS)
+    return in_place and matches and not has_code and name.isprintable()

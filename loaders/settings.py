@@ -1,0 +1,230 @@
+"""A model's settings, from texts that have been read: configuration, generation, quantization.
+
+transformers reads them from a folder. It is given one of its own with the very texts that were
+checked and, for a store, kept, so that a file which changes meanwhile changes nothing; and before
+any weight is read, so that what is wrong with them is not found at the end.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from poros.errors import PolicyError, UnsupportedModelError, quoted
+from poros.loaders.header import defect, parse_json, shown
+from poros.loaders.limits import Limits
+from poros.loaders.source import CONFIG, GENERATION
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig
+
+_MAX_SAID = 10_000  # characters that are looked at
+
+# transformers takes these for any configuration, whether it has such a field or not.
+_ALWAYS_FIELDS = frozenset(
+    (
+        "attn_implementation",
+        "experts_implementation",
+        "output_attentions",
+        "output_hidden_states",
+        "tie_word_embeddings",
+        "use_cache",
+    )
+)
+_BESIDE_A_CONFIG = frozenset(("attn_implementation", "experts_implementation"))
+
+
+def configuration(
+    path: Path,
+    texts: Mapping[str, bytes],
+    options: Mapping[str, Any],
+    *,
+    given: "PreTrainedConfig | None" = None,
+    limits: Limits | None = None,
+) -> "PreTrainedConfig":
+    """The configuration of a checkpoint, with those options that are its fields.
+
+    Args:
+        path: Where it lies, for messages and as the model's name.
+        texts: Of the small files.
+        options: Fields to change.
+        given: Is taken instead of the text's.
+        limits: On what text and options may ask for.
+
+    Raises:
+        CheckpointFormatError: If transformers makes no configuration of it, or it asks for more
+            than the limits allow.
+        PolicyError: If an option is no field of the configuration, or not with ``given``.
+    """
+    from transformers import PreTrainedConfig
+
+    if given is not None:
+        if not isinstance(given, PreTrainedConfig):
+            raise PolicyError(
+                "config: expected a configuration of transformers, such as AutoConfig."
+                f"from_pretrained returns, found {quoted(given)}"
+            )
+        _refuse_fields(
+            options.keys() - _BESIDE_A_CONFIG, "beside config=; set them on that configuration"
+        )
+        found = copy.deepcopy(given)
+        if "attn_implementation" in options:
+            found._attn_implementation = options["attn_implementation"]
+        if "experts_implementation" in options:
+            found._experts_implementation = options["experts_implementation"]
+        return found
+    fields = parse_json(texts[CONFIG], path / CONFIG, strict=False)
+    (limits or Limits()).require_config({**fields, **options}, path / CONFIG)
+    with _folder_of(texts) as folder:
+        found = _parsed(path, folder, {})
+        if options:
+            known = found.to_dict().keys() | found.attribute_map.keys() | _ALWAYS_FIELDS
+            _refuse_fields(
+                options.keys() - known,
+                f"found neither an option of poros.load nor a field of {type(found).__name__}; "
+                "leave it out",
+            )
+            found = _parsed(path, folder, options)
+    found.name_or_path = str(path)
+    return found
+
+
+def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationConfig":
+    """What ``from_pretrained`` reads beside the weights, or makes of the configuration.
+
+    Raises:
+        CheckpointFormatError: If transformers cannot read it.
+    """
+    from transformers import GenerationConfig
+
+    name = GENERATION if GENERATION in texts else CONFIG
+    if name == GENERATION:
+        parse_json(texts[name], path / name, strict=False)
+    options = {} if name == GENERATION else {"config_file_name": CONFIG, "_from_model_config": True}
+    with _folder_of(texts) as folder:
+        try:
+            found = GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
+        except Exception as error:
+            raise defect(
+                path / name,
+                f"expected settings of generation that transformers takes, found {said(error)}",
+                remedy="mend the file, or remove it: then its defaults are taken",
+            ) from error
+    return found
+
+
+def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
+    """Take the quantization of the checkpoint out of its configuration.
+
+    Raises:
+        CheckpointFormatError: If it makes no sense.
+        UnsupportedModelError: If the weights are quantized, but not to 4 bits by bitsandbytes.
+    """
+    from transformers import BitsAndBytesConfig
+
+    found: Any = None
+    for each in (config, config.get_text_config(decoder=True)):
+        stored = getattr(each, "quantization_config", None)
+        if stored is not None:
+            found = found or stored
+            del each.quantization_config
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        try:
+            found = found.to_dict()
+        except AttributeError as error:
+            raise defect(
+                path / CONFIG, f"expected a quantization_config, found {quoted(found)}"
+            ) from error
+    method = found.get("quant_method")
+    if method not in (None, "bitsandbytes") or not found.get("load_in_4bit"):
+        kind = "8 bits of bitsandbytes" if found.get("load_in_8bit") else quoted(method)
+        raise UnsupportedModelError(
+            f"{shown(path / CONFIG)}: expected weights that are dense or 4-bit of bitsandbytes, "
+            f"found quantization_config of {kind}; load the checkpoint that it was made from, "
+            "which Poros quantizes itself"
+        )
+    try:
+        made = BitsAndBytesConfig.from_dict(found)
+    except Exception as error:
+        raise defect(
+            path / CONFIG, f"expected a quantization_config, found {said(error)}"
+        ) from error
+    if made.bnb_4bit_quant_type not in ("nf4", "fp4"):
+        raise defect(
+            path / CONFIG,
+            "expected bnb_4bit_quant_type 'nf4' or 'fp4', found "
+            f"{quoted(made.bnb_4bit_quant_type)}",
+        )
+    return made
+
+
+def model_class_of(config: Any) -> tuple[Any, Any]:
+    """The class that ``AutoModelForCausalLM`` would choose, and the configuration it takes."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(
+            "expected a causal language model of transformers, found model_type "
+            f"{quoted(config.model_type)}, which has none"
+        )
+    chosen = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if isinstance(chosen, list | tuple):
+        named = [each for each in chosen if each.__name__ in (config.architectures or ())]
+        chosen = (named or list(chosen))[0]
+    text_class = getattr(config, "sub_configs", {}).get("text_config")
+    if text_class is not None and chosen.config_class == text_class:
+        config = config.get_text_config()
+    return chosen, config
+
+
+def said(error: BaseException) -> str:
+    """What another library says, on one line: the kind of its error and its message, bounded."""
+    text = " ".join(str(error)[:_MAX_SAID].split())
+    return f"{type(error).__name__}: {quoted(text, is_bare=True, limit=400)}"
+
+
+def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    try:
+        config, _ = AutoConfig.from_pretrained(
+            folder,
+            return_unused_kwargs=True,
+            local_files_only=True,
+            # Left open, transformers would ask on the terminal.
+            trust_remote_code=False,
+            **options,
+        )
+    except Exception as error:
+        what = said(error).replace(folder, shown(path))
+        if options:
+            raise PolicyError(
+                f"{', '.join(sorted(options))}: expected values that the configuration takes, "
+                f"found {what}"
+            ) from error
+        raise defect(
+            path / CONFIG,
+            f"expected the configuration of a model that transformers knows, found {what}",
+            remedy="check the file, and the release of transformers",
+        ) from error
+    found: PreTrainedConfig = config
+    return found
+
+
+@contextmanager
+def _folder_of(texts: Mapping[str, bytes]) -> Iterator[str]:
+    """A folder with the configuration files alone."""
+    with TemporaryDirectory(prefix="poros-settings-") as folder:
+        for name in (CONFIG, GENERATION):
+            if name in texts:
+                (Path(folder) / name).write_bytes(texts[name])
+        yield folder
+
+
+def _refuse_fields(names: set[str], why: str) -> None:
+    if names:
+        raise PolicyError(f"{quoted(', '.join(sorted(names)), is_bare=True)}: {why}")

@@ -1,0 +1,120 @@
+"""The quantization state that comes with a 4-bit weight, checked before any kernel reads it.
+
+bitsandbytes believes a state that it is given. Its kernels take 16 and 256 entries of the code
+books without looking at how many there are, and a block size that is 0 divides by it: what is wrong
+ends the process, or trains on numbers that lie beyond the end of a tensor.
+"""
+
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poros.errors import CheckpointFormatError, quoted
+from poros.loaders.header import parse_json, shown
+from poros.loaders.quantize import NESTED_BLOCKSIZE, require_finite
+
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Elements that share one absmax: those that bitsandbytes has kernels for."""
+
+NUM_CODES = {"code": 16, "nested_code": 256}
+"""Entries of the code books."""
+
+_PACKED = "quant_state.bitsandbytes__"
+_MAX_STATE_NUM_BYTES = 4096
+_DTYPES = ("float16", "bfloat16", "float32")
+_PLAIN = {"quant_type", "blocksize", "dtype", "shape"}
+_NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
+_TENSORS = {"weight", "weight.absmax", "weight.quant_map"}
+_NESTED_TENSORS = {"weight.nested_absmax", "weight.nested_quant_map"}
+
+
+def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: str) -> None:
+    """Check what a checkpoint holds of one 4-bit weight, before bitsandbytes makes a state of it.
+
+    Args:
+        path: Of the checkpoint, for messages.
+        name: Of the weight.
+        parts: Its tensors, by their names from ``weight`` on.
+        quant_type: What the configuration says.
+
+    Raises:
+        CheckpointFormatError: If a part is missing or left over, or says what cannot be.
+    """
+
+    def refuse(expected: str, found: object) -> CheckpointFormatError:
+        return CheckpointFormatError(
+            f"{shown(path)}: {quoted(name, is_bare=True)}: expected {expected}, found "
+            f"{quoted(found)}; fetch the checkpoint again, or load the one that it was made from"
+        )
+
+    keys = [each for each in parts if _PACKED in each]
+    if len(keys) != 1:
+        raise refuse("one quantization state of the 4-bit weight", sorted(parts))
+    (key,) = keys
+    text = parts[key]
+    if text.dtype != torch.uint8 or text.ndim != 1 or text.numel() > _MAX_STATE_NUM_BYTES:
+        raise refuse(
+            f"its state as at most {_MAX_STATE_NUM_BYTES} bytes of JSON",
+            f"{text.dtype} {tuple(text.shape)}",
+        )
+    state = parse_json(bytes(text.tolist()), path / f"{name}.{key}")
+    is_nested = "nested_absmax" in {each.rpartition(".")[2] for each in parts}
+    expected = _TENSORS | (_NESTED_TENSORS if is_nested else set())
+    if parts.keys() - {key} != expected:
+        raise refuse(f"the tensors {', '.join(sorted(expected))}", sorted(parts))
+    if state.keys() != _PLAIN | (_NESTED if is_nested else set()):
+        raise refuse(f"{'double' if is_nested else 'single'} quantization", sorted(state))
+    if state["quant_type"] != quant_type or not key.endswith(f"__{quant_type}"):
+        raise refuse(f"quantization to {quant_type}, as configured", f"{key}: {state}")
+    if type(state["blocksize"]) is not int or state["blocksize"] not in BLOCKSIZES:
+        raise refuse(f"a block size among {BLOCKSIZES}", state["blocksize"])
+    if state["dtype"] not in _DTYPES:
+        raise refuse(f"a dtype among {', '.join(_DTYPES)}", state["dtype"])
+    shape = state["shape"]
+    if not isinstance(shape, list) or not all(type(each) is int and each > 0 for each in shape):
+        raise refuse("a shape of positive whole numbers", shape)
+    if not is_nested:
+        return
+    if state["nested_blocksize"] != NESTED_BLOCKSIZE or state["nested_dtype"] != "float32":
+        raise refuse(
+            f"blocks of {NESTED_BLOCKSIZE} scales in float32",
+            {each: state[each] for each in ("nested_blocksize", "nested_dtype")},
+        )
+    offset = state["nested_offset"]
+    if not isinstance(offset, int | float) or not isfinite(offset):
+        raise refuse("a finite nested_offset", offset)
+
+
+def require_codes(where: str, state: Any, dtype_of: Mapping[str, torch.dtype]) -> None:
+    """Check code books, offset and dtypes of a state that is about to be used.
+
+    Args:
+        where: Checkpoint and weight, for messages.
+        state: Of bitsandbytes.
+        dtype_of: What ``absmax`` and, if the quantization is double, ``nested_absmax`` have to be.
+
+    Raises:
+        CheckpointFormatError: If a kernel would read what is not there, or not finite.
+    """
+    found = {"absmax": state.absmax, "code": state.code}
+    if state.nested:
+        found |= {"nested_absmax": state.state2.absmax, "nested_code": state.state2.code}
+        found["offset"] = state.offset
+    for part, tensor in found.items():
+        num_entries = NUM_CODES.get(part, 1 if part == "offset" else None)
+        dtype = dtype_of.get(part, torch.float32)
+        if tensor.dtype != dtype or num_entries not in (None, tensor.numel()):
+            raise CheckpointFormatError(
+                f"{where}: expected {num_entries or 'its'} entries of {dtype} in {part}, found "
+                f"{tensor.dtype} {quoted(tuple(tensor.shape))}; fetch the checkpoint again"
+            )
+        if num_entries is not None:  # scales are checked where they are kept
+            require_finite(tensor, f"{where}.{part}")
+    if state.nested and state.state2.blocksize != NESTED_BLOCKSIZE:
+        raise CheckpointFormatError(
+            f"{where}: expected scales in blocks of {NESTED_BLOCKSIZE}, found "
+            f"{quoted(state.state2.blocksize)}; fetch the checkpoint again"
+        )

@@ -1,0 +1,365 @@
+"""What ``poros.load`` was asked for: every option is honoured, or refused by its name.
+
+An option that nobody said differs from one that says the default: only what was said can
+contradict the store or the checkpoint that is opened.
+"""
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from poros.errors import PolicyError, quoted
+from poros.loaders.intake import Format
+from poros.loaders.source import Place
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedConfig
+
+
+class Unsaid(Enum):
+    """The kind of ``UNSAID``."""
+
+    UNSAID = "default"
+
+    def __repr__(self) -> str:
+        return "<default>"
+
+
+UNSAID: Final = Unsaid.UNSAID
+"""The default of an option that a store or a checkpoint may answer."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What a model can be loaded in."""
+
+_HUB = ("revision", "cache_dir", "token", "local_files_only", "force_download")
+# Of from_pretrained, neither of the hub nor of the configuration: handed on as they are.
+_HANDED_ON = ("generation_config", "key_mapping")
+
+_BY_QUANTIZATION = "pass quantization='nf4' or a 4-bit BitsAndBytesConfig as quantization"
+_INSTEAD = {
+    "config_file_name": "name the folder with that config.json",
+    "gguf_file": "load the safetensors checkpoint that the GGUF file was made from",
+    "load_in_4bit": _BY_QUANTIZATION,
+    "load_in_8bit": f"8 bits cannot be streamed: {_BY_QUANTIZATION}",
+    "torch_dtype": "pass dtype",
+}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The options of one call, taken apart and checked as far as that needs no file."""
+
+    quantization: Any
+    dtype: "torch.dtype | str | Unsaid"
+    device: torch.device | str | None
+    place: Place
+    config: "PreTrainedConfig | None"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the configuration to change."""
+    handed_on: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``from_pretrained``."""
+
+    @classmethod
+    def of(
+        cls,
+        quantization: Any,
+        dtype: Any,
+        device: torch.device | str | None,
+        others: Mapping[str, Any],
+    ) -> "LoadOptions":
+        """From the arguments of ``poros.load``.
+
+        Raises:
+            PolicyError: If one cannot be honoured.
+        """
+        left = dict(others)
+        if "quantization_config" in left:
+            if quantization is not UNSAID:
+                raise PolicyError(
+                    "quantization_config: expected it or quantization, found both; leave one out"
+                )
+            quantization = left.pop("quantization_config")
+        _refuse(left)
+        hub = {key: left.pop(key) for key in _HUB if key in left}
+        place = Place(
+            _text("subfolder", left.pop("subfolder", None)) or "",
+            _text("variant", left.pop("variant", None)),
+            hub,
+        )
+        config = left.pop("config", None)
+        handed_on = {key: left.pop(key) for key in _HANDED_ON if left.get(key) is not None}
+        _require_generation_config(handed_on.get("generation_config"))
+        asked = cls(quantization, _dtype(dtype), device, place, config, left, handed_on)
+        if quantization is not UNSAID:
+            asked.wanted(torch.bfloat16)  # refused here if it makes no sense
+        return asked
+
+    def of_dtype(self, found: Any) -> "LoadOptions":
+        """The same with the dtype that "auto" turned out to mean.
+
+        Raises:
+            PolicyError: If nothing can be loaded in it.
+        """
+        return replace(self, dtype=_dtype(found))
+
+    @property
+    def chosen_dtype(self) -> torch.dtype:
+        """To load in, if it is not to be found out."""
+        return self.dtype if isinstance(self.dtype, torch.dtype) else torch.bfloat16
+
+    def wanted(self, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
+        """How to quantize a checkpoint that is dense."""
+        said = "nf4" if self.quantization is UNSAID else self.quantization
+        return _bits_and_bytes(said, dtype)
+
+    def require_format(self, found: "BitsAndBytesConfig | None", where: str) -> None:
+        """Refuse another quantization than a checkpoint has already, if one was asked for.
+
+        Raises:
+            PolicyError: If it was.
+        """
+        if self.quantization is UNSAID:
+            return
+        wanted = self.wanted(self.chosen_dtype)
+        if isinstance(self.quantization, str) or wanted is None or found is None:
+            same = format_of(wanted) == format_of(found)
+        else:
+            same = _comparable(wanted) == _comparable(found)
+        if not same:
+            raise PolicyError(
+                f"quantization: expected that of {where}, which is quantized already "
+                f"({format_of(found)}), found {quoted(self.quantization)}; leave it out, or load "
+                "the checkpoint that it was made from"
+            )
+
+    def require_store(self, about: Mapping[str, Any], where: str, *, is_source: bool) -> None:
+        """Refuse a store that was made with other options than were asked for.
+
+        Args:
+            about: What it says of itself.
+            where: It lies.
+            is_source: It is what is loaded; then what nobody said is as it is there. Otherwise a
+                checkpoint is, whose defaults count.
+
+        Raises:
+            PolicyError: If one contradicts.
+        """
+        if is_source:
+            self._refuse_for_a_folder(where)
+        is_given = not about.get("is_prequantized")
+        dtype = str(self.chosen_dtype).removeprefix("torch.")
+        said_dtype = isinstance(self.dtype, torch.dtype)
+        if is_source and not said_dtype:
+            dtype = str(about.get("dtype"))
+        expected: dict[str, Any] = {}
+        if said_dtype or not is_source:
+            expected["dtype"] = dtype
+        if is_given and (self.quantization is not UNSAID or not is_source):
+            made_in = getattr(torch, dtype, None)
+            wanted = self.wanted(made_in if made_in in DTYPES else torch.bfloat16)
+            expected["quantization"] = wanted and wanted.to_dict()
+        if self.device is not None and about.get("quantization") and is_given:
+            expected["device"] = device_name(quantizing_device(self.device))
+        for name, value in expected.items():
+            found = about.get(name)
+            if found == value:
+                continue
+            if isinstance(found, dict) and isinstance(value, dict):
+                keys = [each for each in value if value[each] != found.get(each)]
+                found, value = ({each: of.get(each) for each in keys} for of in (found, value))
+            raise PolicyError(
+                f"store: expected one with {name} {quoted(value)}, found {where} with "
+                f"{quoted(found)}; choose another folder, or pass what it was made with"
+            )
+
+    def refuse_for_a_folder(self, source: "str | os.PathLike[str]") -> None:
+        """Refuse options of the hub for what lies on this machine.
+
+        Raises:
+            PolicyError: If there is one that asks for something else.
+        """
+        if os.path.lexists(source):
+            self._refuse_hub(f"a hub repository; {quoted(os.fspath(source))} is a local path")
+
+    def _refuse_for_a_folder(self, where: str) -> None:
+        self._refuse_hub(f"a hub repository; {where} is a store")
+        for name, value in (("subfolder", self.place.subfolder), ("variant", self.place.variant)):
+            if value:
+                raise PolicyError(
+                    f"{name}: expected none with a store, which is opened as it is, found "
+                    f"{quoted(value)}; leave it out"
+                )
+
+    def _refuse_hub(self, of: str) -> None:
+        hub = self.place.hub
+        for name, said in (
+            ("revision", hub.get("revision") not in (None, "main")),
+            ("force_download", bool(hub.get("force_download"))),
+        ):
+            if said:
+                raise PolicyError(
+                    f"{name}: expected it with {of}, found {quoted(hub[name])}; leave it out"
+                )
+
+
+def format_of(config: "BitsAndBytesConfig | None") -> Format | None:
+    """How 4-bit weights lie in memory under a configuration."""
+    if config is None:
+        return None
+    return Format(
+        config.bnb_4bit_quant_type,
+        config.bnb_4bit_use_double_quant,
+        config.bnb_4bit_quant_storage,
+    )
+
+
+def quantizing_device(device: torch.device | str | None) -> torch.device:
+    """Where to quantize; None is the current GPU, or the CPU if there is none.
+
+    Raises:
+        PolicyError: If there is no such device.
+    """
+    if device is None:
+        is_available = torch.cuda.is_available()
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if is_available
+            else torch.device("cpu")
+        )
+    try:
+        # An empty tensor checks that the device exists and fills in its index.
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise PolicyError(
+            f"device: expected a usable device, found {quoted(device)} "
+            f"({quoted(str(error).splitlines()[0], is_bare=True)})"
+        ) from error
+    if found.type not in ("cpu", "cuda"):
+        raise PolicyError(f"device: expected a CPU or CUDA device, found {quoted(device)}")
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """What a store remembers of the device that quantized it: bytes may depend on it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Refuse what cannot be honoured; take away what is so anyway."""
+    if options.pop("trust_remote_code", False):
+        raise PolicyError(
+            "trust_remote_code: expected False, found True: code from a checkpoint is never run; "
+            "install a release of transformers that knows the model"
+        )
+    if options.get("use_safetensors", True) is False:
+        raise PolicyError(
+            "use_safetensors: expected True, found False: a pickle can run code and is never "
+            "opened; convert the checkpoint to safetensors"
+        )
+    for name, answers in {
+        "use_safetensors": (True, None),
+        "low_cpu_mem_usage": (True, None),
+    }.items():
+        if options.get(name) in answers:
+            options.pop(name, None)
+    refused = sorted(_NOT_HONOURED & options.keys())
+    if refused:
+        instead = [_INSTEAD[name] for name in refused if name in _INSTEAD]
+        raise PolicyError(
+            f"{', '.join(refused)}: expected options of from_pretrained that poros.load has no "
+            "answer of its own to; leave them out, and "
+            + (", ".join(instead) or "see dtype, device, store and host_budget")
+        )
+
+
+# Of from_pretrained. Whatever else is no field of the configuration is refused as such.
+_NOT_HONOURED = frozenset(
+    (
+        *_INSTEAD,
+        "adapter_kwargs",
+        "adapter_name",
+        "allow_all_kernels",
+        "code_revision",
+        "device_map",
+        "device_mesh",
+        "disable_mmap",
+        "distributed_config",
+        "fusion_config",
+        "ignore_mismatched_sizes",
+        "kernel_config",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "mirror",
+        "offload_buffers",
+        "offload_folder",
+        "offload_state_dict",
+        "output_loading_info",
+        "proxies",
+        "return_unused_kwargs",
+        "state_dict",
+        "tp_plan",
+        "tp_size",
+        "use_kernels",
+        "use_safetensors",
+        "weights_only",
+    )
+)
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise PolicyError(f"{name}: expected a text, found {quoted(value)}")
+    return value or None
+
+
+def _dtype(value: Any) -> "torch.dtype | str | Unsaid":
+    if value is UNSAID or value == "auto":
+        return "auto" if value == "auto" else UNSAID
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if isinstance(found, torch.dtype) and found in DTYPES:
+        return found
+    names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+    raise PolicyError(f"dtype: expected {names} or 'auto', found {quoted(value)}")
+
+
+def _require_generation_config(value: Any) -> None:
+    if value is None:
+        return
+    from transformers import GenerationConfig
+
+    if not isinstance(value, GenerationConfig):
+        raise PolicyError(
+            f"generation_config: expected a GenerationConfig of transformers, found {quoted(value)}"
+        )
+
+
+def _bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
+    if quantization is None:
+        return None
+    from transformers import BitsAndBytesConfig
+
+    if isinstance(quantization, str) and quantization in ("nf4", "fp4"):
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    if isinstance(quantization, BitsAndBytesConfig) and quantization.load_in_4bit:
+        return copy.deepcopy(quantization)
+    if isinstance(quantization, BitsAndBytesConfig):
+        quantization = "a BitsAndBytesConfig of 8 bits"
+    raise PolicyError(
+        "quantization: expected 'nf4', 'fp4', a 4-bit BitsAndBytesConfig or None, found "
+        f"{quoted(quantization)}; no other format can be streamed"
+    )
+
+
+def _comparable(config: "BitsAndBytesConfig") -> object:
+    skipped = config.llm_int8_skip_modules
+    return format_of(config), config.bnb_4bit_compute_dtype, skipped and sorted(skipped)

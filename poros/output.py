@@ -1,0 +1,43 @@
+"""Where results are to be written: checked before the work, not found out after it."""
+
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from poros.errors import PolicyError, quoted
+
+
+def require_file(path: Path, option: str) -> None:
+    """Refuse a file that could not be written; makes the folders above it.
+
+    Args:
+        path: The file. It is not touched.
+        option: What the user calls it.
+
+    Raises:
+        PolicyError: If it is a folder, or nothing can be written beside it.
+    """
+    if path.is_dir():
+        raise PolicyError(f"{option}: expected a file to write, found the folder {_shown(path)}")
+    require_folder(path.parent, option)
+
+
+def require_folder(path: Path, option: str) -> None:
+    """Refuse a folder in which nothing could be written; makes it if it is not there.
+
+    Raises:
+        PolicyError: If the system says no; the message has its reason.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path) as probe:
+            probe.write(bytes(4096))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PolicyError(
+            f"{option}: expected a folder to write to, found {_shown(path)}: "
+            f"{quoted(reason, is_bare=True)}; choose another"
+        ) from error
+
+
+def _shown(path: Path) -> str:
+    return quoted(str(path), limit=1000)

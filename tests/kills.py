@@ -1,0 +1,253 @@
+"""Kills a process that writes, reads or saves at a random moment, and looks at what the next finds.
+
+    python -m tests.kills --rounds 60 --seed 0
+
+Each round forks a process that loads a small checkpoint into a store, opens one and trains from it,
+or saves a model out of it, and ends it with SIGKILL at a moment drawn from the time that the whole
+takes. Then the next process starts: it must find the bytes of ``from_pretrained``, a store that
+verifies, an untouched checkpoint, and leave no folder but the store. With ``--cuts``, files are
+cut off instead while they are read: the process must end by itself, with a typed error or with the
+right bytes.
+
+Prints one line a kind and exits with 1 if anything was wrong.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import poros
+from poros.errors import PorosError
+from poros.gates import tiny
+from poros.layout import slab_offsets
+from poros.loaders.store import is_store, open_store
+from poros.loading import load
+from tests.loaded import described, quantization, standard
+
+KILLED, DONE, REFUSED, BROKEN = -signal.SIGKILL, 0, 3, 1
+
+
+@dataclass
+class Count:
+    """What became of the rounds of one kind."""
+
+    rounds: int = 0
+    in_the_middle: int = 0
+    """Killed before it had come to its end, or cut off before it had read everything."""
+    wrong: list[str] = field(default_factory=list)
+    """What should not be, one line each."""
+
+
+class Bench:
+    """A checkpoint, a store of it, and what they have to be.
+
+    Args:
+        folder: Empty; everything lies in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source, self.sound = folder / "source", folder / "sound"
+        config = tiny.small_config("qwen2", num_layers=6, hidden_size=128)
+        tiny.write_checkpoint(config, self.source, dtype=torch.bfloat16)
+        self.expected = comparable(standard(self.source, quantization()))
+        load(self.source, store=self.sound)
+        self.contents = contents(self.source)
+        with open_store(self.sound) as opened:
+            self.budget = slab_offsets(opened.layouts)[3]
+        self.batch = tiny.make_batches(1)[0]
+
+    def write(self, store: Path) -> None:
+        """Quantize the checkpoint into a store, and open it."""
+        self.require_right(load(self.source, store=store))
+
+    def read(self, store: Path) -> None:
+        """Open a store, half of it on the disk, and train a step."""
+        model = load(store, host_budget=self.budget)
+        model = poros.prepare(tiny.attach_lora(model), device="cpu")
+        model.train()
+        model(**self.batch).loss.backward()
+
+    def read_checkpoint(self, source: Path) -> None:
+        """Load without a store."""
+        self.require_right(load(source))
+
+    def save(self, store: Path) -> None:
+        """Save a model that lies in a store, and load what was saved."""
+        load(store, host_budget=self.budget).save_pretrained(store.parent / "saved")
+        self.require_right(load(store.parent / "saved"))
+
+    def require_right(self, model: Any) -> None:
+        found = comparable(model)
+        differing = sorted(key for key in self.expected if found.get(key) != self.expected[key])
+        if differing:
+            raise RuntimeError(f"other bytes than from_pretrained: {differing[:3]}")
+
+    def look(self, place: Path, count: Count) -> None:
+        """Start again where a process was killed."""
+        store = place / "store"
+        count.in_the_middle += not is_store(store) or any(place.glob(".*"))
+        try:
+            self.require_right(load(self.source, store=store))
+            open_store(store, verify=True).close()
+        except Exception as error:
+            count.wrong.append(f"{type(error).__name__}: {error}")
+        left = sorted(each.name for each in place.iterdir() if each.name not in ("store", "saved"))
+        if left:
+            count.wrong.append(f"left over: {left}")
+        if sorted(each.name for each in store.iterdir()) != sorted(
+            each.name for each in self.sound.iterdir()
+        ):
+            count.wrong.append(f"in the store: {sorted(each.name for each in store.iterdir())}")
+        if contents(self.source) != self.contents:
+            count.wrong.append("the checkpoint was written to")
+
+
+def comparable(model: Any) -> dict[str, Any]:
+    """Tensors by name, their bytes as SHA-256."""
+    return {key: each for key, each in described(model).items() if "." in key and " " not in key}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in sorted(folder.iterdir())}
+
+
+def start(action: Callable[[], object]) -> int:
+    """Run it in a process of its own; the process' id."""
+    child = os.fork()
+    if child:
+        return child
+    code = BROKEN
+    try:
+        action()
+        code = DONE
+    except PorosError:
+        code = REFUSED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def end_of(child: int) -> int:
+    """Its exit code, or the number of the signal that ended it, negative."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def duration(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    if end_of(start(action)) != DONE:
+        raise RuntimeError("expected it to work when nobody interferes")
+    return time.perf_counter() - begin
+
+
+def kill(bench: Bench, kind: str, rounds: int, generator: random.Random) -> Count:
+    """Rounds of one kind: ``write``, ``read``, ``save``."""
+    count = Count()
+    longest = 0.0
+    for number in range(-1, rounds):
+        place = bench.folder / f"{kind}{number}"
+        place.mkdir()
+        if kind != "write":
+            shutil.copytree(bench.sound, place / "store")
+
+        def action(place: Path = place) -> None:
+            getattr(bench, kind)(place / "store")
+
+        if number < 0:
+            longest = duration(action)
+        else:
+            child = start(action)
+            time.sleep(generator.uniform(0, longest))
+            os.kill(child, signal.SIGKILL)
+            ended = end_of(child)
+            count.rounds += 1
+            if ended not in (KILLED, DONE):
+                count.wrong.append(f"ended by itself with {ended}")
+            before = count.in_the_middle
+            bench.look(place, count)
+            count.in_the_middle = before + (ended == KILLED)
+        shutil.rmtree(place)
+    return count
+
+
+def cut(bench: Bench, kind: str, rounds: int, generator: random.Random) -> Count:
+    """Rounds of one kind: ``read``, ``read_checkpoint``, ``save``."""
+    count = Count()
+    longest = 0.0
+    for number in range(-1, rounds):
+        place = bench.folder / f"cut-{kind}{number}"
+        origin, name = bench.sound, "slabs.safetensors"
+        if kind == "read_checkpoint":
+            origin, name = bench.source, "model.safetensors"
+        shutil.copytree(origin, place / "store")
+
+        def action(place: Path = place) -> None:
+            getattr(bench, kind)(place / "store")
+
+        if number < 0:
+            longest = duration(action)
+        else:
+            child = start(action)
+            time.sleep(generator.uniform(0, longest))
+            size = (place / "store" / name).stat().st_size
+            os.truncate(place / "store" / name, generator.randrange(size))
+            ended = end_of(child)
+            count.rounds += 1
+            count.in_the_middle += ended == REFUSED
+            if ended not in (DONE, REFUSED):
+                count.wrong.append(f"ended with {ended}")
+        shutil.rmtree(place)
+    return count
+
+
+def run(rounds: int, cuts: int, seed: int) -> dict[str, Count]:
+    """All kinds, ``rounds`` kills and ``cuts`` cuts in all."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)  # a process that forks must have no threads
+    generator = random.Random(seed)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder))
+        kinds = ("write", "read", "save")
+        for kind in kinds if rounds else ():
+            share = rounds // 2 if kind == "write" else rounds // 4
+            found[f"killed: {kind}"] = kill(bench, kind, share, generator)
+        for kind in ("read_checkpoint", "read", "save") if cuts else ():
+            found[f"cut off: {kind}"] = cut(bench, kind, cuts // 3, generator)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--cuts", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    found = run(options.rounds, options.cuts, options.seed)
+    for kind, count in found.items():
+        print(
+            f"{kind}: {count.rounds} rounds, {count.in_the_middle} in the middle, "
+            f"{len(count.wrong)} wrong"
+        )
+        for line in count.wrong:
+            print(f"    {line}")
+    return int(any(count.wrong for count in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Digests are of the bytes alone, wherever they lie, and of every one of them."""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from poros import digests
+from poros.digests import PIECE_NUM_BYTES, digest_of, identity_of
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 9, 10, 11, 20, 47])
+def test_a_digest_is_of_pieces(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the definition, however the bytes are spread, with threads and without."""
+    monkeypatch.setattr(digests, "PIECE_NUM_BYTES", 10)
+    text = os.urandom(num_bytes)
+    pieces = [text[at : at + 10] for at in range(0, num_bytes, 10)]
+    expected = hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in pieces))
+    with ThreadPoolExecutor(2) as pool:
+        for at in {0, num_bytes // 3, num_bytes // 2, num_bytes}:
+            parts = [memoryview(each) for each in (text[:at], b"", text[at:])]
+            for threads in (None, pool):
+                assert digest_of(parts, threads) == expected.hexdigest()
+
+
+def test_every_bit_counts() -> None:
+    text = bytearray(PIECE_NUM_BYTES + 100)
+    sound = digest_of([memoryview(text)])
+    for place in (0, PIECE_NUM_BYTES - 1, PIECE_NUM_BYTES, len(text) - 1):
+        text[place] ^= 1
+        assert digest_of([memoryview(text)]) != sound
+        text[place] ^= 1
+    assert digest_of([memoryview(text)]) == sound
+    assert digest_of([memoryview(text), memoryview(b"\0")]) != sound
+
+
+def test_a_write_shows_in_the_identity_whatever_becomes_of_its_time(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"before")
+    status = file.stat()
+    while True:  # clocks of file systems are coarse
+        file.write_bytes(b"behind")
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        if file.stat().st_ctime_ns != status.st_ctime_ns:
+            break
+    found = file.stat()
+    assert (found.st_size, found.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert identity_of(found) != identity_of(status)

@@ -182,12 +182,13 @@ class Staying:
 
 def _is_cast_bias(owner: dict[str, Any], key: str, old: Any, new: Any) -> bool:
     """Whether the same object, never written, has another dtype: see "Edits of what stays"."""
+    if key != "bias" or old is None or new is None or not isinstance(owner[key], nn.Parameter):
+        return False
+    before, _, (_, old_version, old_dtype, old_shape) = old
+    after, _, (_, new_version, new_dtype, new_shape) = new
     return (
-        key == "bias"
-        and isinstance(owner[key], nn.Parameter)
-        and old is not None
-        and new is not None
-        and old[:2] == new[:2]
-        and old[3] != new[3]
-        and old[4] == new[4]
+        before == after
+        and old_version == new_version
+        and old_dtype != new_dtype
+        and old_shape == new_shape
     )

@@ -18,6 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, count, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,14 +145,16 @@ def draw(seed: int, number: int, *, compiled: bool = True) -> Iterator[Program]:
         PolicyError: If hypothesis is not installed.
     """
     strategy = programs(compiled=compiled)
-    for chunk in range(-(-number // _CHUNK)):
-        found: list[Program] = []
-        _draw_chunk(strategy, seed * _SEED_STRIDE + chunk, found)
-        yield from found[: number - chunk * _CHUNK]
+    drawn = chain.from_iterable(
+        _draw_chunk(strategy, seed * _SEED_STRIDE + chunk) for chunk in count()
+    )
+    yield from islice(drawn, number)
 
 
-def _draw_chunk(strategy: Any, seed: int, found: list[Program]) -> None:
+def _draw_chunk(strategy: Any, seed: int) -> list[Program]:
     import hypothesis
+
+    found: list[Program] = []
 
     @hypothesis.settings(
         max_examples=_CHUNK,
@@ -163,9 +166,11 @@ def _draw_chunk(strategy: Any, seed: int, found: list[Program]) -> None:
     @hypothesis.seed(seed)
     @hypothesis.given(strategy)
     def collect(program: Program) -> None:
-        found.append(program)
+        if program not in found:
+            found.append(program)
 
     collect()
+    return found
 
 
 def fuzz_here(seed: int, number: int, judge: Judge, *, compiled: bool = False) -> Tally:
@@ -195,13 +200,20 @@ def shrunk_failure(
     return smallest, verdicts[smallest]
 
 
-def fuzz(minutes: float, seed: int, on_program: Callable[[Tally], None] | None = None) -> Tally:
+def fuzz(
+    minutes: float,
+    seed: int,
+    on_program: Callable[[Tally], None] | None = None,
+    *,
+    number: int | None = None,
+) -> Tally:
     """Draw and run programs for so many minutes.
 
     Args:
         minutes: Of wall time; a program, and the shrinking of a failure, are not cut off.
         seed: The same seed draws the same programs.
         on_program: Called after each program.
+        number: Of programs after which to stop, if that comes first.
 
     Raises:
         PolicyError: If hypothesis is not installed.
@@ -212,16 +224,20 @@ def fuzz(minutes: float, seed: int, on_program: Callable[[Tally], None] | None =
     tally = Tally(seed)
     started = time.monotonic()
     start = (0, 0)
-    while time.monotonic() - started < 60 * minutes:
-        start = _fuzz_in_process(tally, start, started, 60 * minutes, on_program)
+
+    def is_over() -> bool:
+        tally.seconds = time.monotonic() - started
+        return tally.seconds >= 60 * minutes or tally.num_programs == number
+
+    while not is_over():
+        start = _fuzz_in_process(tally, start, is_over, on_program)
     return tally
 
 
 def _fuzz_in_process(
     tally: Tally,
     start: tuple[int, int],
-    started: float,
-    limit_s: float,
+    is_over: Callable[[], bool],
     on_program: Callable[[Tally], None] | None,
 ) -> tuple[int, int]:
     """Run from chunk and program ``start`` until the time is over or the process dies."""
@@ -235,10 +251,10 @@ def _fuzz_in_process(
     try:
         while receiver.poll(_HANG_S):
             what, *values = receiver.recv()
-            tally.seconds = time.monotonic() - started
+            done = is_over()
             if what == "start":
-                if tally.seconds >= limit_s:
-                    return (0, 0)
+                if done:
+                    return start
                 running = values[0]
                 continue
             tally.add(*values)
@@ -252,7 +268,6 @@ def _fuzz_in_process(
         process.join()
     from poros.gates.fuzz_judge import Verdict
 
-    tally.seconds = time.monotonic() - started
     if running is None:
         raise PolicyError(f"fuzz: expected programs to be drawn, found {reason}")
     chunk, index, program = running
@@ -269,9 +284,7 @@ def _work(tally: Tally, start: tuple[int, int], sender: Connection) -> None:
     strategy = programs()
     chunk, first = start
     while True:
-        found: list[Program] = []
-        _draw_chunk(strategy, tally.seed * _SEED_STRIDE + chunk, found)
-        for index, program in enumerate(found):
+        for index, program in enumerate(_draw_chunk(strategy, tally.seed * _SEED_STRIDE + chunk)):
             if index < first:
                 continue
             sender.send(("start", (chunk, index, program)))

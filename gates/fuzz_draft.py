@@ -1,7 +1,8 @@
 """A program in the making, and the dice it is drawn with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any, TypeVar
 
 from poros.errors import PolicyError
@@ -41,14 +42,13 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 class Dice:
-    """Weighted draws on top of hypothesis' own."""
+    """Weighted draws."""
 
-    def __init__(self, draw: Callable[[Any], Any], strategies: Any) -> None:
-        self._draw = draw
-        self._strategies = strategies
+    def __init__(self, random: Random) -> None:
+        self._random = random
 
     def below(self, bound: int) -> int:
-        return int(self._draw(self._strategies.integers(0, bound - 1)))
+        return self._random.randrange(bound)
 
     def chance(self, percent: int) -> bool:
         return self.below(100) >= 100 - percent

@@ -119,6 +119,11 @@ class Tally:
             "ends": {end: self.ends[end] for end in ENDS},
             "features": {name: dict(ends) for name, ends in sorted(self.by_feature.items())},
             "kinds": {end: dict(kinds.most_common()) for end, kinds in self.kinds.items()},
+            "examples": {
+                f"{end}, {kind}": {"program": repr(program), "detail": detail}
+                for (end, kind), (program, detail) in self.examples.items()
+                if end != "failed"
+            },
             "findings": [
                 {
                     "kind": each.kind,
@@ -330,8 +335,8 @@ def render(tally: Tally) -> "Group":
         kinds = Table(title=f"Why {end}")
         kinds.add_column("programs", justify="right")
         kinds.add_column("kind")
-        for kind, count in tally.kinds.get(end, Counter()).most_common():
-            kinds.add_row(str(count), kind)
+        for kind, number in tally.kinds.get(end, Counter()).most_common():
+            kinds.add_row(str(number), kind)
         parts.append(kinds)
     for each in tally.findings:
         head = f"\nFAILED {each.count} times, first after {each.seconds:.0f} s: {each.kind}"

@@ -22,7 +22,7 @@ from poros.config import StreamingPolicy
 from poros.errors import PorosError, SlotStateError
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.compare import bits, differing
-from poros.gates.fuzz_arm import Arm, Record, frozen_tensors, run_arm
+from poros.gates.fuzz_arm import Arm, Record, collect, frozen_tensors, run_arm
 from poros.gates.fuzz_models import Models
 from poros.gates.fuzz_program import Program
 from poros.remat import LayerCall
@@ -129,7 +129,7 @@ class _Finish:
             for name, tensor in base.items():
                 if name not in after or not _same(tensor, after[name]):
                     self.problem = f"restore changes {name}"
-        gc.collect()
+        collect()
         alive = _num_calls() - self._num_calls
         if arm.record.error is None and alive > 0:
             self.problem = f"{alive} calls of layers are alive after restore"

@@ -287,7 +287,10 @@ class Program(Plain):
     seed: int = 0
 
 
-_UNCOUNTED = ("tag", "layer", "seed", "batch", "length", "which", "since")
+# Kinds of things, by which they are counted even where they are the default.
+_KINDS = ("kind", "does", "what", "how", "verb")
+# Numbers and names that say where; that they are not the default is enough.
+_PLACES = ("tag", "layer", "which", "since", "length", "part")
 
 
 def features(program: Program) -> frozenset[str]:
@@ -306,14 +309,15 @@ def _features(node: Any, moment: str) -> Iterator[str]:
         if is_dataclass(found):
             yield from _features(found, moment)
         elif isinstance(found, tuple):
-            where = f"{each.name}" if kind == "Step" else "start" if each.name == "before" else ""
+            where = each.name if kind == "Step" else "start" if each.name == "before" else moment
             for child in found:
-                yield from _features(child, where or moment)
+                yield from _features(child, where)
             if each.name == "forwards" and len(found) > 1:
                 yield "several forwards"
-        elif each.name not in _UNCOUNTED and (
-            found != each.default or each.name in ("kind", "does", "what", "how", "verb")
-        ):
+        elif each.name in _PLACES:
+            if each.name == "layer" and found == -1:
+                yield f"{kind} outside"
+            elif found != each.default and each.name in ("since", "length"):
+                yield f"{kind}.{each.name}"
+        elif found != each.default or each.name in _KINDS:
             yield f"{kind}.{each.name}={found}"
-        elif each.name in ("which", "layer", "since", "length") and found != each.default:
-            yield f"{kind}.{each.name}" + ("<0" if found == -1 else "")

@@ -327,7 +327,7 @@ MOTIFS: dict[Callable[[Draft], None], int] = {
     _evaluate: 9,
     _fails: 6,
     _weights: 8,
-    _base: 9,
+    _base: 14,
     _gradients: 4,
     _optimizer: 5,
     _settings: 12,

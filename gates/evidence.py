@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
 from poros.gates.compare import differing
+from poros.gates.switches import current_settings, set_settings
 from poros.remat import LayerCall
 
 _HIDDEN_STATES = "hidden_states"
@@ -79,7 +80,7 @@ class Evidence:
                 (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
                 for each in sorted({device.type, "cpu"})
             ],
-            settings=[get() for get, _ in _settings()],
+            settings=current_settings(),
             training=[module.training for module in layer.modules()],
         )
         lengths = {key: len(collector[key]) for key in recorded}
@@ -119,15 +120,22 @@ class Evidence:
                 if enabled or torch.is_autocast_enabled(device_type):
                     region = torch.autocast(device_type, dtype, enabled, cache_enabled=False)
                     stack.enter_context(region)
-            for (get, put), wanted in zip(_settings(), self.settings, strict=True):
-                if (found := get()) != wanted:
-                    put(wanted)
-                    stack.callback(put, found)
+            set_settings(self.settings, stack)
             for module, flag in zip(self.layer.modules(), self.training, strict=True):
                 stack.callback(setattr, module, "training", module.training)
                 module.training = flag
             stack.enter_context(torch.enable_grad())
             yield
+
+    @contextmanager
+    def backward_state(self, device: torch.device) -> Iterator[None]:
+        """The random states when its backward began; afterwards as they were before the body."""
+        before = random_states(device)
+        try:
+            _set_random_states(self.rng_backward, device)
+            yield
+        finally:
+            _set_random_states(before, device)
 
     @property
     def has_cache(self) -> bool:
@@ -148,29 +156,29 @@ class Evidence:
         edited = {name for name, before, after in versions if before != after}
         return {name: value for name, value in values.items() if name not in edited}
 
+    def recomputed_difference(self) -> str | None:
+        """Where what the backward recomputed is not what the forward gave."""
+        recomputed = self.call.recomputed
+        if recomputed is None:
+            return None
+        found = dict(self.named_values(recomputed))
+        expected = {name: each for name, (each, _) in self.outputs.items() if name in found}
+        difference = first_difference(self.comparable(expected), self.comparable(found))
+        return difference and f"recomputed in backward: {difference}"
+
     def named_gradients(
         self, grad_outputs: Sequence[torch.Tensor | None]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The gradients that arrived at the outputs, under the outputs' names."""
-        if not grad_outputs:
-            return iter(())
-        returned, by_the_side, recorded = self.call.unpack_results(grad_outputs)
+        return self.named_values(grad_outputs) if grad_outputs else iter(())
+
+    def named_values(self, values: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, Any]]:
+        """What belongs to the layer's outputs, one by one, under the outputs' names."""
+        returned, by_the_side, recorded = self.call.unpack_results(values)
         mappings: dict[str, dict[str, Any]] = {}
         for key, entry, value in by_the_side:
             mappings.setdefault(key, {})[entry] = value
         return named_outputs(returned, mappings, dict(recorded))
-
-
-def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Getter and setter of the process-wide settings that pick kernels."""
-    sdp = torch.backends.cuda
-    return [
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
-        (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
-        (sdp.math_sdp_enabled, sdp.enable_math_sdp),
-        (sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp),
-    ]
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:

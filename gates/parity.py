@@ -16,6 +16,7 @@ import torch
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.arms import Prepare, compare_arms, poros_prepare
+from poros.gates.kinds import attach, kind_of
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport, plain, render
 from poros.walk import count, training_visits, walk
@@ -92,6 +93,8 @@ def check_architecture(
     hidden_size: int = 128,
     num_tokens: int = 24,
     seed: int = 0,
+    adapter: str = "lora",
+    quantize: bool | None = None,
     prepare: Prepare | None = None,
     **policy: Any,
 ) -> ParityReport:
@@ -101,23 +104,32 @@ def check_architecture(
         name: A name of ``tiny.ARCHITECTURES`` or any ``model_type`` of transformers.
         num_steps: Optimizer steps.
         accumulation: Micro-batches per step, each of 2 rows, padded to different lengths.
-        dropout: Of LoRA and of the model's own dropouts.
+        dropout: Of the adapters and of the model's own dropouts.
         dtype: Of everything that is not NF4.
-        autocast_dtype: Run the forward under autocast to this dtype.
+        autocast_dtype: Run the forward under autocast to this dtype; by default only for adapters
+            that PEFT trains in no other way.
         device: Where both arms train; None is the GPU if there is one, else the CPU.
         num_layers: Decoder layers.
         hidden_size: Width of the model.
         num_tokens: Tokens per row.
         seed: Of weights, data and training.
+        adapter: Kind of the adapters, a name of ``poros.gates.kinds.KINDS``.
+        quantize: Whether the base is NF4; None makes it dense for adapters that need that.
         prepare: As in ``run_parity``; gets ``allow_unvalidated=True``, ``device`` and ``policy``
             as keywords.
         **policy: Fields of ``StreamingPolicy``, such as ``block_size`` and ``slots``.
 
     Raises:
-        UnsupportedModelError: If there is no such architecture, or it cannot be built small.
+        UnsupportedModelError: If there is no such architecture or adapter, or it cannot be built
+            small.
     """
     device = device or _default_device()
+    row = kind_of(adapter)
+    if autocast_dtype is None and dtype is not torch.float32 and not row.without_autocast:
+        autocast_dtype = dtype
     build = {
+        "adapter": adapter,
+        "quantize": row.on_4bit if quantize is None else quantize,
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "dropout": dropout,
@@ -133,7 +145,7 @@ def check_architecture(
         tiny.make_batches(num_steps * accumulation, num_tokens=num_tokens, seed=seed),
         spec,
         _with_policy(prepare, device, policy),
-        subject=name,
+        subject=name if adapter == "lora" else f"{name} with {adapter}",
         settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
     )
 
@@ -149,24 +161,27 @@ def check_model_dir(
     dtype: torch.dtype = torch.bfloat16,
     device: str | None = None,
     seed: int = 0,
+    adapter: str = "lora",
     prepare: Prepare | None = None,
     **policy: Any,
 ) -> ParityReport:
     """Run the parity gate on a checkpoint of the user, with random tokens from its vocabulary.
 
-    The model is loaded as NF4 with double quantization, gets LoRA on every linear layer of its
-    blocks, and must fit on the device once, for the resident arm.
+    The model is loaded as NF4 with double quantization (dense for adapters that need that), gets
+    LoRA or other adapters on every linear layer of its blocks, and must fit on the device once, for
+    the resident arm.
 
     Args:
         path: Folder with ``config.json`` and safetensors; nothing is downloaded.
         num_steps: Optimizer steps.
         accumulation: Micro-batches per step, each of one row.
         num_tokens: Tokens per row.
-        rank: Of LoRA.
-        dropout: Of LoRA; the model's own dropouts stay as its configuration says.
+        rank: Of adapters that have one.
+        dropout: Of the adapters; the model's own dropouts stay as its configuration says.
         dtype: Of everything that is not NF4.
         device: Where both arms train; None is the GPU if there is one, else the CPU.
         seed: Of adapters, data and training.
+        adapter: As in ``check_architecture``.
         prepare: As in ``check_architecture``.
         **policy: Fields of ``StreamingPolicy``.
 
@@ -179,6 +194,9 @@ def check_model_dir(
 
     path = Path(path)
     device = device or _default_device()
+    row = kind_of(adapter)
+    autocast_dtype = None if row.without_autocast or dtype is torch.float32 else dtype
+    quantization = "nf4" if row.on_4bit else None
     if not (path / "config.json").is_file():
         raise UnsupportedModelError(
             f"expected a checkpoint folder with a config.json, found none at {path}; to check an "
@@ -187,13 +205,14 @@ def check_model_dir(
 
     def make_model() -> torch.nn.Module:
         try:
-            base = tiny.without_repacking(load(path, dtype=dtype, device=device)).to(device)
+            loaded = load(path, quantization=quantization, dtype=dtype, device=device)
+            base = tiny.without_repacking(loaded).to(device)
         except (OSError, ValueError) as error:
             raise UnsupportedModelError(
                 "expected a causal language model that transformers loads as NF4, found at "
                 f"{path}: {type(error).__name__}: {error}"
             ) from error
-        return tiny.attach_lora(base, rank=rank, dropout=dropout, seed=seed)
+        return attach(base, adapter, rank=rank, dropout=dropout, seed=seed)
 
     try:
         vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
@@ -209,13 +228,21 @@ def check_model_dir(
         vocab_size=vocab_size,
         seed=seed,
     )
-    build = {"rank": rank, "dropout": dropout, "seed": seed, "device": device, "dtype": dtype}
+    build = {"adapter": adapter, "rank": rank, "dropout": dropout, "seed": seed}
+    build |= {"device": device, "dtype": dtype}
+    spec = TrainingSpec(
+        num_steps=num_steps,
+        accumulation=accumulation,
+        lr=1e-4,
+        autocast_dtype=autocast_dtype,
+        seed=seed,
+    )
     return run_parity(
         make_model,
         batches,
-        TrainingSpec(num_steps=num_steps, accumulation=accumulation, lr=1e-4, seed=seed),
+        spec,
         _with_policy(prepare, device, policy),
-        subject=str(path),
+        subject=str(path) if adapter == "lora" else f"{path} with {adapter}",
         settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
     )
 

@@ -181,6 +181,7 @@ def train(
                 batch = batches[(index * spec.accumulation + micro) % len(batches)]
                 record.losses.append(_backward(model, batch, device, spec))
             _finish_step(record, trained, optimizer, spec.max_grad_norm)
+            _reallocate_ranks(model, index, record.weights, trained)
             trajectory.steps.append(record)
         trajectory.rng_end_state["cpu"] = torch.get_rng_state()
         if on_gpu:
@@ -286,3 +287,16 @@ def _finish_step(
     record.grad_norm = snapshot(norm)
     optimizer.step()
     record.weights, record.exp_avg, record.exp_avg_sq = adapter_state(trained, optimizer.state)
+
+
+def _reallocate_ranks(
+    model: torch.nn.Module,
+    index: int,
+    weights: dict[str, torch.Tensor],
+    trained: Mapping[str, torch.nn.Parameter],
+) -> None:
+    """Let AdaLoRA cut ranks, as its users have to after each step, and record what it leaves."""
+    reallocate = getattr(getattr(model, "base_model", None), "update_and_allocate", None)
+    if callable(reallocate):
+        reallocate(index)
+        weights.update({name: snapshot(parameter) for name, parameter in trained.items()})

@@ -1,8 +1,9 @@
-"""Which families stream exactly: one record per family, written by the gate and by nobody else.
+"""What streams exactly: a record per family and per kind of adapter, which only the gate writes.
 
-``registry.json`` beside this file holds the records. ``poros check --architecture NAME --record``
-runs the gate in every mode below and replaces one of them; ``python -m poros.gates.sweep`` does so
-for all that have none or a stale one.
+``registry.json`` beside this file holds the records. Those of families were made with LoRA; other
+kinds of adapters have theirs on a few families (``ADAPTER_FAMILIES``). ``poros check --architecture
+NAME [--adapter KIND] --record`` runs the gate in every mode below and replaces one of them;
+``python -m poros.gates.sweep`` does so for all that have none or a stale one.
 
 Note: When a record counts. A record is a claim about code that has run. It counts only while
 
@@ -19,11 +20,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from poros.errors import PorosError
 
@@ -63,6 +64,22 @@ PROMISED_MODES: tuple[dict[str, Any], ...] = (_LONG, {**_DENSE, "accumulation": 
 OTHER_MODES: tuple[dict[str, Any], ...] = (_SHORT,)
 """Modes of every other family."""
 
+_ADAPTER = {**_SHORT, "autocast_dtype": None, "quantize": True}
+
+ADAPTER_MODES: tuple[dict[str, Any], ...] = (
+    _ADAPTER,
+    {**_ADAPTER, "autocast_dtype": "bfloat16", "keep_last": 1, "offload_boundaries": True},
+    {
+        **_ADAPTER,
+        **{"dtype": "float32", "autocast_dtype": "bfloat16", "quantize": False, "dropout": 0.0},
+        **{"block_size": 2, "accumulation": 2, "self_check": "off"},
+    },
+)
+"""Modes of kinds of adapters; ``adapter_modes`` says what of them PEFT can do for which kind."""
+
+ADAPTER_FAMILIES = ("qwen2", "gemma3")
+"""Biases and gated linear layers; sliding windows, norms around everything and a tied head."""
+
 # What decides the bits of either arm and whether a difference is seen. Commands, reports and demos
 # may change without touching a record; so may the self-check, which can stop a run, not alter it.
 _CODE = (
@@ -70,8 +87,11 @@ _CODE = (
     *("poros.frozen", "poros.host", "poros.layout", "poros.manager", "poros.pack", "poros.remat"),
     *("poros.resident", "poros.ring", "poros.rng", "poros.streams", "poros.takeover", "poros.walk"),
     *("poros.gates.adversary", "poros.gates.arms", "poros.gates.compare", "poros.gates.parity"),
-    *("poros.gates.reference", "poros.gates.sweep", "poros.gates.tiny"),
+    *("poros.gates.kinds", "poros.gates.reference", "poros.gates.sweep", "poros.gates.tiny"),
 )
+
+
+_Kind = TypeVar("_Kind", bound="Record")
 
 
 class RegistryError(PorosError, ValueError):
@@ -97,6 +117,20 @@ class Record:
     code: str
     """``code_hash()`` of the code that ran."""
     seal: str = ""
+
+    @property
+    def key(self) -> str:
+        """Under which a registry has it."""
+        return self.name
+
+    @property
+    def command(self) -> str:
+        """What proves it on any machine."""
+        return f"poros check --architecture {self.name}"
+
+    def expected_modes(self) -> Sequence[Mapping[str, Any]]:
+        """The modes in which the gate runs it now."""
+        return modes_of(self.name)
 
     def sealed(self) -> "Record":
         """This record with the digest of everything else in it."""
@@ -129,8 +163,8 @@ class Record:
     def _unsupported(self) -> list[str]:
         """Say what of the measurements does not support the outcome ``exact``."""
         found = []
-        expected = modes_of(self.name)
-        settings = [{key: mode.get(key) for key in _SHORT} for mode in self.modes]
+        expected = self.expected_modes()
+        settings = [{key: mode.get(key) for key in expected[0]} for mode in self.modes]
         # Some families cannot have dropout in their adapters; the record says which it was.
         if [{**each, "dropout": None} for each in settings] != [
             {**each, "dropout": None} for each in expected
@@ -148,11 +182,31 @@ class Record:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterRecord(Record):
+    """What the gate found for one kind of adapter on one family."""
+
+    adapter: str
+    """As in ``poros check --adapter``."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.adapter} on {self.name}"
+
+    @property
+    def command(self) -> str:
+        return f"poros check --architecture {self.name} --adapter {self.adapter}"
+
+    def expected_modes(self) -> Sequence[Mapping[str, Any]]:
+        return adapter_modes(self.adapter)
+
+
 @dataclass(frozen=True)
 class Registry:
-    """All records, by name."""
+    """All records: of families, and of kinds of adapters, by their keys."""
 
     records: Mapping[str, Record]
+    adapters: Mapping[str, AdapterRecord] = field(default_factory=dict)
 
     def exact_model_types(self) -> frozenset[str]:
         """Model types all of whose variants on record are exact."""
@@ -160,14 +214,36 @@ class Registry:
         others = {each.model_type for each in self.records.values() if each.outcome != "exact"}
         return frozenset(exact - others)
 
+    def exact_adapters(self) -> frozenset[str]:
+        """Kinds of adapters that are exact on record, on every family where PEFT can train them."""
+        outcomes: dict[str, set[Outcome]] = {}
+        for each in self.adapters.values():
+            outcomes.setdefault(each.adapter, set()).add(each.outcome)
+        return frozenset(
+            kind for kind, found in outcomes.items() if "exact" in found <= {"exact", "untested"}
+        )
+
     def including(self, record: Record) -> "Registry":
         """This registry with ``record`` in the place of its predecessor."""
-        return Registry(dict(sorted({**self.records, record.name: record}.items())))
+        if isinstance(record, AdapterRecord):
+            adapters = {**self.adapters, record.key: record}
+            return replace(self, adapters=dict(sorted(adapters.items())))
+        records = {**self.records, record.key: record}
+        return replace(self, records=dict(sorted(records.items())))
+
+    def of(self, name: str, adapter: str | None) -> Record | None:
+        """The record of a family, or of a kind of adapter on it."""
+        if adapter is None:
+            return self.records.get(name)
+        return self.adapters.get(f"{adapter} on {name}")
 
     def write(self, path: Path | None = None) -> None:
         """Write all records; a reader sees the old file or all of the new one."""
         path = path or PATH
-        content = {"records": [asdict(each) for each in self.records.values()]}
+        content = {
+            "records": [asdict(each) for each in self.records.values()],
+            "adapters": [asdict(each) for each in self.adapters.values()],
+        }
         with NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
         ) as part:
@@ -192,24 +268,27 @@ def read_registry(path: Path | None = None) -> Registry:
     path = path or PATH
     if not path.exists():
         return Registry({})
-    names = {field.name for field in fields(Record)}
     try:
-        found = [
-            Record(**{key: value for key, value in each.items() if key in names})
-            for each in json.loads(path.read_text())["records"]
-        ]
+        content = json.loads(path.read_text())
+        records = [_read(Record, each) for each in content["records"]]
+        adapters = [_read(AdapterRecord, each) for each in content.get("adapters", ())]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RegistryError(
             f"expected records of the gate in {path}, found {type(error).__name__}: {error}; "
             "restore the file, or remove it and run `python -m poros.gates.sweep`"
         ) from error
-    for each in found:
+    for each in (*records, *adapters):
         if each.seal != each._digest():
             raise RegistryError(
-                f"expected the record of {each.name!r} in {path} as the gate wrote it, found it "
-                f"changed; run `poros check --architecture {each.name} --record`"
+                f"expected the record of {each.key!r} in {path} as the gate wrote it, found it "
+                f"changed; run `{each.command} --record`"
             )
-    return Registry({each.name: each for each in found})
+    return Registry({each.key: each for each in records}, {each.key: each for each in adapters})
+
+
+def _read(kind: type[_Kind], raw: Mapping[str, Any]) -> _Kind:
+    names = {each.name for each in fields(kind)}
+    return kind(**{key: value for key, value in raw.items() if key in names})
 
 
 def modes_of(name: str) -> tuple[dict[str, Any], ...]:
@@ -217,6 +296,21 @@ def modes_of(name: str) -> tuple[dict[str, Any], ...]:
     from poros.gates.tiny import ARCHITECTURES
 
     return PROMISED_MODES if name in ARCHITECTURES else OTHER_MODES
+
+
+def adapter_modes(kind: str) -> tuple[dict[str, Any], ...]:
+    """The modes in which the gate runs a kind of adapter."""
+    from poros.gates.kinds import kind_of
+
+    row = kind_of(kind)
+    return tuple(
+        {
+            **mode,
+            "quantize": mode["quantize"] and row.on_4bit,
+            "autocast_dtype": mode["autocast_dtype"] if row.without_autocast else "bfloat16",
+        }
+        for mode in ADAPTER_MODES
+    )
 
 
 def code_hash(modules: Sequence[str] = _CODE) -> str:

@@ -14,40 +14,48 @@ the optimizer state takes later.
 
 Neither slots, streams and copies nor the recomputation take part, so a fault in them cannot hide
 itself. The bytes themselves are compared with a SHA-256 taken when they were moved to the host.
+
+Note: Layers that do not repeat themselves
+    On a GPU the backward of fused attention does not repeat itself over long sequences: two
+    resident runs of a layer differ now and then, so neither a difference nor an equality of two
+    runs says anything about streaming. Its outputs do repeat themselves, so the forward and the
+    recomputation of the step itself are compared as ever. For the gradients the layer is streamed
+    once more, over a block that is loaded anew, with deterministic attention, and compared with an
+    ordinary graph over the same kernels (``poros.gates.proof``). Only a difference there is an
+    error. A layer that does not repeat itself even so is named as not provable, and trains.
 """
 
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.utils.output_capturing import _active_collector
 
 from poros.block import is_streamed, runtime_of
 from poros.errors import ParityError
-from poros.frozen import LayerBindings, bind_block
 from poros.gates.evidence import (
     Evidence,
     first_difference,
     forward_values,
-    mappings_in,
     named,
-    named_outputs,
     random_states,
-    replace,
-    written,
 )
+from poros.gates.proof import Kernels, Outcome, Runs, is_gradient
 from poros.remat import LayerCall
 from poros.takeover import Takeover
 
 logger = logging.getLogger(__name__)
 
+_UNSTEADY = (
+    "resident does not equal itself: running the layer twice from the same state gives different "
+    "bits ({}), so nothing can be said about streaming. It depends on something that is neither "
+    'its input nor a random state of PyTorch; self_check="warn" trains without a proof'
+)
 _CACHE_HINT = (
     ". The layer was called with an empty KV cache, which a streamed layer does without; it may "
     "compute otherwise with one: pass use_cache=False, in the resident run as well"
@@ -64,8 +72,12 @@ class SelfCheck:
 
     Attributes:
         mode: See above.
-        status: ``"pending"``, ``"passed"`` or ``"failed"``.
+        status: ``"pending"``, ``"passed"``, ``"failed"``, or ``"unproven"``: complete, nothing
+            differs, but there is a layer in ``not_provable``.
         message: The mismatch, if any.
+        proved_otherwise: Layers that were proved with deterministic attention; whether two resident
+            runs with the kernels in use were seen to differ.
+        not_provable: Layers that do not repeat themselves.
     """
 
     def __init__(self, takeover: Takeover, layers: Sequence[nn.Module], mode: str) -> None:
@@ -76,6 +88,9 @@ class SelfCheck:
         self._takeover = takeover
         self._digests = _digests(takeover)
         self._unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
+        self.proved_otherwise: dict[str, bool] = {}
+        self.not_provable: list[str] = []
+        self._runs = Runs(takeover)
         self._without_gradient: set[int] = set()
         """Layers of which only the forward was checked: nothing below them is trained."""
 
@@ -83,7 +98,9 @@ class SelfCheck:
     def status(self) -> str:
         if self.message is not None:
             return "failed"
-        return "passed" if self._is_complete else "pending"
+        if not self._is_complete:
+            return "pending"
+        return "unproven" if self.not_provable else "passed"
 
     @property
     def _is_complete(self) -> bool:
@@ -103,6 +120,7 @@ class SelfCheck:
         if not call.needs_gradient and (index in self._without_gradient or not layer.training):
             return run()
         self._without_gradient.discard(index)
+        call.keeps_recomputed = True
         evidence, result = Evidence.collect(layer, call, run, arguments, self._device)
         node = next((each.grad_fn for _, each in named("", result) if each.grad_fn), None)
         held = [evidence]
@@ -140,11 +158,12 @@ class SelfCheck:
             del self._unchecked[index]
         else:
             self._without_gradient.add(index)
-        mismatch = (
-            self._damaged_bytes(index // self._takeover.block_size)
-            or self._disturbed(evidence)
-            or self._mismatch(index, evidence, grad_inputs, grad_outputs)
-        )
+        try:
+            mismatch = self._damaged_bytes(index // self._takeover.block_size) or self._mismatch(
+                index, evidence, grad_inputs, grad_outputs
+            )
+        finally:
+            evidence.call.recomputed = None  # the call lives as long as the graph
         self._settle(evidence.call.layer.name, mismatch)
 
     def watch_bytes(self, index: int, buffer: torch.Tensor) -> None:
@@ -176,19 +195,13 @@ class SelfCheck:
             logger.warning("poros: self-check failed in %s; training goes on", self.message)
         elif self.status == "passed":
             logger.info("poros: self-check passed: %d layers, 0 differing bits", self.num_layers)
+        if mismatch is None and self._is_complete:
+            self._report_proofs()
 
     def _damaged_bytes(self, block: int) -> str | None:
         if _digest(self._takeover.host.slabs[block].bytes) == self._digests[block]:
             return None
         return f"the host bytes of block {block} are not those that poros.prepare took over"
-
-    def _disturbed(self, evidence: Evidence) -> str | None:
-        before, now = (
-            forward_values({}, evidence.rng_backward),
-            forward_values({}, random_states(self._device)),
-        )
-        difference = first_difference(before, now)
-        return difference and f"its backward has to leave no trace of random draws: {difference}"
 
     def _mismatch(
         self,
@@ -200,116 +213,116 @@ class SelfCheck:
         given = [*evidence.inputs, *evidence.parameters]
         gradients = dict(zip(map(id, given), grad_inputs, strict=bool(grad_inputs)))
         streamed = forward_values(evidence.outputs, evidence.rng_end)
-        resident = self._resident(index, evidence, grad_outputs)
+        rng_after = forward_values({}, random_states(self._device))
+        resident = self._runs.resident(index, evidence, grad_outputs)
+        # Hooks may draw as gradients pass; the recomputation may not.
+        disturbed = first_difference(forward_values({}, resident.rng_backward), rng_after)
+        if disturbed is not None:
+            return f"its backward has to leave no trace of random draws: {disturbed}"
         for name, tensor in resident.sources:
             streamed[f"gradient of {name}"] = gradients.get(id(tensor))
-        difference = first_difference(resident.values, evidence.comparable(streamed))
+        streamed = evidence.comparable(streamed)
+        difference = first_difference(resident.values, streamed)
         if difference is None:
             return None
         kept = {f"input {n}": each.detach().clone() for n, each in enumerate(evidence.inputs)}
-        again = self._resident(index, evidence, grad_outputs)
+        again = self._runs.resident(index, evidence, grad_outputs)
         unsteady = first_difference(resident.values, again.values)
-        if unsteady is None:
+        if unsteady is None and not resident.may_vary:
             return difference + (_CACHE_HINT if evidence.has_cache else "")
         now = {f"input {n}": each for n, each in enumerate(evidence.inputs)}
         edited = first_difference(kept, now)
         if edited is not None:
             return f"the layer, or a hook inside it, edits what it is given in place ({edited})"
-        return (
-            "resident does not equal itself: running the layer twice from the same state gives "
-            f"different bits ({unsteady}), so nothing can be said about streaming. On GPUs the "
-            "fused attention kernels are such an operation over long sequences: use "
-            "torch.use_deterministic_algorithms(True) (TrainingArguments(full_determinism=True)), "
-            'or self_check="warn" to train without a proof'
-        )
+        if self._device.type == "cpu" and not resident.may_vary:
+            return _UNSTEADY.format(unsteady)
+        try:
+            return self._prove(index, evidence, grad_outputs, Unsteady(resident, again, streamed))
+        except torch.OutOfMemoryError:
+            self._give_up(evidence, "the device has no memory for the proof")
+            return None
 
-    def _resident(
-        self, index: int, evidence: Evidence, grad_outputs: Sequence[torch.Tensor | None]
-    ) -> "Resident":
-        """Run the layer in an ordinary graph, from the same state."""
-        leaves = {
-            id(each): each.detach().requires_grad_() if each.requires_grad else each
-            for each in evidence.inputs
-        }
-        args = tuple(replace(value, leaves) for value in evidence.args)
-        kwargs = {key: replace(value, leaves) for key, value in evidence.kwargs.items()}
-        before = mappings_in(kwargs)
-        record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
-        with _ordinary(self._takeover, index, evidence.layer) as (forward, adapters):
-            with evidence.state(self._device):
-                token = _active_collector.set(record)
-                try:
-                    result = forward(*args, **kwargs)
-                finally:
-                    _active_collector.reset(token)
-                rng_end = random_states(self._device)
-            outputs = dict(named_outputs(result, written(kwargs, before), record))
-            # By tensor: one that comes out under two names has one gradient, not twice the same.
-            pairs = {
-                id(outputs[name]): (outputs[name], gradient)
-                for name, gradient in evidence.named_gradients(grad_outputs)
-                if name in outputs and outputs[name].requires_grad
-            }
-            sources = [
-                (f"input {number}", each, leaves[id(each)])
-                for number, each in enumerate(evidence.inputs)
-                if each.requires_grad
+    def _prove(
+        self,
+        index: int,
+        evidence: Evidence,
+        grad_outputs: Sequence[torch.Tensor | None],
+        found: "Unsteady",
+    ) -> str | None:
+        """Prove a layer whose kernels need not repeat themselves; the mismatch, if there is one.
+
+        The outputs of such a layer mostly do repeat themselves, in the forward as well as in the
+        recomputation, so they are compared as they were. For the gradients both sides run once
+        more, with attention that repeats itself.
+        """
+        resident, again, streamed = found
+        difference = (
+            first_difference(
+                resident.forward, {n: each for n, each in streamed.items() if not is_gradient(n)}
+            )
+            or evidence.recomputed_difference()
+        )
+        unsteady = first_difference(resident.forward, again.forward)
+        if difference is not None and unsteady is None:
+            return difference + (_CACHE_HINT if evidence.has_cache else "")
+        if difference is not None:
+            steady = [
+                self._runs.resident(index, evidence, (), Kernels.DETERMINISTIC) for _ in range(2)
             ]
-            sources += adapters
-            found: Sequence[torch.Tensor | None] = [None] * len(sources)
-            if pairs:
-                ends, starts = zip(*pairs.values(), strict=True)
-                wanted = [leaf for *_, leaf in sources]
-                found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-        values = forward_values(
-            {n: (e.detach(), e.requires_grad) for n, e in outputs.items()}, rng_end
+            hidden = first_difference(steady[0].forward, steady[1].forward)
+            if hidden is not None:
+                return _UNSTEADY.format(hidden)
+            self._give_up(evidence, f"its outputs do not repeat themselves ({unsteady})")
+            return None
+        kernels = Kernels.DETERMINISTIC_ATTENTION
+        expected = self._runs.resident(index, evidence, grad_outputs, kernels)
+        proof = self._runs.streamed(index, evidence, grad_outputs, expected)
+        difference = first_difference(expected.values, proof.values)
+        if difference is None:
+            differs = first_difference(resident.values, again.values) is not None
+            self.proved_otherwise[evidence.call.layer.name] = differs
+            return None
+        repeated = self._runs.resident(index, evidence, grad_outputs, kernels)
+        unsteady = first_difference(expected.values, repeated.values)
+        if unsteady is None:
+            return f"{difference} (with deterministic attention on both sides)"
+        self._give_up(evidence, f"not even with deterministic attention ({unsteady})")
+        return None
+
+    def _give_up(self, evidence: Evidence, why: str) -> None:
+        name = evidence.call.layer.name
+        self.not_provable.append(name)
+        logger.warning(
+            "poros: the self-check cannot prove %s: run twice from one state, resident, it gives "
+            "different bits, %s. Nothing can be said about streaming it; training goes on",
+            name,
+            why,
         )
-        for (name, *_), gradient in zip(sources, found, strict=True):
-            values[f"gradient of {name}"] = gradient
-        return Resident(
-            evidence.comparable(values), [(name, tensor) for name, tensor, _ in sources]
+
+    def _report_proofs(self) -> None:
+        """Say once what was proved, and how."""
+        if not self.proved_otherwise:
+            return
+        names = list(self.proved_otherwise)
+        logger.warning(
+            "poros: the attention kernels in use do not repeat themselves in backward: in %d of %d "
+            "layers (%s) the streamed gradients differed from those of a resident run, and in %d "
+            "of these a second resident run was seen to differ as well. With deterministic "
+            "attention on both sides all of them are equal, bit for bit; training goes on with "
+            "your kernels",
+            len(names),
+            self.num_layers,
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+            sum(self.proved_otherwise.values()),
         )
 
 
-class Resident(NamedTuple):
-    """What an ordinary run of a layer gives."""
+class Unsteady(NamedTuple):
+    """Two resident runs of a layer, and its streamed run, with the kernels that the user chose."""
 
-    values: dict[str, Any]
-    sources: list[tuple[str, torch.Tensor]]
-    """Names and originals of what it took gradients for."""
-
-
-@contextmanager
-def _ordinary(
-    takeover: Takeover, index: int, layer: nn.Module
-) -> Iterator[tuple[Callable[..., Any], list[tuple[str, nn.Parameter, nn.Parameter]]]]:
-    """The layer's own forward over freshly loaded frozen tensors, and its adapters.
-
-    Adapters come as name, parameter and stand-in: gradients of the stand-ins run nobody's hooks.
-    """
-    block = index // takeover.block_size
-    slab = takeover.host.slabs[block]
-    memory = slab.bytes.to(takeover.device, copy=True)
-    bindings = LayerBindings(
-        bind_block(takeover.blocks[block], slab.layout, memory, takeover.constants).get(index, [])
-    )
-    places = [
-        (f"{name}.{key}" if name else key, module._parameters, key, parameter)
-        for name, module in layer.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-    stand_ins = {id(parameter): nn.Parameter(parameter.detach()) for *_, parameter in places}
-    try:
-        bindings.swap_in()
-        for _, owner, key, parameter in places:
-            owner[key] = stand_ins[id(parameter)]
-        adapters = {id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places}
-        yield partial(runtime_of(layer).own_forward, layer), list(adapters.values())
-    finally:
-        for _, owner, key, parameter in places:
-            owner[key] = parameter
-        bindings.swap_out()
+    resident: Outcome
+    again: Outcome
+    streamed: dict[str, Any]
 
 
 def _digest(data: torch.Tensor) -> bytes:

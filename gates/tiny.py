@@ -1,8 +1,8 @@
 """Small random causal LMs for the gates: real checkpoints on disk, loaded the way a user loads.
 
 Nothing here is special to Poros. A configuration of the architecture is shrunk, random weights are
-saved as safetensors, loaded with transformers and bitsandbytes, and given LoRA adapters by PEFT.
-Three choices make a comparison worth its time: LoRA's B is not zero, so every gradient is non-zero;
+saved as safetensors, loaded with transformers and bitsandbytes, and given adapters by PEFT.
+Three choices make a comparison worth its time: no adapter is zero, so every gradient is non-zero;
 norm weights and biases differ from layer to layer, so a tensor of the wrong layer is seen; and
 windows are shorter than the sequences, so a wrong mask is seen.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import UnsupportedModelError
+from poros.gates.kinds import attach
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -64,9 +65,6 @@ _DROPOUTS = (
     "attention_probs_dropout_prob",
     "dropout",
 )
-
-# Names of separate experts, in the releases that had them.
-_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 # A configuration that ignores what it is asked for has its default size, which no gate can afford.
 _MAX_PARAMETERS = 30_000_000
@@ -300,74 +298,11 @@ def without_repacking(model: "PreTrainedModel") -> "PreTrainedModel":
 def attach_lora(
     base: "PreTrainedModel", *, rank: int = 8, dropout: float = 0.0, seed: int = 0
 ) -> "PeftModel":
-    """Attach LoRA to every linear layer of the decoder blocks, with seeded and non-zero A and B.
+    """Attach LoRA to every linear layer of the decoder blocks; see ``poros.gates.kinds.attach``.
 
-    For most families these are the seven projections (q, k, v, o, gate, up, down). The values are
-    drawn on the CPU, so they are the same for every device.
+    For most families these are the seven projections (q, k, v, o, gate, up, down).
     """
-    from peft import LoraConfig, get_peft_model
-
-    targets = _linears_in_layers(base)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        lora_dropout=dropout,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(devices=[]):
-        model = get_peft_model(base, config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                scale = parameter.shape[-1] ** -0.5 if "lora_A" in name else 0.02
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def _linears_in_layers(base: "PreTrainedModel") -> list[str]:
-    """Name the linear layers of the decoder blocks that PEFT can adapt; last names if they do."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-    from transformers.pytorch_utils import Conv1D
-
-    modules = dict(base.named_modules())
-    # Not routers: some are linear layers that return a tuple.
-    linears = [
-        name
-        for name, each in modules.items()
-        if isinstance(each, torch.nn.Linear | Conv1D) and "Router" not in type(each).__name__
-    ]
-    layers = tuple(
-        f"{name}."
-        for name, module in modules.items()
-        if isinstance(module, GradientCheckpointingLayer)
-    )
-    # Without such layers: blocks are numbered; the head and other single layers are not.
-    inside = [
-        name
-        for name in linears
-        if (name.startswith(layers) if layers else any(map(str.isdigit, name.split("."))))
-    ]
-    # PEFT takes the names of separate experts for the fused parameters that replaced them.
-    if any(each.dim() == 3 for name, each in base.named_parameters() if name.startswith(layers)):
-        inside = [name for name in inside if name.split(".")[-1] not in _EXPERTS]
-    # PEFT refuses it: a state-space mixer reads this weight without calling the module.
-    mixers = tuple(name.removesuffix("conv1d") for name in modules if name.endswith(".conv1d"))
-    inside = [
-        name for name in inside if not (name.endswith(".out_proj") and name.startswith(mixers))
-    ]
-    if not inside:
-        raise UnsupportedModelError(
-            f"expected linear layers in the decoder blocks, found {linears or 'no linear'} in "
-            f"{type(base).__name__}"
-        )
-    last_names = {name.split(".")[-1] for name in inside}
-    # A last name may also be that of a linear layer outside, or of fused experts' parameters.
-    others = {*linears, *(name for name, _ in base.named_parameters())} - set(inside)
-    if any(name.split(".")[-1] in last_names for name in others):
-        return sorted(inside)
-    return sorted(last_names)
+    return attach(base, "lora", rank=rank, dropout=dropout, seed=seed)
 
 
 def make_model(
@@ -379,6 +314,7 @@ def make_model(
     dropout: float = 0.0,
     seed: int = 0,
     rank: int = 8,
+    adapter: str = "lora",
     **loading: Any,
 ) -> "PeftModel":
     """Build a small random model with adapters, through a checkpoint on disk.
@@ -388,16 +324,18 @@ def make_model(
         num_layers: Decoder layers.
         hidden_size: Width, a multiple of 8.
         dtype: Of everything that is not NF4.
-        dropout: Of LoRA and of the architecture's own dropouts.
+        dropout: Of the adapters and of the architecture's own dropouts.
         seed: Of the base weights and of the adapters.
-        rank: Of LoRA.
+        rank: Of adapters that have one.
+        adapter: Their kind, a name of ``poros.gates.kinds.KINDS``.
         **loading: ``quantize``, ``device`` and ``attn_implementation`` of ``load_base``.
 
     Exactness:
         Two calls with equal arguments give models with equal bytes.
 
     Raises:
-        UnsupportedModelError: If the architecture is unknown or cannot be built small.
+        UnsupportedModelError: If the architecture is unknown or cannot be built small, or the
+            adapter is none that the gates can attach.
     """
     config = small_config(
         architecture, num_layers=num_layers, hidden_size=hidden_size, dropout=dropout
@@ -408,7 +346,7 @@ def make_model(
         base = load_base(directory, dtype=dtype, **loading)
     # The folder is gone and had a random name, which would end up in every saved adapter.
     base.name_or_path = base.config.name_or_path = ""
-    return attach_lora(base, rank=rank, dropout=dropout, seed=seed + 1)
+    return attach(base, adapter, rank=rank, dropout=dropout, seed=seed + 1)
 
 
 def make_batches(

@@ -3,18 +3,17 @@
 Note: Rematerialization equality
     The recomputed forward must see the same bits as the forward did. Besides arguments and adapters
     (guarded by version counters in ``poros.remat``) that is: random states, autocast, the training
-    flags of the layer's modules, matmul precision, and which attention backends are allowed. Each
-    is captured at the layer's forward and *replayed* at its recomputation, then put back. Not
-    covered: the generators of Python and NumPy, the order of attention backends, and oneDNN's
-    switches.
+    flags of the layer's modules, and the process-wide settings that pick kernels
+    (``poros.settings``). Each is captured at the layer's forward and *replayed* at its
+    recomputation, then put back. Not covered: the generators of Python and NumPy.
 
     The set of active adapters, their scalings and whether they are disabled or merged is captured
     too, but a change of it between forward and backward *raises*: PEFT keeps it in many places, and
     training on after such a change is hardly ever meant.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,20 +22,8 @@ import torch
 from torch import nn
 
 from poros.rng import RngStash
-
-_Setting = tuple[Callable[[], Any], Callable[[Any], None]]
-
-
-def _settings() -> tuple[_Setting, ...]:
-    """Getter and setter of each process-wide setting that picks kernels."""
-    sdp = torch.backends.cuda
-    return (
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
-        (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
-        (sdp.math_sdp_enabled, sdp.enable_math_sdp),
-        (sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp),
-    )
+from poros.settings import Settings
+from poros.within import Within
 
 
 class AutocastState(NamedTuple):
@@ -103,7 +90,7 @@ class AmbientState:
 
     rng: RngStash
     autocast: tuple[AutocastState, ...]
-    settings: tuple[Any, ...]
+    settings: Settings
     training: tuple[bool, ...]
 
     @classmethod
@@ -112,7 +99,7 @@ class AmbientState:
         return cls(
             rng=RngStash.capture(device),
             autocast=tuple(map(AutocastState.capture, device_types)),
-            settings=_current_settings(),
+            settings=Settings.capture(),
             training=_training_flags(modules),
         )
 
@@ -122,40 +109,32 @@ class AmbientState:
 
     def without_autocast_cache(self) -> AbstractContextManager[object]:
         """For the forward itself: autocast as it is, minus the cache."""
-        return self._without_autocast_cache() if self.is_autocast else nullcontext()
+        if not self.is_autocast:
+            return nullcontext()
 
-    @contextmanager
-    def _without_autocast_cache(self) -> Iterator[None]:
-        with ExitStack() as stack:
+        def fill(stack: ExitStack) -> None:
             for each in self.autocast:
                 if each.enabled:
                     stack.enter_context(each.enter())
-            yield
 
-    @contextmanager
-    def replay(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        return Within(fill)
+
+    def replay(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Run the body in this state; afterwards everything is as it was before it."""
-        with ExitStack() as stack:
+
+        def fill(stack: ExitStack) -> None:
             stack.enter_context(self.rng.replay())
             for each in self.autocast:
                 if each.enabled or torch.is_autocast_enabled(each.device_type):
                     stack.enter_context(each.enter())
-            # Compared at once, and one by one only if that tells something.
-            if _current_settings() != self.settings:
-                for (get, put), wanted in zip(_settings(), self.settings, strict=True):
-                    if (found := get()) != wanted:
-                        put(wanted)
-                        stack.callback(put, found)
+            stack.enter_context(self.settings.replay())
             if _training_flags(modules) != self.training:
                 for module, wanted in zip(modules, self.training, strict=True):
                     if module.training != wanted:
                         stack.callback(setattr, module, "training", module.training)
                         module.training = wanted
-            yield
 
-
-def _current_settings() -> tuple[Any, ...]:
-    return tuple([get() for get, _ in _settings()])
+        return Within(fill)
 
 
 def _training_flags(modules: Sequence[nn.Module]) -> tuple[bool, ...]:

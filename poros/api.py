@@ -60,11 +60,21 @@ class Runtime:
 
     @property
     def self_check(self) -> dict[str, Any]:
-        """Mode and status (pending, passed, failed or off), and the mismatch if any."""
+        """What the check of the first step has found so far.
+
+        Returns:
+            ``mode``, ``status`` (pending, passed, failed, unproven or off), ``message`` (the
+            mismatch, if any), ``proved_with_deterministic_attention`` and ``not_provable`` (names
+            of layers that do not repeat themselves: see ``poros.gates.self_check``).
+        """
         check = self._self_check
-        if check is None:
-            return {"mode": "off", "status": "off", "message": None}
-        return {"mode": check.mode, "status": check.status, "message": check.message}
+        return {
+            "mode": check.mode if check else "off",
+            "status": check.status if check else "off",
+            "message": check.message if check else None,
+            "proved_with_deterministic_attention": list(check.proved_otherwise) if check else [],
+            "not_provable": list(check.not_provable) if check else [],
+        }
 
     def stats(self) -> dict[str, Any]:
         """What has happened since ``prepare``, as plain numbers.

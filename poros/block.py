@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from poros.manager import BlockManager
 from poros.remat import LayerCall, rematerialize
 from poros.resident import ResidentBlocks
 from poros.tree import Adapter, ModuleTree
+from poros.visits import Visits
 from poros.walk import Phase
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class LayerRuntime:
         bindings: Its frozen tensors.
         is_adapter_module: Whether PEFT put a module there.
         regions: Shared by the layers of a model.
+        visits: Likewise.
         tied_adapters: Adapter parameters of the model that are used at several places.
         boundaries: Where inputs wait for their backward; None keeps them on the device.
     """
@@ -66,6 +69,7 @@ class LayerRuntime:
         *,
         is_adapter_module: Callable[[nn.Module], bool],
         regions: AutocastRegions,
+        visits: Visits,
         tied_adapters: Sequence[str],
         boundaries: Boundaries | None,
     ) -> None:
@@ -86,6 +90,7 @@ class LayerRuntime:
         self._blocks: BlockManager | ResidentBlocks | None = blocks
         self._is_adapter_module = is_adapter_module
         self._regions = regions
+        self._visits = visits
         self._tied_adapters = tied_adapters
         self.boundaries = boundaries
         self._dropped_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
@@ -184,27 +189,35 @@ class LayerRuntime:
             PreparedModelError: If a frozen tensor was changed at rest, or by the layer itself.
             VRAMBudgetError: If the device has no room for what the layer computes.
         """
+        self._visits.end_all()
         self.bindings.require_at_rest()
         blocks = self._housed()
-        slot = blocks.acquire(self.block, phase)
-        try:
-            version = slot.buffer._version
-            self.bindings.swap_in()
-            for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.stand_in
+        undo = partial(_end_visit, blocks, self.block, self.bindings, adapters)
+        with self._visits.begin(self.name, undo):
+            try:
+                slot = blocks.acquire(self.block, phase)
+                version = slot.buffer._version
+                self.bindings.swap_in()
+                for adapter in adapters:
+                    adapter.owner[adapter.key] = adapter.stand_in
+                yield
+                self.bindings.require_twins()
+                self._require_unwritten(version, slot.buffer._version)
+            except torch.OutOfMemoryError as error:
+                raise self.owner.budget.explain(self.name, error) from error
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """The layer without its frozen tensors, for what reaches all the others."""
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        with self._visits.begin(self.name, self.bindings.swap_out):
+            self.bindings.hide()
             yield
-            self.bindings.require_twins()
-            self._require_unwritten(version, slot.buffer._version)
-        except torch.OutOfMemoryError as error:
-            raise self.owner.budget.explain(self.name, error) from error
-        finally:
-            for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.parameter
-            self.bindings.swap_out()
-            blocks.release(self.block)
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
+        self._visits.end_all()
         if not self._tree.is_current():
             layer = self._tree.modules()[0]
             tables = (t for each in layer.modules() for t in (each._parameters, each._buffers))
@@ -243,7 +256,7 @@ class LayerRuntime:
         self.bindings.swap_out()
 
     def _take_stock(self, layer: nn.Module) -> None:
-        self._tree = ModuleTree(layer, self.bindings.tensor_ids, self._is_adapter_module)
+        tree = ModuleTree(layer, self.bindings.tensor_ids, self._is_adapter_module)
         self.audit = GraphAudit(self.name)
         # Linear layers of bitsandbytes that have a bias.
         self._biased: list[Any] = [
@@ -252,6 +265,8 @@ class LayerRuntime:
             if getattr(each, "compute_dtype", None) is not None
             and each._parameters.get("bias") is not None
         ]
+        # Last: as long as the tree is the old one, stock is taken again.
+        self._tree = tree
 
     def _cast_trained_biases(self) -> None:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
@@ -352,12 +367,8 @@ class StreamedLayerMixin:
         """Moves and casts reach what stays on the device; the frozen tensors stay at rest."""
         runtime = runtime_of(self)
         require_harmless(fn, self.parameters(), runtime.device, runtime.name)  # type: ignore[attr-defined]
-        runtime.bindings.require_at_rest()
-        try:
-            runtime.bindings.hide()
+        with runtime.hidden():
             return super()._apply(fn, recurse)  # type: ignore[misc]
-        finally:
-            runtime.bindings.swap_out()
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -401,6 +412,20 @@ def detach(layer: nn.Module) -> None:
         runtime_of(layer).put_back()
         layer.__class__ = type(layer).__mro__[2]
     layer.__dict__.pop(_HOME, None)
+
+
+def _end_visit(
+    blocks: BlockManager | ResidentBlocks,
+    block: int,
+    bindings: LayerBindings,
+    adapters: Sequence[Adapter],
+) -> None:
+    for adapter in adapters:
+        if adapter.owner.get(adapter.key) is adapter.stand_in:
+            adapter.owner[adapter.key] = adapter.parameter
+    bindings.swap_out()
+    if blocks.is_held(block):
+        blocks.release(block)
 
 
 def is_streamed(module: nn.Module) -> bool:

@@ -46,6 +46,7 @@ class SideChannels:
 
     def __init__(self, kwargs: Mapping[str, Any], name: str, tensors: list[torch.Tensor]) -> None:
         self._mappings = {key: value for key, value in kwargs.items() if _is_shared_mapping(value)}
+        self._types = {key: type(value) for key, value in self._mappings.items()}
         self._held = {
             key: {
                 entry: pack(value, f"{key}[{entry!r}] given to {name}", tensors)
@@ -58,7 +59,7 @@ class SideChannels:
     @property
     def names(self) -> Sequence[str]:
         """The keyword arguments that are side channels."""
-        return list(self._mappings)
+        return list(self._types)
 
     def run(
         self, run: Callable[[Mapping[str, Any]], Any], tensors: Sequence[torch.Tensor]
@@ -68,7 +69,7 @@ class SideChannels:
             key: {entry: unpack(value, tensors) for entry, value in held.items()}
             for key, held in self._held.items()
         }
-        fresh = {key: type(self._mappings[key])(entries) for key, entries in given.items()}
+        fresh = {key: self._types[key](entries) for key, entries in given.items()}
         record: dict[str, list[Any]] = {key: [] for key in self._recorded}
         token = _active_collector.set(record)
         try:
@@ -84,10 +85,12 @@ class SideChannels:
         return returned, written, tuple((key, tuple(values)) for key, values in record.items())
 
     def publish(self, result: tuple[Any, ...]) -> Any:
-        """Write what ``run`` brought back to the real places; the layer's own result."""
+        """Write what ``run`` brought back to the real places, once; the layer's own result."""
         returned, written, recorded = result
+        # What is written has a graph that holds this object: it must not hold them in turn.
+        mappings, self._mappings = self._mappings, {}
         for key, entry, value in written:
-            self._mappings[key][entry] = value
+            mappings[key][entry] = value
         collector = _active_collector.get()
         for key, values in recorded:
             collector[key].extend(values)

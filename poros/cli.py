@@ -97,6 +97,10 @@ def check(
         str | None,
         typer.Option(help="Check a small random model of this architecture, such as qwen2."),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="Check this kind of adapter, such as vera.", show_default="lora"),
+    ] = None,
     record: Annotated[
         bool,
         typer.Option(
@@ -104,7 +108,10 @@ def check(
         ),
     ] = False,
     registered: Annotated[
-        bool, typer.Option("--registered", help="List the architectures on record; check nothing.")
+        bool,
+        typer.Option(
+            "--registered", help="List architectures and adapters on record; check nothing."
+        ),
     ] = False,
     fuzz: Annotated[
         bool,
@@ -130,7 +137,7 @@ def check(
     Exit code: 0 if no bit differs, 1 if one does (or a listed record is stale), 2 for bad input.
     """
     if registered:
-        if record or model_dir is not None or architecture is not None:
+        if record or any(each is not None for each in (model_dir, architecture, adapter)):
             raise typer.BadParameter("--registered lists what is on record and takes no other")
         _list_registered()
     if fuzz:
@@ -145,9 +152,10 @@ def check(
         chosen = (slots, block_size) != (_POLICY.slots or MIN_SLOTS, _POLICY.block_size)
         if architecture is None or steps is not None or out is not None or chosen:
             raise typer.BadParameter(
-                "--record takes --architecture NAME alone: the registry sets the modes"
+                "--record takes --architecture NAME (and --adapter KIND) alone: the registry "
+                "sets the modes"
             )
-        _record(architecture)
+        _record(architecture, adapter)
 
     from poros.gates import parity
     from poros.gates.report import render
@@ -156,6 +164,8 @@ def check(
     settings: dict[str, Any] = {"slots": slots, "block_size": block_size}
     if steps is not None:
         settings["num_steps"] = steps
+    if adapter is not None:
+        settings["adapter"] = adapter
     with _readable_errors():
         # Inside the gate a policy that cannot work would count as a failure of streaming.
         StreamingPolicy(slots=slots, block_size=block_size)
@@ -296,17 +306,17 @@ def _list_registered() -> NoReturn:
         raise typer.Exit(0 if render(read_registry()) else NOT_HELD)
 
 
-def _record(architecture: str) -> NoReturn:
+def _record(architecture: str, adapter: str | None) -> NoReturn:
     from poros.gates.registry import read_registry
     from poros.gates.report import render
     from poros.gates.sweep import make_record
 
     _quieten_libraries()
     with _readable_errors():
-        record = make_record(architecture, on_report=render)
+        record = make_record(architecture, adapter=adapter, on_report=render)
         # Read after the runs: another command may have recorded something meanwhile.
         read_registry().including(record).write()
-    typer.echo(f"recorded: {record.name} {record.outcome} {record.reason or ''}".rstrip())
+    typer.echo(f"recorded: {record.key} {record.outcome} {record.reason or ''}".rstrip())
     raise typer.Exit(0 if record.outcome == "exact" else NOT_HELD)
 
 

@@ -6,11 +6,10 @@ that is frozen inside a layer moves.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -24,6 +23,8 @@ from transformers.models.auto.modeling_auto import (
 
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.frozen import FrozenTensor, is_4bit
+from poros.kinds import IN_CACHE, Found, adapter_kinds
+from poros.quantized import refuse_foreign_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +65,13 @@ def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -
     base = _base_model(model)
     _refuse_placement(model)
     layers_name, layers = find_layers(model)
+    refuse_foreign_quantization(base, layers_name, layers)
     _refuse_intercepted(layers_name, layers)
+    kinds = adapter_kinds(model)
+    _check_kinds(layers_name, kinds)
     tied = _check_adapters(layers_name, layers)
     blocks = frozen_by_block(model, layers_name, layers, block_size)
-    _check_validated(base, layers, allow_unvalidated)
+    _check_validated(base, kinds, allow_unvalidated)
     return Inventory(base, layers_name, layers, blocks, tied)
 
 
@@ -76,6 +80,13 @@ def validated_model_types() -> frozenset[str]:
     from poros.gates.registry import read_registry
 
     return read_registry().exact_model_types()
+
+
+def validated_adapters() -> frozenset[str]:
+    """Kinds of adapters that stream exactly wherever the gate has tried them."""
+    from poros.gates.registry import read_registry
+
+    return read_registry().exact_adapters()
 
 
 def is_adapter_module(module: nn.Module) -> bool:
@@ -180,30 +191,45 @@ def _refuse_intercepted(layers_name: str, layers: Sequence[nn.Module]) -> None:
             )
 
 
+def _check_kinds(layers_name: str, kinds: Mapping[str, Found]) -> None:
+    """Refuse a model without adapters, and adapters that cannot be recomputed."""
+    if not kinds:
+        raise UnsupportedModelError(
+            f"expected PEFT adapters in {layers_name}, found none; call get_peft_model (and before "
+            "it prepare_model_for_kbit_training, if you use it) and then poros.prepare"
+        )
+    for each in (kinds[name] for name in IN_CACHE if name in kinds):
+        raise UnsupportedModelError(
+            f"expected adapters on modules or on the model's input, found {each}: it trains keys "
+            "and values that all layers are given in their KV cache, and layers are recomputed "
+            "in backward without a cache (PEFT refuses it with gradient checkpointing, too). "
+            "Prompt tuning and p-tuning train tokens before the first layer and can be streamed, "
+            "as can adapters on modules, such as LoRA"
+        )
+
+
 def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
-    """Refuse missing, merged and doubly tied adapters; name the tied ones."""
+    """Refuse merged and doubly tied adapters; name the tied ones."""
     places: dict[int, list[tuple[int, str]]] = {}
-    num_tuner_layers = 0
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
-            if isinstance(module, BaseTunerLayer):
-                num_tuner_layers += 1
-                if getattr(module, "merged", False):
-                    raise UnsupportedModelError(
-                        f"{name}: expected separate adapters, found {module.merged_adapters} "
-                        "merged into the base; call model.unmerge_adapter() before poros.prepare"
-                    )
+            if isinstance(module, BaseTunerLayer) and getattr(module, "merged", False):
+                raise UnsupportedModelError(
+                    f"{name}: expected separate adapters, found {module.merged_adapters} "
+                    "merged into the base; call model.unmerge_adapter() before poros.prepare"
+                )
+            if _has_generator(module):
+                raise UnsupportedModelError(
+                    f"{name}: expected random numbers from PyTorch's default generators, whose "
+                    "state is restored for the recomputation, found a generator of its own in "
+                    f"{type(module).__name__}; attach it without (PVeRA: generator_seed=None)"
+                )
         adapters = _adapter_parameters(layer)
         for name, parameter in layer.named_parameters(remove_duplicate=False):
             if id(parameter) in adapters:
                 places.setdefault(id(parameter), []).append(
                     (index, f"{layers_name}.{index}.{name}")
                 )
-    if not num_tuner_layers:
-        raise UnsupportedModelError(
-            f"expected PEFT adapters in {layers_name}, found none; call get_peft_model (and before "
-            "it prepare_model_for_kbit_training, if you use it) and then poros.prepare"
-        )
     tied = {each: where for each, where in places.items() if len(where) > 1}
     for where in tied.values():
         indices = [index for index, _ in where]
@@ -214,6 +240,15 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
                 "order than in a resident run; untie it"
             )
     return [where[0][1] for where in tied.values()]
+
+
+def _has_generator(module: nn.Module) -> bool:
+    held = [value for value in vars(module).values() if isinstance(value, dict | torch.Generator)]
+    return any(
+        isinstance(each, torch.Generator)
+        for value in held
+        for each in (value.values() if isinstance(value, dict) else (value,))
+    )
 
 
 def _adapter_parameters(layer: nn.Module) -> set[int]:
@@ -227,6 +262,11 @@ def _adapter_parameters(layer: nn.Module) -> set[int]:
                     added.update(id(tensor) for _, tensor in _named_tensors(part))
                 elif isinstance(part, torch.Tensor):
                     added.add(id(part))
+            # Constants of an adapter stream; PEFT makes some of them trainable as it casts them.
+            for name in getattr(module, "other_param_names", ()):
+                part = getattr(module, name, None)
+                if isinstance(part, nn.Module):
+                    added.update(id(each) for each in part.parameters() if each.requires_grad)
         if isinstance(module, BaseTunerLayer):
             # bias="lora_only" and "all" train the biases of the base where adapters sit.
             bias = getattr(module.get_base_layer(), "bias", None)
@@ -306,26 +346,37 @@ def _check_streamable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_validated(
-    base: PreTrainedModel, layers: Sequence[nn.Module], allow_unvalidated: bool
+    base: PreTrainedModel, kinds: Mapping[str, Found], allow_unvalidated: bool
 ) -> None:
-    others = {
-        type(module).__qualname__
-        for layer in layers
-        for module in layer.modules()
-        if isinstance(module, BaseTunerLayer) and not isinstance(module, LoraLayer)
-    }
     name = base.config.model_type
-    is_validated = name in validated_model_types()
-    if is_validated and not others:
+    # The records of architectures were made with LoRA.
+    others = [kinds[kind] for kind in sorted(kinds.keys() - validated_adapters() - {"lora"})]
+    unproven = [f"architecture {name!r}"] if name not in validated_model_types() else []
+    commands = [f"`poros check --architecture {name}`"] if unproven else []
+    for each in others:
+        unproven.append(f"adapters of kind {each}")
+        commands.append(_command(name, each.kind))
+    if not unproven:
         return
-    what = f"adapters {sorted(others)}" if is_validated else f"architecture {name!r}"
+    what = " with ".join(unproven)
     if not allow_unvalidated:
         raise UnvalidatedArchitectureError(
             f"no gate has shown that {what} streams exactly (`poros check --registered` "
-            "lists the architectures that do, with LoRA). Run `poros check --architecture "
-            f"{name}`; if it reports 0 differing bits, pass allow_unvalidated=True"
+            f"lists what does). Run {' and '.join(commands)}; if it reports 0 differing bits, "
+            "pass allow_unvalidated=True"
         )
     logger.warning("poros: no gate has shown that %s streams exactly; you allowed it", what)
+
+
+def _command(architecture: str, kind: str) -> str:
+    from poros.gates.kinds import KINDS
+
+    if kind in KINDS:
+        return f"`poros check --architecture {architecture} --adapter {kind}`"
+    return (
+        f"both your training and its self-check on a small model (the gate cannot attach {kind}; "
+        f"it knows {', '.join(KINDS)})"
+    )
 
 
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -305,7 +305,7 @@ class DiskStore(HostStore):
         in_order = [*self._unwanted(), *wanted]
         staging = next((each for each in in_order if self._is_free(each)), in_order[0])
         if staging.block is not None:
-            staging.is_read.wait()
+            self._await(staging)
             if self._streams is not None and staging.is_copied is not None:
                 self._streams.synchronize(staging.is_copied)
         return staging
@@ -323,10 +323,14 @@ class DiskStore(HostStore):
             raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
         self._jobs.put(_Job(staging, size, offset, self._changed.get(block, ())))
 
-    def _wait(self, staging: _Staging) -> None:
+    def _await(self, staging: _Staging) -> None:
+        """Wait until the reader is done with ``staging``, for as long as there is a reader."""
         while not staging.is_read.wait(1.0):
             if self._reader is None or not self._reader.is_alive():
                 raise CheckpointFormatError(f"{self.file}: the thread that reads it has died")
+
+    def _wait(self, staging: _Staging) -> None:
+        self._await(staging)
         if staging.error is not None:
             error, staging.error, staging.block = staging.error, None, None
             raise CheckpointFormatError(

@@ -12,6 +12,9 @@ from poros.ring import DeviceRing, Slot, SlotState
 from poros.streams import StreamContext
 from poros.walk import Action, Phase, loads, missing, predict
 
+_EVICTED = 0xFF
+"""NaN for floats, the largest code for packed 4-bit weights."""
+
 
 class BlockManager:
     """Keeps the slots filled ahead of the walk, one compute stream, one copy stream.
@@ -114,6 +117,11 @@ class BlockManager:
         self._visit = (block, phase)
         return slot
 
+    def is_held(self, block: int) -> bool:
+        """Whether ``block`` was acquired and not released yet."""
+        slot = self._ring.slot(block)
+        return slot.block == block and slot.state is SlotState.IN_USE
+
     def release(self, block: int) -> None:
         """End the visit: behind this point of the compute stream the slot may be overwritten.
 
@@ -130,6 +138,43 @@ class BlockManager:
         slot.released = self._streams.record()
         slot.state = SlotState.READY
         self._note("release", block)
+
+    def evict(self, block: int) -> None:
+        """Forget ``block``, if it is in its slot, and overwrite the slot.
+
+        Streams:
+            The compute stream waits for the block's copy, should it be on its way, and fills the
+            slot: nothing of it can pass for what a later copy brings.
+
+        Raises:
+            SlotStateError: If the block is in use.
+            ValueError: If ``block`` is out of range.
+        """
+        self._require_in_range(block)
+        slot = self._ring.slot(block)
+        if slot.block != block:
+            return
+        if slot.state is SlotState.IN_USE:
+            raise _bad_state("evict", block, slot, "loading or ready")
+        self._streams.wait(slot.ready)
+        slot.buffer.fill_(_EVICTED)
+        slot.released = self._streams.record()
+        slot.state, slot.block = SlotState.FREE, None
+        self._note("evict", block)
+
+    def replace(self, block: int) -> None:
+        """Queue the copy of another block into the slot of ``block``, if there is another.
+
+        Raises:
+            SlotStateError: If the block is in use.
+            ValueError: If ``block`` is out of range.
+        """
+        self._require_in_range(block)
+        num_slots = len(self._ring.slots)
+        others = (k for k in range(block % num_slots, self.num_blocks, num_slots) if k != block)
+        other = next(others, None)
+        if other is not None:
+            self.prefetch(other)
 
     def _require_in_range(self, block: int) -> None:
         if not 0 <= block < self.num_blocks:

@@ -17,11 +17,13 @@ compiled layer) then takes the same path in the forward, in the recomputation an
 
 What may change between a forward and its backward:
 
-- training flags, random states, autocast, matmul precision, allowed attention backends: replayed;
+- training flags, random states, autocast, settings that pick kernels: replayed;
 - active adapters, their scaling, disabling or merging: ``RematerializationError``;
 - an adapter edited in place, replaced, moved or deleted: ``RematerializationError``;
 - the layer's input or any other tensor it was given edited in place: ``RematerializationError``;
-- the layer's module tree, or the hooks inside it: ``RematerializationError``.
+- the layer's module tree, or the hooks inside it, those of all modules too:
+  ``RematerializationError``;
+- a plain attribute of a module inside it or of its configuration: ``RematerializationError``.
 
 Hooks on modules inside a layer run twice per step, as under activation checkpointing. Hooks on
 parameters run once. An edit that PyTorch does not count (a fused optimizer's step, an assignment of
@@ -107,8 +109,12 @@ class LayerCall:
         self.ambient = AmbientState.capture(layer.device, self._tree.modules())
         self.is_pending = True
         """Whether no backward has passed yet."""
+        self.keeps_recomputed = False
+        """Whether somebody wants to see what the recomputation gives."""
+        self.recomputed: list[torch.Tensor] | None = None
         self._hooks = self._tree.hooks()
         self._adapter_state = adapter_state(self._tree.adapter_modules)
+        self._attributes = self._tree.attributes.read()
         self._result: Any = None
         self._result_forms: list[tuple[torch.Size, torch.dtype, bool]] = []
         self._rng_end: RngStash | None = None
@@ -148,6 +154,8 @@ class LayerCall:
                 f"{self.layer.name}: expected its arguments to be left alone, found one edited in "
                 "place by the layer itself; the recomputation would edit it again"
             )
+        # What the layer has changed now it will change again.
+        self._tree.attributes.disregard(self._attributes)
         uses = self.layer.audit.uses(results, inputs, self.stand_ins, self._hooks)
         self.handed_back = {
             number: HandedBack(self.layer.name) for number, count in enumerate(uses) if count > 1
@@ -182,6 +190,13 @@ class LayerCall:
         """The layer's result in its own form; side results go to their places."""
         return self._channels.publish(self.unpack_results(tensors))
 
+    def settle(self) -> None:
+        """A backward has passed."""
+        self.is_pending = False
+        if self._hooks:
+            # What hooks have written down in it belongs to the layer, as in its forward.
+            self._tree.attributes.disregard(self._attributes)
+
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
         name = self.layer.name
@@ -192,8 +207,9 @@ class LayerCall:
             )
         if self._tree.hooks() != self._hooks:
             raise RematerializationError(
-                f"{name}: expected the module hooks of the forward, found others at its backward; "
-                "hooks that only exist during the forward cannot be recomputed"
+                f"{name}: expected the module hooks of the forward (of the modules in it, and of "
+                "all modules), found others at its backward; register and remove hooks between "
+                "steps, not within one: the recomputation would run with other hooks"
             )
         if adapter_state(self._tree.adapter_modules) != self._adapter_state:
             raise RematerializationError(
@@ -213,6 +229,13 @@ class LayerCall:
                     f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "
                     "and backward; do so between steps"
                 )
+        changes = self._tree.attributes.changes(self._attributes)
+        if changes:
+            raise RematerializationError(
+                f"{name}: expected the modules in it as they were at the forward, found other "
+                f"settings at its backward: {', '.join(changes)}; change them between steps, not "
+                "within one"
+            )
 
 
 class RematerializeLayer(torch.autograd.Function):
@@ -268,6 +291,8 @@ class RematerializeLayer(torch.autograd.Function):
             wanted = [each for each in sources if each.requires_grad]
             found: Sequence[torch.Tensor | None] = [None] * len(wanted)
             results = call.recompute(inputs)
+            if call.keeps_recomputed:
+                call.recomputed = [each.detach() for each in results]
             # Outside of the replayed state: a resident run takes gradients in the caller's.
             pairs = [
                 (result, gradient)
@@ -277,7 +302,7 @@ class RematerializeLayer(torch.autograd.Function):
             if pairs:
                 ends, starts = zip(*pairs, strict=True)
                 found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-        call.is_pending = False
+        call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.parked = None

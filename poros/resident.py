@@ -46,8 +46,12 @@ class ResidentBlocks:
         self._streams.wait(slot.ready)
         return slot
 
+    def is_held(self, block: int) -> bool:
+        """No: there is nothing to release, since no one else will write here."""
+        return False
+
     def release(self, block: int) -> None:
-        """Nothing to give up: no one else will write here."""
+        """Nothing to give up."""
 
     @property
     def num_bytes(self) -> int:

@@ -5,11 +5,12 @@ the same masks as in forward, and must leave no trace: the generators end where 
 leaves them. (Poros technical report, Algorithm 1, lines 3-6 and 13-17.)
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
+
+from poros.within import Within
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,14 @@ class RngStash:
             torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None, device
         )
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self) -> AbstractContextManager[object]:
         """Run the body from these states; afterwards the generators are as they were before it."""
-        before = RngStash.capture(self.device)
-        try:
+
+        def fill(stack: ExitStack) -> None:
+            stack.callback(RngStash.capture(self.device)._set)
             self._set()
-            yield
-        finally:
-            before._set()
+
+        return Within(fill)
 
     def equals(self, other: "RngStash") -> bool:
         """Whether both hold the same states, bit for bit."""

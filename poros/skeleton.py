@@ -15,6 +15,7 @@ from torch import nn
 
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.frozen import is_4bit, packed_like
+from poros.kinds import Found, adapter_kinds, configured_kinds
 from poros.loaders.build import model_class_of
 from poros.loaders.quantize import quantized_form
 
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 _META = torch.device("meta")
+
+# Kinds of adapters whose planned steps have been compared with counted ones. Others either need
+# weights to be made or to be run, or do more outside of their layers than a plan knows.
+_COUNTED = frozenset(
+    (
+        *("lora", "dora", "beft", "c3a", "deft", "delora", "fourierft", "glora", "gralora"),
+        *("hira", "hra", "ln_tuning", "loha", "lokr", "miss", "oft", "peanut", "psoft"),
+        *("supertuning", "trainable_tokens", "vera", "prompt_tuning", "p_tuning", "ia3"),
+        *("pvera", "road"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +62,12 @@ class Recipe:
 
         Raises:
             PolicyError: If ``quantization`` is none of "nf4", "fp4" and None.
-            UnsupportedModelError: If there is no configuration that transformers knows.
+            UnsupportedModelError: If there is no configuration that transformers knows, or the
+                adapters are of a kind that plans do not count.
         """
         from transformers import PreTrainedConfig
 
+        _refuse_uncounted(configured_kinds({"default": adapters}))
         config = source if isinstance(source, PreTrainedConfig) else _configuration(source)
         return cls(config, _quantization(quantization, dtype), dtype, {"default": adapters})
 
@@ -62,7 +76,7 @@ class Recipe:
         """From a model with PEFT adapters, prepared or not.
 
         Raises:
-            UnsupportedModelError: If it has no adapters.
+            UnsupportedModelError: If it has no adapters, or some that plans do not count.
         """
         adapters: Mapping[str, PeftConfig] = getattr(model, "peft_config", {})
         if not adapters:
@@ -70,6 +84,7 @@ class Recipe:
                 "expected a model with PEFT adapters, found one without; call get_peft_model "
                 "first, or plan from its configuration"
             )
+        _refuse_uncounted(adapter_kinds(model))
         base = base_of(model)
         active = model.active_adapters
         return cls(
@@ -101,10 +116,15 @@ class Recipe:
         return replace(self, adapters={name: changed})
 
     def make(self) -> Any:
-        """The model, ready to train."""
+        """The model, ready to train.
+
+        Raises:
+            UnsupportedModelError: If its adapters are of a kind that plans do not count.
+        """
         made: Any = with_adapters(
             skeleton(self.config, self.quantization, self.dtype), self.adapters
         )
+        _refuse_uncounted(adapter_kinds(made))
         if self.active and tuple(made.active_adapters) != self.active:
             made.base_model.set_adapter(list(self.active))
         for name, parameter in base_of(made).named_parameters():
@@ -114,6 +134,16 @@ class Recipe:
                 parameter.data = parameter.data.to(dtype)
                 parameter.requires_grad_(is_trained)
         return made.train()
+
+
+def _refuse_uncounted(kinds: Mapping[str, Found]) -> None:
+    others = [str(found) for kind, found in kinds.items() if kind not in _COUNTED]
+    if others:
+        raise UnsupportedModelError(
+            f"expected adapters whose memory a plan counts ({', '.join(sorted(_COUNTED))}), found "
+            f"{', '.join(others)}; such a model trains with slots= (and keep_last=) in the place "
+            "of vram_budget="
+        )
 
 
 def base_of(model: Any) -> Any:

@@ -39,6 +39,7 @@ from poros.manager import BlockManager
 from poros.resident import ResidentBlocks
 from poros.ring import DeviceRing
 from poros.streams import StreamContext, Timings
+from poros.visits import Visits
 from poros.walk import Action
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Takeover:
         self.blocks = inventory.blocks
         self.block_size = policy.block_size
         self._copiers = copiers(self, policy, prepare)
+        self.visits = Visits()
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
         self.host, self.is_adopted = _host_store(inventory, policy.block_size)
@@ -119,6 +121,7 @@ class Takeover:
         Raises:
             torch.OutOfMemoryError: If the device has not got it; the room is what it was.
         """
+        self.visits.end_all()
         before = (self.num_slots, self.keep_last)
         counters = vars(self.manager)
         counted = {key: counters[key] for key in ("num_loads", "num_hits", "h2d_num_bytes")}
@@ -127,7 +130,8 @@ class Takeover:
         # Given up first, so that the new room can be had in the old one's place.
         for runtime in self._runtimes():
             runtime.leave()
-        del self.ring, self.manager, self.resident
+        self._give_up_room()
+        vars(self.manager).update(counted)
         failure: torch.OutOfMemoryError | None = None
         try:
             self._make_room(num_slots, keep_last)
@@ -160,6 +164,12 @@ class Takeover:
         self.ring, self.resident = ring, resident
         self.manager = BlockManager(self.host, ring, self._streams, self._journal, num_streamed)
         self.num_slots, self.keep_last = num_slots, keep_last
+
+    def _give_up_room(self) -> None:
+        """No block has a place: what is left when even the old room cannot be had again."""
+        self.ring = DeviceRing((), MIN_SLOTS, self._streams)
+        self.resident = ResidentBlocks(self.host, (), self._streams)
+        self.manager = BlockManager(self.host, self.ring, self._streams, self._journal, 0)
 
     def _rehouse(self) -> None:
         """Tell the layers where their blocks are now."""
@@ -209,6 +219,7 @@ class Takeover:
 
         Tensors that came from host memory stay where they are: in the memory of the store.
         """
+        self.visits.end_all()
         self._move_back()
         self._undo.close()
         self.host.unpin()
@@ -303,6 +314,7 @@ class Takeover:
                 LayerBindings(bindings.get(index, [])),
                 is_adapter_module=is_adapter_module,
                 regions=regions,
+                visits=self.visits,
                 tied_adapters=inventory.tied_adapters,
                 boundaries=None,
             )

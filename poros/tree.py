@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from poros.attributes import Attributes
 from poros.errors import PreparedModelError
 
 
@@ -56,8 +57,14 @@ class ModuleTree:
         self._hooks = [
             hooks
             for each in self._inner
-            for hooks in (each._forward_pre_hooks, each._forward_hooks)
+            for hooks in (
+                each._forward_pre_hooks,
+                each._forward_hooks,
+                each._backward_pre_hooks,
+                each._backward_hooks,
+            )
         ]
+        self._hooks += _hooks_of_all_modules()
         # Most owners hold nothing but frozen weights; no adapter ever appears in those.
         self._owners = [
             module._parameters
@@ -66,6 +73,7 @@ class ModuleTree:
             or any(id(each) not in frozen for each in module._parameters.values())
         ]
         self.adapter_modules = [each for each in self._inner if is_adapter_module(each)]
+        self.attributes = Attributes(layer)
         self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._frozen = frozen
         self._adapters: list[Adapter] | None = None
@@ -85,7 +93,7 @@ class ModuleTree:
         return [layer, *self._inner]
 
     def hooks(self) -> list[int]:
-        """Keys of the hooks inside the layer; equal lists mean the same hooks."""
+        """Keys of the hooks that run inside the layer; equal lists mean the same hooks."""
         return list(chain.from_iterable(filter(None, self._hooks)))
 
     def adapters(self) -> list[Adapter]:
@@ -147,6 +155,17 @@ def shares_memory(parameter: nn.Parameter, stand_in: nn.Parameter) -> bool:
         and stand_in.dtype == parameter.dtype
         and stand_in.shape == parameter.shape
     )
+
+
+def _hooks_of_all_modules() -> list[dict[int, Any]]:
+    """Hooks that run at every module: PyTorch counts them with those of modules."""
+    module = nn.modules.module
+    return [
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+    ]
 
 
 def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:

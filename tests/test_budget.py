@@ -12,7 +12,7 @@ from support import AdversarialPrepare
 import poros
 from poros import budget as budget_module
 from poros.api import prepare_with
-from poros.errors import PolicyError, VRAMBudgetError
+from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.reference import (
     TrainingSpec,
@@ -158,6 +158,35 @@ def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Tr
     assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
     takeover.resize(5, 2)
     assert (takeover.keep_last, len(takeover.ring.slots)) == (2, 3)
+
+
+def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajectory) -> None:
+    class Scarce(EagerStreams):
+        is_empty = False
+
+        def allocate(self, num_bytes: int) -> torch.Tensor:
+            if self.is_empty and num_bytes:
+                raise torch.OutOfMemoryError("no more")
+            return super().allocate(num_bytes)
+
+    streams = Scarce(torch.device("cpu"))
+    model = prepare_with(build(), poros.StreamingPolicy(slots=3), streams=streams)
+    train(model, BATCHES, SPEC)
+    runtime = poros.runtime(model)
+    before = runtime.stats()
+    streams.is_empty = True
+    with pytest.raises(torch.OutOfMemoryError, match="no more"):
+        runtime._takeover.resize(5, 2)
+    after = runtime.stats()
+    assert after["num_loads"] == before["num_loads"] > 0
+    assert after["device_num_bytes"] < before["device_num_bytes"]
+    assert runtime.num_slots == runtime.num_streamed_blocks == 0
+    with pytest.raises(PreparedModelError, match=r"poros\.restore"):
+        model(**BATCHES[0])
+    streams.is_empty = False
+    runtime._takeover.resize(3, 0)
+    assert runtime.num_slots == 3
+    poros.restore(model)(**BATCHES[0]).loss.backward()
 
 
 @pytest.mark.parametrize("value", ["8 apples", -1, 0, float("nan"), True, "GiB"])

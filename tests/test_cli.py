@@ -86,6 +86,20 @@ def test_check_of_an_exact_architecture_succeeds_and_writes_the_report(tmp_path:
     assert record["stats"]["num_blocks"] == 3 and record["stats"]["num_slots"] == 3
 
 
+@pytest.mark.parametrize(
+    ("adapter", "exit_code", "verdict"),
+    [
+        ("vera", 0, "EXACT: qwen2 with vera: 0 differing bits"),
+        ("ia3", 0, "EXACT: qwen2 with ia3: 0 differing bits"),
+        ("vblora", 1, "FAILED: qwen2 with vblora"),
+        ("prefix_tuning", 1, "FAILED: qwen2 with prefix_tuning"),
+    ],
+)
+def test_check_of_a_kind_of_adapter(adapter: str, exit_code: int, verdict: str) -> None:
+    result = poros_command(*TWO_STEPS, "--adapter", adapter)
+    assert result.exit_code == exit_code and verdict in text(result), result.output
+
+
 def test_check_fails_when_a_streamed_bit_is_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -118,6 +132,10 @@ def test_check_fails_when_the_streamed_run_stops(monkeypatch: pytest.MonkeyPatch
     ("arguments", "message"),
     [
         (["--architecture", "no-such-model"], "error: expected an architecture that the gates"),
+        (
+            ["--architecture", "qwen2", "--adapter", "none"],
+            "error: expected a kind of adapter that",
+        ),
         (["{folder}"], "error: expected a checkpoint folder with a config.json, found none at"),
         (["{folder}/absent"], "error: expected a checkpoint folder with a config.json"),
         (["--architecture", "qwen2", "--slots", "1"], "error: slots: expected an integer"),

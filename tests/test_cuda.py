@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_streams import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, MEGA, HostileStreams
+from held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
+from hostile_streams import MEGA, HostileStreams
 from support import same_bits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
@@ -155,26 +156,30 @@ def test_parity_when_each_step_has_a_stream_of_its_own(checkpoint: Path) -> None
     assert len(used) == SPEC.num_steps * SPEC.accumulation and len(set(used)) == 2
 
 
-WAITS_LEFT_OUT: dict[str, dict[str, Any]] = {
-    # The stream that is not waited for is the slow one.
-    COPY_AFTER_RELEASE: {"without": (COPY_AFTER_RELEASE,), "copy_cycles": 0},
-    COMPUTE_AFTER_COPY: {"without": (COMPUTE_AFTER_COPY,), "compute_cycles": 0},
-}
+WAITS = (COPY_AFTER_RELEASE, COMPUTE_AFTER_COPY)
 
 
-@pytest.mark.parametrize("is_poisoning", [False, True], ids=["slow", "slow and poisoned"])
-@pytest.mark.parametrize("wait", WAITS_LEFT_OUT)
-def test_control_a_wait_left_out(checkpoint: Path, wait: str, is_poisoning: bool) -> None:
+def out_of_order(wait: str, self_check: str) -> Prepare:
+    """A ``prepare`` without one wait, where that certainly shows (see ``held``)."""
+
+    def prepare(model: Any) -> Any:
+        policy = StreamingPolicy(slots=2, self_check=self_check)
+        return prepare_with(model, policy, streams=OutOfOrder(DEVICE, wait))
+
+    return prepare
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_control_a_wait_left_out(checkpoint: Path, wait: str) -> None:
     """The other waits, which matter only when memory or streams change hands: test_cuda_hazards."""
-    options = {**WAITS_LEFT_OUT[wait], "is_poisoning": is_poisoning, "always": True}
-    report = gate(checkpoint, hostile(self_check="off", **options), repeat_resident=False)
+    report = gate(checkpoint, out_of_order(wait, "off"), repeat_resident=False)
     assert not report.exact and report.error is None, report.verdict()
     assert report.tallies["loss"].num_differing_bits > 0
 
 
-@pytest.mark.parametrize("wait", WAITS_LEFT_OUT)
+@pytest.mark.parametrize("wait", WAITS)
 def test_the_self_check_sees_a_wait_left_out(checkpoint: Path, wait: str) -> None:
-    model = hostile(**WAITS_LEFT_OUT[wait], is_poisoning=True, always=True)(load(checkpoint))
+    model = out_of_order(wait, "strict")(load(checkpoint))
     adapters = start_digests(model)
     with pytest.raises(ParityError, match="self-check failed in"):
         train(model, BATCHES, SPEC)

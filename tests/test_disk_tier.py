@@ -249,6 +249,21 @@ class DiskSlots(Slots):
         self.manager = BlockManager(self.host, self.ring, streams, self.journal)
 
 
+def test_a_buffer_that_a_dead_reader_holds_is_not_waited_for(tmp_path: Path) -> None:
+    slots = DiskSlots(tmp_path, 9, 2, EagerStreams(torch.device("cpu")))
+    slots.train(1)
+    assert isinstance(slots.host, DiskStore)
+    jobs, reader = slots.host._jobs, slots.host._reader
+    assert jobs is not None and reader is not None
+    jobs.put(None)  # it ends, and what is given to it from now on is never read
+    reader.join()
+    for staging in slots.host._staging:
+        staging.block, staging.is_lent = 99, False
+        staging.is_read.clear()
+    with pytest.raises(CheckpointFormatError, match="has died"):
+        slots.host.lend(5)
+
+
 @pytest.mark.parametrize("num_slots", [2, 3, 5])
 @pytest.mark.parametrize("first", [0, 3])
 def test_every_visit_sees_its_block(num_slots: int, first: int, tmp_path: Path) -> None:

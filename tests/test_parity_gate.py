@@ -192,10 +192,65 @@ def test_check_architecture_passes_the_policy_on() -> None:
     assert report.settings["policy"] == {"block_size": 2}
 
 
+@pytest.mark.parametrize("adapter", ["vera", "ia3", "hra", "prompt_tuning"])
+def test_the_gate_of_a_kind_of_adapter_can_fail(adapter: str) -> None:
+    """Also of those that PEFT trains on dense weights or under autocast alone."""
+    options: dict[str, Any] = {"num_steps": 2, "num_layers": 3, "adapter": adapter}
+    report = check_architecture("qwen2", **options)
+    assert report.exact and report.subject == f"qwen2 with {adapter}"
+    assert report.settings["quantize"] is (adapter != "hra")
+    assert report.settings["adapter"] == adapter
+
+    def corrupt(model: Any, **policy: Any) -> Any:
+        model = poros.prepare(model, **{**policy, "self_check": "off"}, slots=2)
+        poros.runtime(model).host_slab(1)[4000] ^= 0x40
+        return model
+
+    report = check_architecture("qwen2", prepare=corrupt, **options)
+    assert not report.exact and report.differences[0].name.startswith("step 0, ")
+
+
+def test_the_gate_lets_adalora_cut_ranks_in_both_arms() -> None:
+    options: dict[str, Any] = {"num_steps": 3, "num_layers": 2, "adapter": "adalora"}
+    patterns = []
+
+    def watch(model: Any, **policy: Any) -> Any:
+        reallocate = model.base_model.update_and_allocate
+
+        def note(index: int) -> None:
+            reallocate(index)
+            patterns.append(model.peft_config["default"].rank_pattern)
+
+        model.base_model.update_and_allocate = note
+        return poros.prepare(model, **policy)
+
+    assert check_architecture("qwen2", prepare=watch, **options).exact
+    kept = [each for pattern in patterns if pattern for ranks in pattern.values() for each in ranks]
+    assert len(patterns) == 3 and True in kept and False in kept
+
+    def without(model: Any, **policy: Any) -> Any:
+        model.base_model.update_and_allocate = lambda index: None
+        return poros.prepare(model, **policy)
+
+    report = check_architecture("qwen2", prepare=without, **options)
+    assert not report.exact and "weight" in report.differences[0].name
+
+
+def test_the_gate_refuses_adapters_that_peft_has_replaced() -> None:
+    """PEFT's 4-bit layers pass over some variants of LoRA without a word."""
+    with pytest.raises(UnsupportedModelError, match=r"'kasa'.*attached lora"):
+        check_architecture("qwen2", adapter="kasa", quantize=True, num_layers=2, prepare=same)
+    with pytest.raises(UnsupportedModelError, match=r"'qalora'.*lora, dora, .*vera"):
+        check_architecture("qwen2", adapter="qalora", prepare=same)
+
+
 def test_check_model_dir_checks_a_checkpoint_on_disk(tmp_path: Path) -> None:
     config = tiny.small_config("mistral", num_layers=2)
     tiny.write_checkpoint(config, tmp_path, dtype=torch.float32)
     assert check_model_dir(tmp_path, num_steps=1).exact
+    for adapter in ("vera", "road", "trainable_tokens"):
+        report = check_model_dir(tmp_path, num_steps=1, adapter=adapter)
+        assert report.exact and report.subject == f"{tmp_path} with {adapter}", report.error
 
     def flip_and_prepare(model: Any, **policy: Any) -> Any:
         return poros.prepare(flip_nibble(model), **policy)

@@ -11,7 +11,16 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    CartridgeConfig,
+    LoraConfig,
+    PolyConfig,
+    PrefixTuningConfig,
+    PveraConfig,
+    VBLoRAConfig,
+    VeloraConfig,
+    get_peft_model,
+)
 from snapshots import assert_same_run, batches, build, changes, digest, layers_of, picture, run
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -232,22 +241,51 @@ CASES = {
     "prepare before PEFT": Case(
         lambda: base(quantize=False), "none", "prepare_model_for_kbit_training"
     ),
-    "IA3": Case(
+    "one bank of vectors": Case(
         lambda: get_peft_model(
-            base(), IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+            base(), VBLoRAConfig(target_modules=["k_proj"], num_vectors=8, vector_length=8)
         ),
-        "IA3|adapters",
-        "poros check",
+        r"vblora \(PEFT's VBLORA, Linear4?b?i?t?\)",
+        r"`poros check --architecture qwen2 --adapter vblora`.*allow_unvalidated=True",
+        error=UnvalidatedArchitectureError,
+    ),
+    "a kind that the gate cannot attach": Case(
+        lambda: get_peft_model(base(), PolyConfig(target_modules=["k_proj"], r=4)),
+        r"poly \(PEFT's POLY, Linear\)",
+        "the gate cannot attach poly.*allow_unvalidated=True",
         error=UnvalidatedArchitectureError,
         works=False,
     ),
-    "prompt tuning": Case(
+    "a variant of LoRA": Case(
         lambda: get_peft_model(
-            base(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+            base(quantize=False),
+            LoraConfig(target_modules=["k_proj"], velora_config=VeloraConfig(num_groups=8)),
         ),
-        "none",
-        "get_peft_model",
+        r"velora \(PEFT's LORA, VeloraLinearVariant\)",
+        "--adapter velora`",
+        error=UnvalidatedArchitectureError,
     ),
+    "a generator of its own": Case(
+        lambda: get_peft_model(
+            base(quantize=False), PveraConfig(target_modules=["k_proj"], r=4, generator_seed=1)
+        ),
+        "generator of its own",
+        "generator_seed=None",
+        r"layers\.0\.self_attn\.k_proj",
+    ),
+    **{
+        name: Case(
+            lambda config=config: get_peft_model(
+                base(), config(task_type="CAUSAL_LM", num_virtual_tokens=2)
+            ),
+            rf"{kind} \(PEFT's {kind.upper()}, {config.__name__}\).* KV cache",
+            "Prompt tuning and p-tuning .* can be streamed",
+        )
+        for name, kind, config in (
+            ("prefix tuning", "prefix_tuning", PrefixTuningConfig),
+            ("cartridge", "cartridge", CartridgeConfig),
+        )
+    },
     "trainable norm": Case(
         trainable_norm, "trainable", "requires_grad_", LAYER_1 + r"input_layernorm\.weight"
     ),

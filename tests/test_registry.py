@@ -16,10 +16,12 @@ from typer.testing import CliRunner, Result
 
 import poros.api
 from poros.cli import app
-from poros.discover import _check_validated, validated_model_types
+from poros.discover import _check_validated, validated_adapters, validated_model_types
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.gates import registry, sweep, tiny
+from poros.gates.kinds import KINDS
 from poros.gates.registry import (
+    AdapterRecord,
     Record,
     Registry,
     RegistryError,
@@ -28,6 +30,7 @@ from poros.gates.registry import (
     source_hash,
 )
 from poros.gates.report import ParityReport, environment
+from poros.kinds import Found
 
 ROOT = Path(__file__).resolve().parents[1]
 # Decide no bit of either arm: messages, commands, audits after the fact, and the registry itself.
@@ -36,11 +39,23 @@ NOT_HASHED = {
     *("poros.demo", "poros.demo_data", "poros.demo_report", "poros.errors", "poros.guards"),
     *("poros.disk", "poros.loading", "poros.memory", "poros.paper", "poros.planner"),
     *("poros.skeleton", "poros.telemetry", "poros.terms", "poros.tree"),
-    *("poros.advice", "poros.rehearsal", "poros.speeds"),
+    *("poros.advice", "poros.kinds", "poros.rehearsal", "poros.speeds"),
     *("poros.gates.registry", "poros.gates.registry_table", "poros.gates.report"),
     *("poros.gates.trainer_parity", "poros.gates.self_check", "poros.gates.evidence"),
 }
 QUICK = "starcoder2"
+# Trained in another order, with state of their own in a layer, or through a cache; or shared by
+# several modules of several layers.
+REFUSED_KINDS = {
+    *("velora", "monteclora", "alora", "lily", "tinylora", "unilora", "vblora"),
+    *("prefix_tuning", "cartridge"),
+}
+PROMISED_KINDS = {
+    *("dora", "bdlora", "mica", "kasa", "adalora", "beft", "boft", "c3a", "deft", "delora"),
+    *("fourierft", "frod", "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr"),
+    *("miss", "oft", "osf", "peanut", "psoft", "pvera", "randlora", "road", "shira", "vera"),
+    *("supertuning", "trainable_tokens", "waveft", "prompt_tuning", "p_tuning", "cpt"),
+}
 REAL = registry.PATH
 
 
@@ -64,6 +79,13 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "registry.json"
 
 
+def adapter_record(record: Record, kind: str) -> AdapterRecord:
+    """As if the gate had found of a kind what it found of a family; not a measurement."""
+    raw = {**asdict(record), "adapter": kind}
+    raw["modes"] = [{**record.modes[0], **mode} for mode in registry.adapter_modes(kind)]
+    return AdapterRecord(**raw).sealed()  # type: ignore[return-value]
+
+
 def rewrite(path: Path, record: Record, change: Any) -> None:
     """Put one record into the file with an edit that no gate made."""
     raw = asdict(record)
@@ -74,9 +96,11 @@ def rewrite(path: Path, record: Record, change: Any) -> None:
 # ------------------------------------------------------------------- the records as they stand
 
 
-def test_every_record_is_fresh(records: dict[str, Record]) -> None:
+def test_every_record_is_fresh() -> None:
     code, allowed = code_hash(), ranges()
-    assert len(allowed) == 5 and records
+    registered = read_registry(REAL)
+    records = {**registered.records, **registered.adapters}
+    assert len(allowed) == 5 and registered.records and registered.adapters
     stale = {
         name: found for name, each in records.items() if (found := each.problems(code, allowed))
     }
@@ -108,13 +132,67 @@ def test_discovery_accepts_exactly_the_model_types_that_are_exact() -> None:
     for name in [*outcomes, "never-heard-of"]:
         base: Any = SimpleNamespace(config=SimpleNamespace(model_type=name))
         try:
-            _check_validated(base, [], allow_unvalidated=False)
+            _check_validated(base, {}, allow_unvalidated=False)
         except UnvalidatedArchitectureError as error:
             assert f"`poros check --architecture {name}`" in str(error)
         else:
             accepted.add(name)
     assert accepted == expected == validated_model_types()
     assert set(tiny.ARCHITECTURES.values()) <= accepted < set(outcomes)
+
+
+def test_every_kind_of_adapter_is_on_record() -> None:
+    """On each of the families, and what every user of them is told is exact is so on record."""
+    found = read_registry(REAL)
+    assert {(each.name, each.adapter) for each in found.adapters.values()} == set(sweep.adapters())
+    assert PROMISED_KINDS <= found.exact_adapters() == validated_adapters()
+    assert not REFUSED_KINDS & found.exact_adapters()
+    assert PROMISED_KINDS | REFUSED_KINDS | {"lora"} == set(KINDS)
+
+
+def test_discovery_accepts_exactly_the_kinds_that_are_exact() -> None:
+    base: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+    accepted = set()
+    for kind in [*KINDS, "never_heard_of"]:
+        kinds = {kind: Found(kind, kind.upper(), "Linear"), "lora": Found("lora", "LORA", "Linear")}
+        try:
+            _check_validated(base, kinds, allow_unvalidated=False)
+        except UnvalidatedArchitectureError as error:
+            assert f"{kind} (PEFT's {kind.upper()}, Linear)" in str(error)
+            command = f"`poros check --architecture qwen2 --adapter {kind}`"
+            assert (command in str(error)) is (kind in KINDS)
+        else:
+            accepted.add(kind)
+    assert accepted == PROMISED_KINDS | {"lora"}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "is_exact"),
+    [
+        (("exact", "exact"), True),
+        (("exact", "untested"), True),
+        (("exact", "refused"), False),
+        (("failed", "exact"), False),
+        (("untested", "untested"), False),
+    ],
+)
+def test_a_kind_is_exact_where_peft_can_train_it_or_not_at_all(
+    outcomes: tuple[Any, ...], is_exact: bool, path: Path, records: dict[str, Record]
+) -> None:
+    found = Registry({"qwen2": records["qwen2"]})
+    for name, outcome in zip(registry.ADAPTER_FAMILIES, outcomes, strict=True):
+        record = adapter_record(records[name], "vera")
+        reason = None if outcome == "exact" else "x"
+        found = found.including(replace(record, outcome=outcome, reason=reason).sealed())
+    assert found.exact_adapters() == ({"vera"} if is_exact else set())
+    found.write()
+    model = tiny.make_model("qwen2", num_layers=2, hidden_size=32, adapter="vera")
+    if is_exact:
+        poros.api.restore(poros.api.prepare(model))
+    else:
+        with pytest.raises(UnvalidatedArchitectureError, match=r"vera .*--adapter vera`"):
+            poros.api.prepare(model)
+    poros.api.prepare(model, allow_unvalidated=True)
 
 
 def test_prepare_goes_by_the_registry(path: Path, records: dict[str, Record]) -> None:
@@ -163,6 +241,21 @@ def test_a_record_changed_by_hand_is_found(
         poros.api.prepare(tiny.make_model("qwen2", num_layers=2, hidden_size=32))
     raw = json.loads(path.read_text())["records"][0]
     assert "it was changed after the gate wrote it" in Record(**raw).problems(code_hash())
+
+
+def test_a_record_of_a_kind_changed_by_hand_is_found(
+    path: Path, records: dict[str, Record]
+) -> None:
+    record = adapter_record(records["qwen2"], "vera")
+    assert record.problems(code_hash()) == records["qwen2"].problems(code_hash())
+    for changed in (replace(record, adapter="ia3"), replace(record, name="gemma3")):
+        Registry({}, {changed.key: changed}).write()
+        with pytest.raises(RegistryError, match=r"changed; run `poros check .*--adapter"):
+            read_registry()
+    fewer = replace(record, modes=record.modes[:2]).sealed()
+    assert any("other modes" in each for each in fewer.problems(code_hash()))
+    dense = replace(record, adapter="hra").sealed()  # which PEFT trains on a dense base alone
+    assert any("other modes" in each for each in dense.problems(code_hash()))
 
 
 def test_a_refused_family_cannot_be_relabelled(records: dict[str, Record]) -> None:
@@ -293,26 +386,26 @@ def test_a_sweep_goes_on_where_it_was(
 ) -> None:
     ran = []
 
-    def run(name: str, code: str, time_limit_s: float) -> Record:
-        ran.append(name)
-        return records[name]
+    def run(name: str, adapter: str | None, code: str, time_limit_s: float) -> Record:
+        ran.append((name, adapter))
+        return adapter_record(records[name], adapter) if adapter else records[name]
 
     monkeypatch.setattr(sweep, "_in_process", run)
     stale = replace(records["llama"], code="0" * 64).sealed()
     Registry({"llama": stale, "qwen2": records["qwen2"]}).write()
-    sweep.sweep(["qwen2", "llama", QUICK])
-    assert ran == ["llama", QUICK]
-    assert dict(read_registry().records) == {
-        name: records[name] for name in ("llama", "qwen2", QUICK)
-    }
+    sweep.sweep([("qwen2", None), ("llama", None), (QUICK, None), ("qwen2", "vera")])
+    assert ran == [("llama", None), (QUICK, None), ("qwen2", "vera")]
+    found = read_registry()
+    assert dict(found.records) == {name: records[name] for name in ("llama", "qwen2", QUICK)}
+    assert list(found.adapters) == ["vera on qwen2"] and found.of("qwen2", "vera") is not None
 
 
 def test_a_process_that_hangs_or_dies_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "make_record", lambda name, code: time.sleep(60))
-    record = sweep._in_process(QUICK, code_hash(), 0.5)
+    monkeypatch.setattr(sweep, "make_record", lambda name, **_: time.sleep(60))
+    record = sweep._in_process(QUICK, None, code_hash(), 0.5)
     assert record.outcome == "untested" and "longer than" in str(record.reason)
-    monkeypatch.setattr(sweep, "make_record", lambda name, code: os._exit(3))
-    record = sweep._in_process(QUICK, code_hash(), 30.0)
+    monkeypatch.setattr(sweep, "make_record", lambda name, **_: os._exit(3))
+    record = sweep._in_process(QUICK, None, code_hash(), 30.0)
     assert record.outcome == "failed" and "exit code 3" in str(record.reason)
     assert record.problems(code_hash()) == []
 
@@ -337,6 +430,14 @@ def test_the_command_records_and_lists(path: Path, records: dict[str, Record]) -
     assert listed.exit_code == 0
     assert "1 exact families" in listed.output and "1 refused" in listed.output
     assert f"torch {environment_versions()['torch']}" in listed.output
+    result = check("--architecture", "qwen2", "--adapter", "prefix_tuning", "--record")
+    assert result.exit_code == 1, result.output
+    assert "recorded: prefix_tuning on qwen2 refused" in result.output
+    result = check("--architecture", "qwen2", "--adapter", "ln_tuning", "--record")
+    assert result.exit_code == 0 and "recorded: ln_tuning on qwen2 exact" in result.output
+    listed = check("--registered")
+    assert "1 exact families, 1 exact kinds of adapters" in listed.output
+    assert "prefix_tuning on qwen2" in listed.output and listed.exit_code == 0
     stale = replace(records["llama"], code="0" * 64).sealed()
     read_registry().including(stale).write()
     listed = check("--registered")
@@ -356,6 +457,9 @@ def environment_versions() -> dict[str, str]:
     [
         ("--registered", "--record"),
         ("--registered", "--architecture", "qwen2"),
+        ("--registered", "--adapter", "vera"),
+        ("--record", "--adapter", "vera"),
+        ("--record", "--architecture", "qwen2", "--adapter", "no-such-kind"),
         ("--record",),
         ("--record", "--architecture", "qwen2", "--steps", "2"),
         ("--record", "--architecture", "qwen2", "--slots", "3"),

@@ -108,6 +108,54 @@ def change_dropout(model: Model) -> None:
     layers_of(model)[1].mlp.up_proj.lora_dropout["default"] = nn.Dropout(0.5)
 
 
+def change_rate_of_dropout(model: Model) -> None:
+    layers_of(model)[1].mlp.up_proj.lora_dropout["default"].p = 0.5
+
+
+def change_dropout_of_attention(model: Model) -> None:
+    layers_of(model)[2].self_attn.attention_dropout = 0.5
+
+
+def change_kind_of_attention(model: Model) -> None:
+    model.get_base_model().set_attn_implementation("eager")
+
+
+def change_scale_of_attention(model: Model) -> None:
+    layers_of(model)[0].self_attn.scaling *= 2
+
+
+def change_epsilon(model: Model) -> None:
+    layers_of(model)[0].input_layernorm.variance_epsilon = 1e-3
+
+
+def change_activation(model: Model) -> None:
+    layers_of(model)[0].mlp.act_fn.forward = torch.relu
+
+
+def new_attribute(model: Model) -> None:
+    layers_of(model)[0].mlp.is_observed = True
+
+
+def full_backward_hook(model: Model) -> None:
+    layers_of(model)[1].mlp.register_full_backward_hook(double_gradients)
+
+
+def full_backward_pre_hook(model: Model) -> None:
+    layers_of(model)[1].mlp.register_full_backward_pre_hook(double_incoming)
+
+
+def forward_hook(model: Model) -> None:
+    layers_of(model)[1].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def double_gradients(module: Any, grad_input: Any, grad_output: Any) -> Any:
+    return tuple(each if each is None else 2 * each for each in grad_input)
+
+
+def double_incoming(module: Any, grad_output: Any) -> Any:
+    return tuple(each if each is None else 2 * each for each in grad_output)
+
+
 CHANGES: list[Callable[[Model], None]] = [
     set_adapter,
     set_adapter_of_one_module,
@@ -126,6 +174,16 @@ CHANGES: list[Callable[[Model], None]] = [
     replace_parameter,
     replace_module,
     change_dropout,
+    change_rate_of_dropout,
+    change_dropout_of_attention,
+    change_kind_of_attention,
+    change_scale_of_attention,
+    change_epsilon,
+    change_activation,
+    new_attribute,
+    full_backward_hook,
+    full_backward_pre_hook,
+    forward_hook,
 ]
 
 

@@ -19,8 +19,9 @@ from torch import nn
 
 import poros
 from poros.errors import ParityError, PolicyError
+from poros.gates.evidence import Evidence
+from poros.gates.proof import Outcome
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
-from poros.gates.self_check import Evidence, Resident
 
 
 def prepared(model: Any, self_check: str = "strict", **overrides: Any) -> Any:
@@ -117,6 +118,8 @@ def test_a_run_with_the_check_ends_as_one_without(case: str) -> None:
         "mode": "strict",
         "status": "passed",
         "message": None,
+        "proved_with_deterministic_attention": [],
+        "not_provable": [],
     }
 
 
@@ -228,7 +231,7 @@ def tensor_memory() -> int:
 
 def test_its_memory_is_freed_with_the_backward_even_if_the_loss_lives_on() -> None:
     def records() -> int:
-        return sum(isinstance(each, Evidence | Resident) for each in gc.get_objects())
+        return sum(isinstance(each, Evidence | Outcome) for each in gc.get_objects())
 
     gc.collect()
     others = records()
@@ -283,7 +286,8 @@ def test_off_is_logged_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
         model = prepared(build(), "off")
     assert [each for each in caplog.records if "self_check is off" in each.getMessage()]
     backward(model)
-    assert poros.runtime(model).self_check == {"mode": "off", "status": "off", "message": None}
+    found = poros.runtime(model).self_check
+    assert (found["mode"], found["status"], found["message"]) == ("off", "off", None)
 
 
 def test_strict_records_too() -> None:

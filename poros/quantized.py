@@ -1,0 +1,111 @@
+"""Bases that somebody else has quantized: refused by what they are.
+
+Kernels of other libraries hold raw pointers to packed weights, or scales in objects of their own,
+that do not follow when a tensor moves to a slot. A model type that is known to stream says nothing
+about them. What streams is plain tensors and bitsandbytes' 4-bit weights.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from poros.errors import UnsupportedModelError
+from poros.frozen import is_4bit
+
+_PACKAGES = frozenset(
+    {
+        "aqlm",
+        "auto_gptq",
+        "auto_round",
+        "awq",
+        "compressed_tensors",
+        "eetq",
+        "fbgemm_gpu",
+        "flute",
+        "fp_quant",
+        "gptqmodel",
+        "hqq",
+        "intel_extension_for_pytorch",
+        "optimum",
+        "quanto",
+        "quark",
+        "spqr_quant",
+        "torchao",
+        "vptq",
+    }
+)
+_NAMES = re.compile(
+    r"8bit|AQLM|BitLinear|BitNetLinear|Compressed|Eetq|F[Pp]8|Fp4|FPQuant|Higgs|HQQ|Mxfp4|QLinear"
+    r"|QuantLinear|Quantized|SpQR|SINQ|VPTQ|VQuant|WQLinear"
+)
+"""Names of their modules, also of those that live in transformers."""
+_PACKED = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+)
+
+
+def refuse_foreign_quantization(
+    base: PreTrainedModel, layers_name: str, layers: Sequence[nn.Module]
+) -> None:
+    """Raise ``UnsupportedModelError`` unless frozen weights are plain or 4-bit of bitsandbytes."""
+    method = _foreign_method(base)
+    if method is not None:
+        raise _error(f"a model quantized by {method}", "its quantization_config")
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
+            kind = type(module)
+            package = kind.__module__.partition(".")[0]
+            if package in _PACKAGES or (package != "peft" and _NAMES.search(kind.__name__)):
+                raise _error(f"a {kind.__module__}.{kind.__name__}", name)
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None and _is_packed(tensor):
+                        raise _error(f"packed weights of {tensor.dtype}", f"{name}.{key}")
+
+
+def _foreign_method(base: PreTrainedModel) -> str | None:
+    """The method in the model's configuration, if it is another than bitsandbytes in 4 bit."""
+    found: Any = getattr(base.config, "quantization_config", None)
+    if found is None:
+        return None
+    settings = found if isinstance(found, dict) else vars(found)
+    method = settings.get("quant_method", getattr(base, "quantization_method", None))
+    method = str(getattr(method, "value", method))
+    if settings.get("dequantize"):
+        return None
+    if method.startswith("bitsandbytes") or method == "None":
+        keys = ("load_in_8bit", "_load_in_8bit")
+        return "bitsandbytes in 8 bit" if any(settings.get(key) for key in keys) else None
+    return method
+
+
+def _is_packed(tensor: torch.Tensor) -> bool:
+    # One of another type is refused by its type, with its name.
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return (
+        is_plain
+        and not hasattr(tensor, "quant_state")
+        and not is_4bit(tensor)
+        and tensor.dim() > 1
+        and tensor.dtype in _PACKED
+    )
+
+
+def _error(found: str, where: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"expected frozen weights that are plain tensors or 4-bit weights of bitsandbytes, found "
+        f"{found} ({where}). Its kernels keep pointers and scales of their own, which would not "
+        "follow into a slot. Load the unquantized model with poros.load(..., quantization='nf4') "
+        "or BitsAndBytesConfig(load_in_4bit=True)"
+    )

@@ -1,0 +1,56 @@
+"""Ctrl-C where it is wanted: at one step of Python after another, and once more on its way out."""
+
+import sys
+from collections.abc import Callable, Collection
+from types import FrameType
+from typing import Any
+
+
+class Interrupts:
+    """Runs something and interrupts it at chosen steps, as the handler of a signal would.
+
+    Args:
+        at: Numbers of steps, counted from 1.
+        files: Ends of the names of source files whose steps count.
+        fine: Whether to count the steps of the interpreter instead of lines.
+    """
+
+    def __init__(self, at: Collection[int], files: tuple[str, ...], fine: bool = False) -> None:
+        self.num_steps = 0
+        self.num_raised = 0
+        self._at = frozenset(at)
+        self._files = files
+        self._kind = "opcode" if fine else "line"
+
+    def run(self, action: Callable[[], Any]) -> bool:
+        """Whether ``action`` was interrupted."""
+        sys.setprofile(self._trace_again)
+        sys.settrace(self._enter)
+        try:
+            action()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+            sys.setprofile(None)
+        return False
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self._files):
+            return None
+        frame.f_trace_opcodes = self._kind == "opcode"
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == self._kind:
+            self.num_steps += 1
+            if self.num_steps in self._at:
+                self.num_raised += 1
+                raise KeyboardInterrupt
+        return self._step
+
+    def _trace_again(self, frame: FrameType, event: str, argument: Any) -> None:
+        # A trace function that has raised is taken off; frames that are entered next are not seen.
+        if event == "call" and self.num_raised and self.num_raised < len(self._at):
+            frame.f_trace = self._enter(frame, event, argument)
+            sys.settrace(self._enter)

@@ -1,0 +1,142 @@
+"""Ctrl-C at every step of a visit's begin and end, and again during the clean-up.
+
+Whatever it strikes: the model is as at rest when the next step has begun, and that step is exact.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from interrupts import Interrupts
+from snapshots import assert_same_run, batches, build, layers_of, run
+from support import AdversarialPrepare
+
+import poros
+from poros.block import LayerRuntime, runtime_of
+from poros.errors import SlotStateError
+from poros.ring import SlotState
+from poros.visits import Visits
+from poros.walk import Phase
+
+Model = Any
+VISIT = ("poros/visits.py", "poros/block.py", "poros/manager.py", "poros/frozen.py")
+AROUND = (*VISIT, "contextlib.py")
+
+
+def visit_once(runtime: LayerRuntime, phase: Phase) -> None:
+    with runtime.visit(phase, runtime.tree().adapters()):
+        pass
+
+
+def state_of(model: Model) -> dict[str, Any]:
+    """What an interrupted visit could leave behind: every entry of every table, every slot."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            for key, value in getattr(module, kind).items():
+                found[f"{name}.{key}"] = id(value)
+        if "quant_state" in module.__dict__:
+            found[f"{name} quant_state"] = id(module.quant_state)
+    takeover = poros.runtime(model)._takeover
+    for slot in takeover.ring.slots:
+        found[f"slot {slot.index} is in use"] = slot.state is SlotState.IN_USE
+    return found
+
+
+@pytest.fixture
+def prepared() -> Model:
+    model = poros.prepare(build(num_layers=4), self_check="off", slots=2)
+    run(model)
+    return model
+
+
+@pytest.mark.parametrize("second", [None, 1, 2, 3, 5, 8, 13, 21, 34])
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
+    phase: Phase, second: int | None, prepared: Model
+) -> None:
+    runtimes = [runtime_of(each) for each in layers_of(prepared)]
+    before = state_of(prepared)
+    number = num_interrupted = num_twice = 0
+    while True:
+        number += 1
+        at = [number] if second is None else [number, number + second]
+        interrupts = Interrupts(at, AROUND, fine=second is None)
+        runtime = runtimes[number % 4]
+        if interrupts.run(lambda runtime=runtime: visit_once(runtime, phase)):
+            num_interrupted += 1
+            num_twice += interrupts.num_raised == 2
+        elif interrupts.num_steps < number:
+            break
+        other = runtimes[(number + 1) % 4]
+        visit_once(other, Phase.FORWARD)
+        assert state_of(prepared) == before, (number, second)
+    assert num_interrupted > 40
+    assert second is None or num_twice > 5
+    assert_same_run(run(build(num_layers=4)), run(fresh_adapters(prepared)))
+
+
+def fresh_adapters(model: Model) -> Model:
+    """The adapters that a model was built with, so that it can be compared with a new one."""
+    twin = dict(build(num_layers=4).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(twin[name])
+    return model
+
+
+@pytest.mark.parametrize("second", [None, 7, 25])
+@pytest.mark.parametrize("self_check", ["off", "strict"])
+def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
+    self_check: str, second: int | None
+) -> None:
+    expected = run(build(num_layers=2))
+    batch = batches()[0]
+
+    def once(model: Model) -> None:
+        model.train()
+        model(**batch).loss.backward()
+
+    files = ("poros/visits.py", "block.py", "remat.py", "manager.py", "tree.py", "channels.py")
+    files += ("ambient.py", "settings.py", "rng.py", "self_check.py", "frozen.py", "contextlib.py")
+    model = poros.prepare(build(num_layers=2), self_check=self_check)
+    counter = Interrupts([], files)
+    counter.run(lambda: once(model))
+    total = counter.num_steps
+    assert total > 1000
+    # A prime apart, so that every place of the four visits comes up in one of them.
+    for number in range(1, total, 131 if second is None else 401):
+        model = poros.prepare(build(num_layers=2), self_check=self_check)
+        at = [number] if second is None else [number, number + second]
+        Interrupts(at, files).run(lambda model=model: once(model))
+        model.zero_grad()
+        assert_same_run(expected, run(model))
+        poros.restore(model)
+
+
+def test_control_a_clean_up_that_is_not_made_up_for(
+    monkeypatch: pytest.MonkeyPatch, prepared: Model
+) -> None:
+    monkeypatch.setattr(Visits, "end_all", lambda self: None)
+    before = state_of(prepared)
+    runtime = runtime_of(layers_of(prepared)[0])
+    for number in range(1, 2000):
+        interrupts = Interrupts([number], AROUND, fine=True)
+        interrupts.run(lambda: visit_once(runtime, Phase.FORWARD))
+        if state_of(prepared) != before:
+            return
+    raise AssertionError("no interruption left anything behind")
+
+
+def test_a_visit_within_a_visit_is_refused() -> None:
+    model = AdversarialPrepare()(build(num_layers=4), slots=4)
+    runtimes = [runtime_of(each) for each in layers_of(model)]
+    before = state_of(model)
+    with (
+        pytest.raises(SlotStateError, match=r"layers\.0: expected one layer to run at a time"),
+        runtimes[0].visit(Phase.FORWARD, ()),
+    ):
+        visit_once(runtimes[1], Phase.FORWARD)
+    assert state_of(model) == before
+    assert_same_run(run(build(num_layers=4)), run(model))

@@ -1,0 +1,242 @@
+"""Settings that pick kernels: every mix of old and new names is read, replayed and put back."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from snapshots import assert_same_run, build, changes, run, step
+
+import poros
+from poros.gates.switches import current_settings, set_settings
+from poros.settings import Settings
+
+backends: Any = torch.backends
+Change = Callable[[], object]
+
+
+def new_matmul() -> None:
+    backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def new_everywhere() -> None:
+    backends.fp32_precision = "tf32"  # TrainingArguments(tf32=True)
+
+
+def nothing_everywhere() -> None:
+    backends.fp32_precision = "ieee"  # TrainingArguments(tf32=False)
+
+
+def new_convolutions() -> None:
+    backends.cudnn.conv.fp32_precision = "ieee"
+
+
+def new_cudnn() -> None:
+    backends.cudnn.fp32_precision = "tf32"
+
+
+def new_on_the_cpu() -> None:
+    backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+def everything_bf16() -> None:
+    backends.fp32_precision = "bf16"
+
+
+def old_high() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def old_medium() -> None:
+    torch.set_float32_matmul_precision("medium")
+
+
+def old_cublas() -> None:
+    backends.cuda.matmul.allow_tf32 = True
+
+
+def old_cudnn() -> None:
+    backends.cudnn.allow_tf32 = False
+
+
+def old_then_new() -> None:
+    old_high()
+    new_on_the_cpu()
+    backends.cuda.matmul.fp32_precision = "ieee"
+
+
+def nothing() -> None:
+    pass
+
+
+PRECISIONS: list[Change] = [
+    nothing,
+    new_matmul,
+    new_everywhere,
+    nothing_everywhere,
+    new_convolutions,
+    new_cudnn,
+    new_on_the_cpu,
+    everything_bf16,
+    old_high,
+    old_medium,
+    old_cublas,
+    old_cudnn,
+    old_then_new,
+]
+
+
+def deterministic() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def reductions() -> None:
+    backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def benchmark() -> None:
+    backends.cudnn.benchmark = True
+
+
+def without_onednn() -> None:
+    torch._C._set_mkldnn_enabled(False)
+
+
+def order_of_attention() -> None:
+    torch._C._set_sdp_priority_order([2, 0, 1, 3, 4])
+
+
+SWITCHES: list[Change] = [deterministic, reductions, benchmark, without_onednn, order_of_attention]
+
+
+def name_of(change: Change) -> str:
+    return getattr(change, "__name__", str(change))
+
+
+@pytest.fixture(autouse=True)
+def all_put_back() -> Iterator[None]:
+    """No test changes a setting of the tests after it."""
+    before = everything()
+    yield
+    put_back()
+    assert Settings.capture() == before[0]
+
+
+def put_back() -> None:
+    torch.set_float32_matmul_precision("highest")
+    torch._C._set_cudnn_allow_tf32(True)
+    backends.fp32_precision = backends.cudnn.fp32_precision = "none"
+    backends.mkldnn.matmul.fp32_precision = backends.cuda.matmul.fp32_precision = "none"
+    torch.use_deterministic_algorithms(False)
+    backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    backends.cudnn.benchmark = False
+    torch._C._set_mkldnn_enabled(True)
+    torch._C._set_sdp_priority_order([1, 2, 0, 3, 4])
+
+
+def everything() -> list[Any]:
+    """What PyTorch says of every setting, and whether the older names are readable."""
+    found: list[Any] = [Settings.capture(), backends.fp32_precision]
+    for get in (
+        torch.get_float32_matmul_precision,
+        torch._C._get_cublas_allow_tf32,
+        torch._C._get_cudnn_allow_tf32,
+    ):
+        try:
+            found.append(get())
+        except RuntimeError:
+            found.append("unreadable")
+    # What is inherited shows when what it is inherited from changes.
+    was = backends.fp32_precision
+    for said in ("ieee", "tf32"):
+        backends.fp32_precision = said
+        found.append(Settings.capture())
+    backends.fp32_precision = was
+    return found
+
+
+@pytest.mark.parametrize("change", PRECISIONS, ids=name_of)
+def test_any_mix_of_precisions_trains_as_resident(change: Change) -> None:
+    change()
+    before = everything()
+    model = poros.prepare(build(dtype=torch.float32))
+    assert_same_run(run(build(dtype=torch.float32)), run(model))
+    assert poros.runtime(model).self_check["status"] == "passed"
+    assert everything() == before
+
+
+@pytest.mark.parametrize("between", [*PRECISIONS, *SWITCHES], ids=name_of)
+@pytest.mark.parametrize("first", [nothing, new_matmul, old_medium, new_everywhere], ids=name_of)
+@pytest.mark.parametrize("kind", ["runtime", "self-check"])
+def test_a_setting_is_replayed_and_put_back(first: Change, between: Change, kind: str) -> None:
+    first()
+    wanted, evidence = Settings.capture(), current_settings()
+    between()
+    before = everything()
+    with ExitStack() as stack:
+        if kind == "runtime":
+            stack.enter_context(wanted.replay())
+        else:
+            set_settings(evidence, stack)
+        now = Settings.capture()
+        assert now.switches == wanted.switches
+        # What nothing was said of is IEEE.
+        assert [each.replace("none", "ieee") for each in now.precisions] == [
+            each.replace("none", "ieee") for each in wanted.precisions
+        ]
+    assert everything() == before
+
+
+def test_the_older_names_stay_readable_while_replayed() -> None:
+    old_high()
+    wanted = Settings.capture()
+    torch.set_float32_matmul_precision("highest")
+    with wanted.replay():
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("between", [new_matmul, old_medium, deterministic, order_of_attention])
+def test_a_step_with_a_setting_changed_before_its_backward_is_exact(between: Change) -> None:
+    expected = step(build(), between=lambda model: between())
+    put_back()
+    assert changes(expected, step(poros.prepare(build()), between=lambda model: between())) == {}
+
+
+SILENCE = """
+import torch
+from contextlib import ExitStack
+from poros.gates.switches import current_settings, set_settings
+from poros.settings import Settings
+
+def followed():
+    found = []
+    for said in ("ieee", "none"):
+        torch.backends.fp32_precision = said
+        found.append(Settings.capture().precisions)
+    return found
+
+def current():
+    return [each.replace("none", "ieee") for each in Settings.capture().precisions]
+
+expected = ["ieee", "tf32", "tf32", "ieee", "ieee", "ieee"]
+wanted, evidence, silent = Settings.capture(), current_settings(), followed()
+assert silent[0][1] == "ieee" and silent[1][1] == "tf32"  # cuDNN follows, as nothing was said
+for owner in (torch.backends, torch.backends.cudnn):
+    owner.fp32_precision = "ieee"
+    with wanted.replay():
+        assert current() == expected
+    with ExitStack() as stack:
+        set_settings(evidence, stack)
+        assert current() == expected
+    owner.fp32_precision = "none"
+    assert followed() == silent and Settings.capture() == wanted
+"""
+
+
+def test_what_was_never_set_is_left_unset() -> None:
+    """In a process of its own: PyTorch has no way back to that."""
+    subprocess.run([sys.executable, "-c", SILENCE], check=True)

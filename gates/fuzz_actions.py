@@ -152,7 +152,7 @@ def _(action: SetDropout, arm: "Arm") -> bool:
         if isinstance(module, nn.Dropout):
             module.p, found = action.p, True
         elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout, found = action.p, True  # type: ignore[assignment]
+            module.attention_dropout, found = action.p, True
     return found
 
 
@@ -373,45 +373,36 @@ def _edit(tensor: torch.Tensor, how: str) -> None:
             flat[:: tensor.element_size()] ^= 1
 
 
-def _set_tf32_matmul(value: str) -> None:
-    torch.backends.cuda.matmul.fp32_precision = value
-
+# Their types do not tell what they have.
+_BACKENDS: Any = torch.backends
 
 _SETTERS: dict[str, Callable[[str], None]] = {
     "matmul_precision": torch.set_float32_matmul_precision,
-    "allow_tf32": lambda value: setattr(torch.backends.cuda.matmul, "allow_tf32", value == "on"),
-    "cudnn_tf32": lambda value: setattr(torch.backends.cudnn, "allow_tf32", value == "on"),
-    "cuda_fp32": _set_tf32_matmul,
-    "all_fp32": lambda value: setattr(torch.backends, "fp32_precision", value),
-    "cpu_fp32": lambda value: setattr(torch.backends.mkldnn.matmul, "fp32_precision", value),
-    "flash": lambda value: torch.backends.cuda.enable_flash_sdp(value == "on"),
-    "math": lambda value: torch.backends.cuda.enable_math_sdp(value == "on"),
-    "mkldnn": lambda value: setattr(torch.backends.mkldnn, "enabled", value == "on"),
+    "allow_tf32": lambda value: setattr(_BACKENDS.cuda.matmul, "allow_tf32", value == "on"),
+    "cudnn_tf32": lambda value: setattr(_BACKENDS.cudnn, "allow_tf32", value == "on"),
+    "cuda_fp32": lambda value: setattr(_BACKENDS.cuda.matmul, "fp32_precision", value),
+    "all_fp32": lambda value: setattr(_BACKENDS, "fp32_precision", value),
+    "cpu_fp32": lambda value: setattr(_BACKENDS.mkldnn.matmul, "fp32_precision", value),
+    "flash": lambda value: _BACKENDS.cuda.enable_flash_sdp(value == "on"),
+    "math": lambda value: _BACKENDS.cuda.enable_math_sdp(value == "on"),
+    "mkldnn": lambda value: setattr(_BACKENDS.mkldnn, "enabled", value == "on"),
 }
 
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
     """Put back every setting of the process that an action may change."""
-    sdp = torch.backends.cuda
-    flags = (sdp.flash_sdp_enabled(), sdp.math_sdp_enabled())
-    owners = (
-        torch.backends,
-        torch.backends.cuda.matmul,
-        torch.backends.cudnn,
-        torch.backends.cudnn.conv,
-        torch.backends.cudnn.rnn,
-        torch.backends.mkldnn,
-        torch.backends.mkldnn.matmul,
-    )
-    before = [(owner, owner.fp32_precision) for owner in owners if hasattr(owner, "fp32_precision")]
-    mkldnn = torch.backends.mkldnn.enabled
+    sdp, mkldnn = _BACKENDS.cuda, _BACKENDS.mkldnn
+    flags = (sdp.flash_sdp_enabled(), sdp.math_sdp_enabled(), mkldnn.enabled)
+    cudnn = _BACKENDS.cudnn
+    owners = (_BACKENDS, sdp.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn, mkldnn.matmul)
+    before = [(owner, owner.fp32_precision) for owner in owners]
     try:
         yield
     finally:
         torch._C._set_float32_matmul_precision("highest")
         for owner, wanted in before:
-            owner.fp32_precision = wanted  # type: ignore[attr-defined]
-        torch.backends.mkldnn.enabled = mkldnn
+            owner.fp32_precision = wanted
         sdp.enable_flash_sdp(flags[0])
         sdp.enable_math_sdp(flags[1])
+        mkldnn.enabled = flags[2]

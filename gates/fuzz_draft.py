@@ -120,7 +120,10 @@ class Draft:
     def finish(self) -> Program:
         steps = []
         for each in self.steps:
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in each.items()}
+            values: dict[str, Any] = {
+                key: tuple(found) if isinstance(found, list) else found
+                for key, found in each.items()
+            }
             steps.append(Step(**values))
         return Program(
             subject=self.subject,

@@ -55,31 +55,35 @@ class Hooked:
             self._handle = target.register_hook(self._on_gradient)
         elif kind == "post_accumulate":
             self._handle = target.register_post_accumulate_grad_hook(self._on_accumulated)
+        elif kind == "tensor":
+            self._handle = target.register_forward_hook(self._on_output, **order)
         elif kind.startswith("global_"):
-            register = {
-                "global_forward": globally.register_module_forward_hook,
-                "global_forward_pre": globally.register_module_forward_pre_hook,
-                "global_backward": globally.register_module_full_backward_hook,
-                "global_backward_pre": globally.register_module_full_backward_pre_hook,
-            }[kind]
-            self._handle = register(self._guarded(self._by_kind(kind.removeprefix("global_"))))
+            kind = kind.removeprefix("global_")
+            hook = self._guarded(self._by_kind(kind))
+            registers: dict[str, Callable[..., Any]] = {
+                "forward": globally.register_module_forward_hook,
+                "forward_pre": globally.register_module_forward_pre_hook,
+                "backward": globally.register_module_full_backward_hook,
+                "backward_pre": globally.register_module_full_backward_pre_hook,
+            }
+            self._handle = registers[kind](hook)
         else:
-            register, hook = {
-                "forward": (target.register_forward_hook, self._on_forward),
-                "forward_pre": (target.register_forward_pre_hook, self._on_forward_pre),
-                "backward": (target.register_full_backward_hook, self._on_backward),
-                "backward_pre": (target.register_full_backward_pre_hook, self._on_backward_pre),
-                "tensor": (target.register_forward_hook, self._on_output),
-            }[kind]
-            self._handle = register(hook, **order)
+            registers = {
+                "forward": target.register_forward_hook,
+                "forward_pre": target.register_forward_pre_hook,
+                "backward": target.register_full_backward_hook,
+                "backward_pre": target.register_full_backward_pre_hook,
+            }
+            self._handle = registers[kind](self._by_kind(kind), **order)
 
     def _by_kind(self, kind: str) -> Callable[..., Any]:
-        return {
+        hooks: dict[str, Callable[..., Any]] = {
             "forward": self._on_forward,
             "forward_pre": self._on_forward_pre,
             "backward": self._on_backward,
             "backward_pre": self._on_backward_pre,
-        }[kind]
+        }
+        return hooks[kind]
 
     def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """A hook of all modules acts on those of the kind of its target only."""

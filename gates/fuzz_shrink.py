@@ -19,7 +19,7 @@ def shrink(program: T, fails: Callable[[T], bool], *, num_tries: int = 200) -> T
         fails: Whether a smaller one fails in the same way.
         num_tries: How often ``fails`` is called at most.
     """
-    tried = set()
+    tried: set[T] = set()
     while True:
         for smaller in simpler(program):
             if smaller in tried:
@@ -37,6 +37,13 @@ def shrink(program: T, fails: Callable[[T], bool], *, num_tries: int = 200) -> T
 def simpler(node: Any) -> Iterator[Any]:
     """Programs with one thing less, the largest cuts first."""
     named = [(each, getattr(node, each.name)) for each in fields(node)]
+    others = {
+        each.name: each.default
+        for each, found in named
+        if found != each.default and not isinstance(found, tuple)
+    }
+    if len(others) > 1:
+        yield replace(node, **others)
     for each, found in named:
         if isinstance(found, tuple):
             # A program keeps a step, and a step a forward.
@@ -46,9 +53,8 @@ def simpler(node: Any) -> Iterator[Any]:
             for index in reversed(range(len(found))):
                 if len(found) > least:
                     yield replace(node, **{each.name: found[:index] + found[index + 1 :]})
-    for each, found in named:
-        if found != each.default and not isinstance(found, tuple):
-            yield replace(node, **{each.name: each.default})
+    for name, default in others.items():
+        yield replace(node, **{name: default})
     for each, found in named:
         if isinstance(found, tuple):
             for index, child in enumerate(found):

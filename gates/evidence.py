@@ -41,6 +41,8 @@ class Evidence:
     """What transformers recorded inside layers at the time, what layers return aside."""
     rng: list[torch.Tensor]
     autocast: list[tuple[str, bool, torch.dtype]]
+    has_cast_cache: bool
+    """Whether autocast keeps its casts of parameters, and so sums what they are used for."""
     settings: list[Any]
     training: list[bool]
     outputs: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class Evidence:
                 (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
                 for each in sorted({device.type, "cpu"})
             ],
+            has_cast_cache=torch.is_autocast_cache_enabled(),
             settings=current_settings(),
             training=[module.training for module in layer.modules()],
         )
@@ -118,7 +121,7 @@ class Evidence:
             _set_random_states(self.rng, device)
             for device_type, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(device_type):
-                    region = torch.autocast(device_type, dtype, enabled, cache_enabled=False)
+                    region = torch.autocast(device_type, dtype, enabled, self.has_cast_cache)
                     stack.enter_context(region)
             set_settings(self.settings, stack)
             for module, flag in zip(self.layer.modules(), self.training, strict=True):

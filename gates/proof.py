@@ -157,7 +157,8 @@ class Runs:
                     layer = _Deterministic(runtime)
                     call = LayerCall(layer, args, kwargs, runtime.tree())
                     proxies = [each.detach().requires_grad_() for each in call.parameters]
-                    made = RematerializeLayer.apply(call, *call.tensors, *proxies)
+                    kept, results = call.part_with(), call.forward()
+                    made = RematerializeLayer.apply(call, results, kept, *call.tensors, *proxies)
                     result = call.result(made)
                 finally:
                     _active_collector.reset(token)

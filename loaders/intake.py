@@ -19,7 +19,7 @@ from torch import nn
 
 from poros.errors import CheckpointFormatError
 from poros.host import HostSlab, HostStore
-from poros.layout import BlockLayout, TensorSpec, spare_for
+from poros.layout import BlockLayout, TensorSpec, is_small
 from poros.loaders.quantize import Quantizer, quantized_form, require_finite
 from poros.memory import require_host_memory
 
@@ -102,11 +102,13 @@ class Intake:
         layouts = []
         for index, layer in enumerate(layers):
             parts: list[tuple[str, torch.Tensor]] = []
-            for name, tensor in _own_tensors(model, f"{self.layers_name}.{index}", layer):
+            for name, tensor, is_buffer in _own_tensors(
+                model, f"{self.layers_name}.{index}", layer
+            ):
                 if name in loaded:
                     tensor = tensor.to(_kept_dtype(name, kept) or tensor.dtype)
-                parts += self._parts(name, tensor)
-            layouts.append(BlockLayout.pack(parts, spare_for(tensor for _, tensor in parts)))
+                parts += self._streamed_parts(name, tensor, is_buffer)
+            layouts.append(BlockLayout.pack(parts))
         in_layers = {spec.name for layout in layouts for spec in layout.tensors}
         outside = _num_bytes(part for part in everything if part[0] not in in_layers)
         self.num_bytes = outside + sum(layout.num_bytes for layout in layouts)
@@ -242,6 +244,15 @@ class Intake:
             return self._quantized(name, tensor.shape)
         return [(name, tensor)]
 
+    def _streamed_parts(
+        self, name: str, tensor: torch.Tensor, is_buffer: bool
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Those of its parts that lie in a slab; see "What is small stays" in ``poros.layout``."""
+        if type(tensor).__name__ != "Params4bit":
+            return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
+        packed, absmax, *nested = self._quantized(name, tensor.shape)
+        return [packed, absmax, *(each for each in nested if not is_small(each[1]))]
+
     def _quantized(self, name: str, shape: Sequence[int]) -> list[tuple[str, torch.Tensor]]:
         format = self._require_format()
         form = quantized_form(
@@ -319,8 +330,11 @@ def _copied(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def _own_tensors(
     model: nn.Module, prefix: str, layer: nn.Module
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of what only this layer holds, in the order of its modules."""
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Name and tensor of what only this layer holds, in the order of its modules.
+
+    And whether it is a buffer.
+    """
     inside = {id(module) for module in layer.modules()}
     elsewhere = {
         id(tensor)
@@ -335,7 +349,7 @@ def _own_tensors(
             for key, tensor in owner.items():
                 if tensor is not None and id(tensor) not in elsewhere | found:
                     found.add(id(tensor))
-                    yield f"{module_name}.{key}", tensor
+                    yield f"{module_name}.{key}", tensor, owner is module._buffers
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

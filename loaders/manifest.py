@@ -23,7 +23,7 @@ PARTIAL = ".partial"
 """How the name of a folder ends that somebody is still writing, or was when they were killed."""
 
 FORMAT = "poros store"
-VERSION = 1
+VERSION = 2
 
 _MAX_NUM_BYTES = 256 * 2**20
 _MAX_INT = 2**62
@@ -68,7 +68,6 @@ def write_manifest(manifest: Manifest) -> bytes:
         "slabs": [
             {
                 "num_bytes": layout.num_bytes,
-                "spare_num_bytes": layout.spare_num_bytes,
                 "sha256": digest,
                 "tensors": [
                     [each.name, _NAMES[each.dtype], list(each.shape), each.offset]
@@ -212,9 +211,7 @@ def _parse(store: dict[str, Any]) -> Manifest:
 
 
 def _layout(value: dict[str, Any]) -> BlockLayout:
-    num_bytes, spare = _size(value["num_bytes"]), _size(value["spare_num_bytes"])
-    if spare > num_bytes:
-        raise ValueError(f"{spare} spare bytes of {num_bytes}")
+    num_bytes = _size(value["num_bytes"])
     specs, end = [], 0
     for name, dtype, shape, offset in value["tensors"]:
         form, sizes = _form(dtype, shape)
@@ -224,9 +221,9 @@ def _layout(value: dict[str, Any]) -> BlockLayout:
                 raise ValueError(f"{name!r} at {offset}, over its neighbour or not aligned")
             end = spec.offset + spec.num_bytes
         specs.append(spec)
-    if end > num_bytes - spare:
+    if end > num_bytes:
         raise ValueError(f"tensors up to {end} in a slab of {num_bytes}")
-    return BlockLayout(tuple(specs), num_bytes, spare)
+    return BlockLayout(tuple(specs), num_bytes)
 
 
 def _form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:

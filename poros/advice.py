@@ -70,7 +70,9 @@ def _tries(rehearsal: Rehearsal, request: Request, before: int, budget: int) -> 
         without = before - sum(terms[each] for each in ("adapters", "optimizer", "gradients"))
         if without < budget:
             low, high = _Try("rank", 0, without), _Try("rank", highest, before)
-            yield _largest(rank, low, high, budget, is_linear=True)
+            found = _largest(rank, low, high, budget, is_linear=True)
+            if found.value:
+                yield found
 
 
 def _largest(

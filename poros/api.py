@@ -82,8 +82,9 @@ class Runtime:
         Returns:
             ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in
             its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots,
-            blocks that stay, and quantization constants), ``host_num_bytes`` and
-            ``pinned_num_bytes`` (frozen bytes in host memory, and the page-locked part of them),
+            blocks that stay, small frozen tensors, constants of 4-bit weights),
+            ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in host memory, and the
+            page-locked part of them),
             ``disk_num_bytes`` and ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how
             long training has waited for them), ``offloaded_num_bytes`` (host memory for inputs of
             layers), ``h2d_ms`` and ``h2d_gb_per_s`` (how long the copies of blocks took that are
@@ -115,6 +116,10 @@ class Runtime:
     def plan(self) -> "MemoryPlan | None":
         """What the budget was planned into; None without one, or before the first step."""
         return self.budget.plan
+
+    def is_model(self, module: object) -> bool:
+        """Whether ``module`` is the prepared model itself."""
+        return module is not None and module is self._takeover.model()
 
     def has_trainable_parameter(self) -> bool:
         """Whether any parameter of the model requires a gradient now."""

@@ -3,23 +3,37 @@
 Note: No strangers
     Nothing trainable may take part in a layer except through its inputs and its adapters: a
     gradient for anything else would be lost without an error. Walking the graph of a forward finds
-    such a leaf; the graph has the same leaves at every call, so one walk per form of the layer is
-    enough.
+    such a leaf. The same walk tells how often each input is used, and in which order a resident run
+    would hand over the gradients of the adapters.
 
-Note: Sums of an input's gradient
-    Floating-point addition is not associative. If a layer uses its input h twice (a residual and a
-    norm do), a resident run adds both contributions one after the other to whatever else flows back
-    into h. A recomputed layer hands over their sum. As long as h goes nowhere else this is the
-    same; with a loss on h as well, (loss + residual) + norm becomes loss + (residual + norm). So
-    the gradient that arrives at h has to be the very tensor that the layer handed back.
+Note: When it is walked
+    The graph of a layer without hooks is the same at every call of the same form, so one walk per
+    form is enough. Hooks, a forward that was set on a module's instance and adapters that no
+    operator used (experts without a token) may make another graph at any call, so there every
+    graph is walked.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from poros.arrival import Use, arrivals
 from poros.errors import UnsupportedModelError
+
+_MAX_FORMS = 32
+"""Forms that a layer is remembered in; more come only from a loop that changes it at each step."""
+
+
+class Uses(NamedTuple):
+    """How one graph of a layer uses what it was given."""
+
+    of_inputs: tuple[int, ...]
+    """How often each input is used."""
+    order: tuple[int, ...]
+    """The numbers of the stand-ins, one for each use, as their gradients arrive."""
+    casts: tuple[int, ...]
+    """The numbers of the stand-ins, one for each use through a cast."""
 
 
 class GraphAudit:
@@ -31,86 +45,69 @@ class GraphAudit:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._uses: dict[Hashable, tuple[int, ...]] = {}
+        self._uses: dict[Hashable, Uses] = {}
 
     def uses(
         self,
         results: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         stand_ins: Sequence[torch.Tensor],
-        hooks: Sequence[int],
-    ) -> tuple[int, ...]:
-        """How often the graph of ``results`` uses each of ``inputs``.
+        form: Hashable,
+    ) -> Uses:
+        """How the graph of ``results`` uses ``inputs`` and ``stand_ins``.
+
+        Args:
+            results: What the layer gave.
+            inputs: What it was given.
+            stand_ins: Its trainable parameters.
+            form: Equal forms of call have equal graphs; None if nothing is known of that.
 
         Raises:
             UnsupportedModelError: If a leaf is neither an input nor a stand-in.
         """
-        form = (tuple(each.requires_grad for each in inputs), len(stand_ins), tuple(hooks))
-        if form not in self._uses:
-            edges = self._count_edges(results)
-            allowed = {id(each) for each in (*inputs, *stand_ins)}
-            for variable, _ in edges.values():
-                if id(variable) not in allowed:
-                    raise UnsupportedModelError(
-                        f"{self._name}: expected only its inputs and its own adapters to be "
-                        f"trainable, found a tensor of shape {tuple(variable.shape)} from "
-                        "elsewhere in its graph (from a hook?); its gradient would be lost"
-                    )
-            by_tensor = {id(variable): count for variable, count in edges.values()}
-            self._uses[form] = tuple(by_tensor.get(id(each), 0) for each in inputs)
-        return self._uses[form]
+        key = (tuple([each.requires_grad for each in inputs]), tuple(map(id, stand_ins)), form)
+        known = self._uses.get(key) if form is not None else None
+        if known is None:
+            known = self._walk(results, inputs, stand_ins)
+            if form is not None and len(set(known.order)) == len(stand_ins):
+                if len(self._uses) >= _MAX_FORMS:
+                    del self._uses[next(iter(self._uses))]
+                self._uses[key] = known
+        return known
 
-    @staticmethod
-    def _count_edges(
-        results: Sequence[torch.Tensor],
-    ) -> dict[int, tuple[torch.Tensor, int]]:
-        """Each leaf of the graph of ``results`` with the number of edges that end in it."""
-        counts: Counter[int] = Counter()
-        leaves: dict[int, torch.Tensor] = {}
-        # Nodes are kept here so that their ids stay theirs.
-        seen: dict[int, object] = {}
-        queue = [result.grad_fn for result in results if result.grad_fn is not None]
-        while queue:
-            node = queue.pop()
-            if id(node) in seen:
-                continue
-            seen[id(node)] = node
-            for following, _ in node.next_functions:
-                if following is None:
-                    continue
-                if hasattr(following, "variable"):
-                    variable = following.variable
-                    leaves[id(variable)] = variable
-                    counts[id(variable)] += 1
-                else:
-                    queue.append(following)
-        return {key: (variable, counts[key]) for key, variable in leaves.items()}
-
-
-class HandedBack:
-    """The gradient that a layer's backward gave for one of its inputs."""
-
-    __slots__ = ("_name", "_seen")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._seen: tuple[int, int] | None = None
-
-    def set(self, gradient: torch.Tensor | None) -> None:
-        self._seen = None if gradient is None else (gradient.data_ptr(), gradient._version)
-
-    def check(self, gradient: torch.Tensor) -> None:
-        """The hook on the input: ``gradient`` is all that has arrived at it.
+    def require_no_strangers(self, results: Sequence[torch.Tensor]) -> None:
+        """Raise if ``results`` of a layer in which nothing is trainable need a gradient.
 
         Raises:
-            UnsupportedModelError: If it is not what the layer handed back, see "Sums of an input's
-                gradient".
+            UnsupportedModelError: If they do.
         """
-        seen, self._seen = self._seen, None
-        if seen is not None and seen != (gradient.data_ptr(), gradient._version):
-            raise UnsupportedModelError(
-                f"{self._name}: expected its input to be used by this layer alone, found gradients "
-                "from elsewhere too (a loss on hidden states or on inputs_embeds, or a hook that "
-                "changes them). A resident run adds them up in another order, so the result would "
-                "not be exact; put the loss on the model's outputs"
-            )
+        if any(each.requires_grad for each in results):
+            for use in arrivals(results):
+                raise self._stranger(use)
+
+    def _walk(
+        self,
+        results: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        stand_ins: Sequence[torch.Tensor],
+    ) -> Uses:
+        number_of_input = {id(each): number for number, each in enumerate(inputs)}
+        number_of_stand_in = {id(each): number for number, each in enumerate(stand_ins)}
+        of_inputs = [0] * len(inputs)
+        order, casts = [], []
+        for use in arrivals(results):
+            if id(use.leaf) in number_of_stand_in:
+                order.append(number_of_stand_in[id(use.leaf)])
+                casts += order[-1:] if use.is_cast else []
+            elif id(use.leaf) in number_of_input:
+                of_inputs[number_of_input[id(use.leaf)]] += 1
+            else:
+                raise self._stranger(use)
+        return Uses(tuple(of_inputs), tuple(order), tuple(casts))
+
+    def _stranger(self, use: Use) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self._name}: expected only its inputs and its own adapters to be trainable, found a "
+            f"tensor of shape {tuple(use.leaf.shape)} from elsewhere in its graph (from a hook?); "
+            "its gradient would be lost"
+        )

@@ -7,27 +7,31 @@ Note: Interception
     up by name and read the signature of its forward.
 """
 
-import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
 from poros.ambient import AutocastRegions
 from poros.audit import GraphAudit
 from poros.boundaries import Boundaries, Parked
+from poros.calls import require_harmless
+from poros.casts import is_region_within
 from poros.channels import RECORDABLE, recorded_outputs
+from poros.compiled import CompiledForward, refuse_outer_graph
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
 from poros.manager import BlockManager
 from poros.remat import LayerCall, rematerialize
 from poros.resident import ResidentBlocks
+from poros.small import Staying, StayingState
 from poros.tree import Adapter, ModuleTree
 from poros.visits import Visits
 from poros.walk import Phase
@@ -51,6 +55,7 @@ class LayerRuntime:
         blocks: Moves the blocks, or holds them if they stay.
         bindings: Its frozen tensors.
         is_adapter_module: Whether PEFT put a module there.
+        staying_places: Where a layer holds what stays on the device, given what streams.
         regions: Shared by the layers of a model.
         visits: Likewise.
         tied_adapters: Adapter parameters of the model that are used at several places.
@@ -68,6 +73,9 @@ class LayerRuntime:
         bindings: LayerBindings,
         *,
         is_adapter_module: Callable[[nn.Module], bool],
+        staying_places: Callable[
+            [nn.Module, Collection[int]], Sequence[tuple[str, dict[str, Any], str]]
+        ],
         regions: AutocastRegions,
         visits: Visits,
         tied_adapters: Sequence[str],
@@ -85,10 +93,12 @@ class LayerRuntime:
         self._layer = weakref.ref(layer)
         self.own_forward: Callable[..., Any] = type(layer).forward
         """Takes the layer and its arguments; compiled if that was asked for."""
+        self.is_compiled = False
         self._index = index
         self.block = block
         self._blocks: BlockManager | ResidentBlocks | None = blocks
         self._is_adapter_module = is_adapter_module
+        self._staying_places = staying_places
         self._regions = regions
         self._visits = visits
         self._tied_adapters = tied_adapters
@@ -121,7 +131,7 @@ class LayerRuntime:
             self._refuse_frozen_adapters()
 
         def run() -> Any:
-            return rematerialize(call) if call.needs_gradient else self._stream(args, kwargs)
+            return rematerialize(call) if call.needs_gradient else self._pass(call, args, kwargs)
 
         if call.needs_gradient and call.ambient.is_autocast:
             self._refuse_shared_casts(call)
@@ -135,6 +145,13 @@ class LayerRuntime:
             if self.check_bytes is not None:
                 self.check_bytes(self._index, blocks.slot(self.block).buffer)
             return self.run(args, kwargs)
+
+    def _pass(self, call: LayerCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward below the lowest adapter: its graph, if any, is a stranger's."""
+        result = self._stream(args, kwargs)
+        reached = tree_leaves((result, call.shared_entries()))
+        self.audit.require_no_strangers([e for e in reached if isinstance(e, torch.Tensor)])
+        return result
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward when no gradient passes through the layer."""
@@ -166,20 +183,12 @@ class LayerRuntime:
         layer = self._layer()
         if layer is None:
             return
-        for name, module in layer.named_modules():
-            rates = (getattr(module, key, 0.0) for key in ("p", "attention_dropout"))
-            if any(isinstance(rate, float) and rate > 0 for rate in rates):
-                raise UnsupportedModelError(
-                    f"{self.name}: expected no dropout in a compiled layer, found it in {name!r}. "
-                    "The compiler generates other masks here than in a resident run, so the result "
-                    "would not be exact; train without dropout, or without compiling"
-                )
-        base: Any = type(layer).__mro__[2]
-        self.own_forward = torch.compile(base.forward, *args, **kwargs)
+        self.own_forward = CompiledForward(layer, self.name, args, kwargs)
+        self.is_compiled = True
 
     @contextmanager
-    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[None]:
-        """Hold the layer's block in its slot, with twins and stand-ins in place.
+    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[torch.Tensor]:
+        """Hold the layer's block in its slot, with twins and stand-ins in place; its bytes.
 
         Streams:
             The compute stream waits for the block's copy; at the end an event is recorded behind
@@ -196,13 +205,15 @@ class LayerRuntime:
         with self._visits.begin(self.name, undo):
             try:
                 slot = blocks.acquire(self.block, phase)
+                staying = self._staying.state()
                 version = slot.buffer._version
                 self.bindings.swap_in()
                 for adapter in adapters:
                     adapter.owner[adapter.key] = adapter.stand_in
-                yield
+                yield slot.buffer
                 self.bindings.require_twins()
                 self._require_unwritten(version, slot.buffer._version)
+                self._staying.require_unwritten(staying)
             except torch.OutOfMemoryError as error:
                 raise self.owner.budget.explain(self.name, error) from error
 
@@ -214,6 +225,10 @@ class LayerRuntime:
         with self._visits.begin(self.name, self.bindings.swap_out):
             self.bindings.hide()
             yield
+
+    def confines_autocast(self) -> bool:
+        """Whether the active autocast region ends with the call of the model."""
+        return self.owner is not None and is_region_within(self.owner.is_model)
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
@@ -231,6 +246,14 @@ class LayerRuntime:
                     "before merging"
                 )
         return self._tree
+
+    def staying(self) -> StayingState:
+        """What stays on the device, as it is now."""
+        return self._staying.state()
+
+    def edited_since(self, before: StayingState) -> str | None:
+        """The name of a tensor that stays on the device and is not what it was ``before``."""
+        return self._staying.changed(before)
 
     def _housed(self) -> BlockManager | ResidentBlocks:
         if self._blocks is None:
@@ -256,7 +279,9 @@ class LayerRuntime:
         self.bindings.swap_out()
 
     def _take_stock(self, layer: nn.Module) -> None:
-        tree = ModuleTree(layer, self.bindings.tensor_ids, self._is_adapter_module)
+        streamed = self.bindings.tensor_ids
+        tree = ModuleTree(layer, streamed, self._is_adapter_module)
+        self._staying = Staying(self.name, self._staying_places(layer, streamed))
         self.audit = GraphAudit(self.name)
         # Linear layers of bitsandbytes that have a bias.
         self._biased: list[Any] = [
@@ -437,40 +462,3 @@ def runtime_of(layer: Any) -> LayerRuntime:
     """The runtime of a streamed layer."""
     runtime: LayerRuntime = layer.__dict__[_HOME]
     return runtime
-
-
-def refuse_outer_graph(name: str) -> None:
-    """Raise if the caller runs inside ``torch.compile`` of something that holds the layers.
-
-    The compiler calls what it may not enter from below its own frame, and says so nowhere else.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if (
-            frame.f_code.co_name == "compile_wrapper"
-            and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
-        ):
-            raise PreparedModelError(
-                f"{name}: expected layers to be compiled one by one, found a forward inside "
-                "torch.compile of the whole model (TrainingArguments(torch_compile=True)?). A "
-                "resident run would compile its layers too, a streamed one would not; call "
-                "layer.compile() for every decoder layer after poros.prepare, and nothing else"
-            )
-        frame = frame.f_back
-
-
-def require_harmless(
-    fn: Callable[[torch.Tensor], torch.Tensor],
-    tensors: Iterable[torch.Tensor],
-    device: torch.device,
-    name: str,
-) -> None:
-    """Raise unless ``fn``, as given to ``Module._apply``, leaves dtypes and ``device`` alone."""
-    for dtype in sorted({each.dtype for each in tensors if each.is_floating_point()}, key=str):
-        moved = fn(torch.empty(1, dtype=dtype, device=device))
-        if moved.dtype != dtype or moved.device != device:
-            raise PreparedModelError(
-                f"{name}: expected to stay {dtype} on {device} while prepared, found a request for "
-                f"{moved.dtype} on {moved.device}. The streamed base would not follow. Call "
-                "poros.restore(model), move or cast it, then prepare again"
-            )

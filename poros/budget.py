@@ -306,6 +306,6 @@ def _held(model: nn.Module, takeover: Takeover) -> int:
     storages = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
         for each in tensors
-        if each.device == takeover.device
+        if each.device == takeover.device and not takeover.small.holds(each)
     }
     return sum(storages.values()) + takeover.device_num_bytes

@@ -61,6 +61,10 @@ class SideChannels:
         """The keyword arguments that are side channels."""
         return list(self._types)
 
+    def entries(self) -> list[Any]:
+        """What the mappings hold now."""
+        return [each for mapping in self._mappings.values() for each in mapping.values()]
+
     def run(
         self, run: Callable[[Mapping[str, Any]], Any], tensors: Sequence[torch.Tensor]
     ) -> tuple[Any, ...]:

@@ -139,7 +139,8 @@ def _resting(each: FrozenTensor, views: Iterator[torch.Tensor]) -> Iterator[tupl
     state.absmax = next(views)
     if state.nested:
         state.state2 = copy.copy(state.state2)
-        state.state2.absmax = next(views)
+        if len(each.parts()) == 3:
+            state.state2.absmax = next(views)
     yield id(original.quant_state), state
     yield id(original), _packed(original, data, state)
 

@@ -6,8 +6,9 @@ that is frozen inside a layer moves.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -24,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.frozen import FrozenTensor, is_4bit
 from poros.kinds import IN_CACHE, Found, adapter_kinds
+from poros.layout import is_small
 from poros.quantized import refuse_foreign_quantization
 
 logger = logging.getLogger(__name__)
@@ -46,9 +48,18 @@ class Inventory:
     layers_name: str
     layers: Sequence[nn.Module]
     blocks: Sequence[Sequence[FrozenTensor]]
-    """The frozen tensors of each block, in slab order."""
+    """The frozen tensors of each block that stream, in slab order."""
+    small: Sequence[Sequence[FrozenTensor]]
+    """The frozen tensors of each layer that stay on the device."""
     tied_adapters: Sequence[str]
     """Adapter parameters used at more than one place."""
+
+    def by_layer(self) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
+        """What stays of each layer, and what streams."""
+        streamed: list[list[FrozenTensor]] = [[] for _ in self.layers]
+        for each in (each for block in self.blocks for each in block):
+            streamed[each.places[0][0]].append(each)
+        return list(zip(self.small, streamed, strict=True))
 
     def layer_name(self, index: int) -> str:
         return f"{self.layers_name}.{index}"
@@ -70,9 +81,9 @@ def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -
     kinds = adapter_kinds(model)
     _check_kinds(layers_name, kinds)
     tied = _check_adapters(layers_name, layers)
-    blocks = frozen_by_block(model, layers_name, layers, block_size)
+    found = find_frozen(model, layers_name, layers, block_size)
     _check_validated(base, kinds, allow_unvalidated)
-    return Inventory(base, layers_name, layers, blocks, tied)
+    return Inventory(base, layers_name, layers, *found, tied)
 
 
 def validated_model_types() -> frozenset[str]:
@@ -209,8 +220,8 @@ def _check_kinds(layers_name: str, kinds: Mapping[str, Found]) -> None:
 
 
 def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
-    """Refuse merged and doubly tied adapters; name the tied ones."""
-    places: dict[int, list[tuple[int, str]]] = {}
+    """Refuse merged adapters; name the tied ones."""
+    places: dict[int, list[str]] = {}
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
             if isinstance(module, BaseTunerLayer) and getattr(module, "merged", False):
@@ -227,19 +238,8 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
         adapters = _adapter_parameters(layer)
         for name, parameter in layer.named_parameters(remove_duplicate=False):
             if id(parameter) in adapters:
-                places.setdefault(id(parameter), []).append(
-                    (index, f"{layers_name}.{index}.{name}")
-                )
-    tied = {each: where for each, where in places.items() if len(where) > 1}
-    for where in tied.values():
-        indices = [index for index, _ in where]
-        if len(set(indices)) not in (1, len(indices)):
-            raise UnsupportedModelError(
-                "expected adapters tied within a layer or across layers, found one tied both ways: "
-                f"{', '.join(name for _, name in where)}. Its gradient would be summed in another "
-                "order than in a resident run; untie it"
-            )
-    return [where[0][1] for where in tied.values()]
+                places.setdefault(id(parameter), []).append(f"{layers_name}.{index}.{name}")
+    return [where[0] for where in places.values() if len(where) > 1]
 
 
 def _has_generator(module: nn.Module) -> bool:
@@ -275,10 +275,22 @@ def _adapter_parameters(layer: nn.Module) -> set[int]:
     return added
 
 
-def frozen_by_block(
+class Frozen(NamedTuple):
+    """The frozen tensors of the layers, each once."""
+
+    blocks: list[list[FrozenTensor]]
+    """Those that stream, by block, in slab order."""
+    small: list[list[FrozenTensor]]
+    """Those that stay on the device, by layer."""
+
+
+def find_frozen(
     model: nn.Module, layers_name: str, layers: Sequence[nn.Module], block_size: int
-) -> list[list[FrozenTensor]]:
-    """The frozen tensors of each block of ``block_size`` layers, in slab order."""
+) -> Frozen:
+    """The frozen tensors of layers that travel in blocks of ``block_size``.
+
+    What is used outside the layers too is left out, as is a matrix of several blocks.
+    """
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     shared_outside = {
         id(tensor)
@@ -298,7 +310,39 @@ def frozen_by_block(
             if block_of.setdefault(each, len(blocks)) != len(blocks):
                 stays.add(each)
         blocks.append(list(found.values()))
-    return [[each for each in block if id(each.tensor) not in stays] for block in blocks]
+    found_small: list[list[FrozenTensor]] = [[] for _ in layers]
+    seen = shared_outside
+    for tensor in (tensor for block in blocks for tensor in block):
+        if tensor.stays and id(tensor.tensor) not in seen:
+            seen.add(id(tensor.tensor))
+            found_small[tensor.places[0][0]].append(tensor)
+    streamed = [
+        [each for each in block if not each.stays and id(each.tensor) not in stays]
+        for block in blocks
+    ]
+    return Frozen(streamed, found_small)
+
+
+def staying_places(
+    layer: nn.Module, streamed: Collection[int]
+) -> list[tuple[str, dict[str, Any], str]]:
+    """Where ``layer`` holds what it reads of the base and what does not stream.
+
+    Args:
+        layer: A decoder layer.
+        streamed: Ids of the tensors that stream.
+
+    Returns:
+        Name below the layer, owner dictionary and key of each parameter and buffer.
+    """
+    adapters = _adapter_parameters(layer)
+    return [
+        (f"{name}.{key}" if name else key, owner, key)
+        for name, module in layer.named_modules()
+        for owner in (module._parameters, module._buffers)
+        for key, tensor in owner.items()
+        if tensor is not None and id(tensor) not in streamed and id(tensor) not in adapters
+    ]
 
 
 def _collect(prefix: str, index: int, layer: nn.Module, found: dict[int, FrozenTensor]) -> None:
@@ -310,10 +354,12 @@ def _collect(prefix: str, index: int, layer: nn.Module, found: dict[int, FrozenT
             for key, tensor in owner.items():
                 if tensor is None or id(tensor) in adapters:
                     continue
-                name = f"{module_name}.{key}"
+                name, is_buffer = f"{module_name}.{key}", owner is module._buffers
+                if tensor.requires_grad and is_small(tensor, is_buffer=is_buffer):
+                    continue  # trained where it is, like an adapter
                 _check_streamable(name, tensor)
                 entry = found.setdefault(
-                    id(tensor), FrozenTensor(name, tensor, id(tensor) in adapted)
+                    id(tensor), FrozenTensor(name, tensor, id(tensor) in adapted, is_buffer)
                 )
                 if entry.is_adapted and is_4bit(tensor):
                     raise UnsupportedModelError(

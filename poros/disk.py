@@ -6,9 +6,6 @@ needs room. Training does not go through that mapping: a page fault would stop t
 for each page. A reader thread reads whole blocks, ahead of the predicted walk, into a few staging
 buffers (page-locked for a GPU), and the copies to the device start from there.
 
-Tensors that changed their form since (norms cast to float32 for training) lie in the spare part of
-their layer's slab, which is never read from the file, and are put over what was read.
-
 Note: Staging lifetime
     A staging buffer may be overwritten only after the *device* has copied the last bytes out of it
     (see "Slot lifetime" in ``poros.streams``). ``lent_until`` keeps the event of that copy, and
@@ -68,8 +65,6 @@ class _Job:
     staging: _Staging
     num_bytes: int
     offset: int
-    changed: Sequence[tuple[int, torch.Tensor]]
-    """Tensors of the block that are not as in the file, and their offsets in it."""
 
 
 @dataclass(eq=False)
@@ -88,7 +83,6 @@ class DiskStore(HostStore):
 
     def __post_init__(self) -> None:
         self._streams: StreamContext | None = None
-        self._changed: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._staging: list[_Staging] = []
         self._wanted: list[int] = []
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
@@ -144,14 +138,13 @@ class DiskStore(HostStore):
 
     def is_untouched(self, slab: HostSlab) -> bool:
         """Whether the file still holds what the tensors over the mapping hold."""
-        body = slab.layout.num_bytes - slab.layout.spare_num_bytes
-        return slab.arena is not self.mapped or not _num_written_pages(slab.bytes[:body])
+        return slab.arena is not self.mapped or not _num_written_pages(slab.bytes)
 
     def adopt(self, blocks: Sequence[Sequence[Sequence[NamedTensor]]]) -> HostStore | None:
         adopted = super().adopt(blocks)
         if adopted is None or self.mapped is None:
             return adopted
-        store = DiskStore(
+        return DiskStore(
             adopted.slabs,
             adopted.fallbacks,
             file=self.file,
@@ -159,21 +152,6 @@ class DiskStore(HostStore):
             data_offset=self.data_offset,
             identity=self.identity,
         )
-        spare = [
-            (slab.offset + slab.layout.num_bytes - slab.layout.spare_num_bytes, slab)
-            for slab in self.slabs
-            if slab.arena is self.mapped and slab.layout.spare_num_bytes
-        ]
-        for block in store._on_disk():
-            slab = store.slabs[block]
-            for spec in slab.layout.tensors:
-                place = slab.offset + spec.offset
-                if spec.num_bytes and any(
-                    start <= place < each.offset + each.layout.num_bytes for start, each in spare
-                ):
-                    flat = slab.bytes[spec.offset : spec.offset + spec.num_bytes]
-                    store._changed.setdefault(block, []).append((spec.offset, flat))
-        return store
 
     def start(self, streams: StreamContext) -> None:
         """Start the reader. Its buffers are part of the memory that ``pin`` page-locks."""
@@ -321,7 +299,7 @@ class DiskStore(HostStore):
         offset = self.data_offset + slab.offset
         if self._jobs is None:
             raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
-        self._jobs.put(_Job(staging, size, offset, self._changed.get(block, ())))
+        self._jobs.put(_Job(staging, size, offset))
 
     def _await(self, staging: _Staging) -> None:
         """Wait until the reader is done with ``staging``, for as long as there is a reader."""
@@ -392,8 +370,6 @@ def _fill(descriptor: int, job: _Job) -> None:
         if not count:
             raise EOFError(f"the end of the file at {job.offset + done}")
         done += count
-    for offset, tensor in job.changed:
-        job.staging.slab.bytes[offset : offset + tensor.numel()].copy_(tensor)
 
 
 def _num_written_pages(flat: torch.Tensor) -> int:

@@ -1,6 +1,7 @@
 """The frozen tensors of a block: their places in the model, host bytes and device twins.
 
-Each frozen parameter or buffer of a layer exists twice. *At rest* the module holds the original
+Each frozen parameter or buffer of a layer that streams exists twice (the others stay on the device:
+see ``poros.small``). *At rest* the module holds the original
 object, whose bytes have been moved into the block's host slab: so state_dict, save_pretrained and
 parameter counts see the authoritative host copy without any special code, and a read of it during
 training fails on a GPU instead of seeing another block's bytes. *During a visit* the module holds a
@@ -11,9 +12,9 @@ are exchanged. Swapping ``.data`` instead would reach into graphs that saved the
 exchanging tensors inside one QuantState would pull them out from under a matmul that still refers
 to it.
 
-bitsandbytes' 4-bit weights (Dettmers et al. 2023, QLoRA, section 3) move as three tensors: packed
-weight, absmax, and nested absmax if the quantization is double. Their code books and offsets are a
-few bytes and stay on the device.
+bitsandbytes' 4-bit weights (Dettmers et al. 2023, QLoRA, section 3) move as two tensors: packed
+weight and absmax. If the quantization is double, the nested absmax has a copy on the device, as
+code books and offsets have; at rest all of them are on the host.
 """
 
 import copy
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.layout import BlockLayout, view
+from poros.layout import BlockLayout, is_small, view
 
 
 class Part(NamedTuple):
@@ -51,6 +52,7 @@ class FrozenTensor:
     tensor: torch.Tensor
     is_adapted: bool = False
     """Whether an adapter sits on the tensor itself (fused experts), not on its module."""
+    is_buffer: bool = False
     places: list[tuple[int, dict[str, Any], str]] = field(default_factory=list)
     """(layer, owner dictionary, key)."""
     modules: list[tuple[int, nn.Module]] = field(default_factory=list)
@@ -60,14 +62,20 @@ class FrozenTensor:
     def is_4bit(self) -> bool:
         return is_4bit(self.tensor)
 
+    @property
+    def stays(self) -> bool:
+        """Whether it stays on the device: see "What is small stays" in ``poros.layout``."""
+        return not self.is_4bit and is_small(self.tensor, is_buffer=self.is_buffer)
+
     def parts(self) -> list[Part]:
         """The tensors of it that must move."""
         parts = [Part(self.name, self.tensor, "data")]
         if self.is_4bit:
             state = self.tensor.quant_state  # type: ignore[attr-defined]
             parts.append(Part(f"{self.name}.absmax", state, "absmax"))
-            if state.nested:
-                parts.append(Part(f"{self.name}.nested_absmax", state.state2, "absmax"))
+            nested = nested_part(self.name, self.tensor)
+            if nested is not None and not is_small(nested.get()):
+                parts.append(nested)
         return parts
 
 
@@ -197,11 +205,17 @@ def _is_alias(now: Any, twin: Any) -> bool:
 
 
 class DeviceConstants:
-    """Small quantization constants that stay on the device: code books once, offsets by value."""
+    """Small quantization constants that stay on the device: code books once, offsets by value.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Where.
+        nested: The device copies of nested absmax, by the name of the part.
+    """
+
+    def __init__(self, device: torch.device, nested: Mapping[str, torch.Tensor]) -> None:
         self._device = device
         self._known: dict[tuple[torch.dtype, tuple[int, ...], bytes], torch.Tensor] = {}
+        self.nested = nested
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor:
         """A device copy of ``tensor``, shared between all tensors of equal bits."""
@@ -213,6 +227,7 @@ class DeviceConstants:
 
     @property
     def num_bytes(self) -> int:
+        """Without the nested absmax, which lie in buffers of others."""
         return sum(each.numel() * each.element_size() for each in self._known.values())
 
 
@@ -257,7 +272,16 @@ def constant_parts(name: str, tensor: torch.Tensor) -> list[Part]:
     if state.nested:
         parts.append(Part(f"{name}.offset", state, "offset"))
         parts.append(Part(f"{name}.nested_code", state.state2, "code"))
+    nested = nested_part(name, tensor)
+    if nested is not None and is_small(nested.get()):
+        parts.append(nested)
     return parts
+
+
+def nested_part(name: str, tensor: torch.Tensor) -> Part | None:
+    """The nested absmax of a 4-bit weight, if its quantization is double."""
+    state = tensor.quant_state  # type: ignore[attr-defined]
+    return Part(f"{name}.nested_absmax", state.state2, "absmax") if state.nested else None
 
 
 def _twin(
@@ -281,7 +305,8 @@ def _twin(
     if state.nested:
         state.offset = constants.get(state.offset)
         state.state2 = copy.copy(state.state2)
-        state.state2.absmax = next_view()
+        staying = constants.nested.get(f"{each.name}.nested_absmax")
+        state.state2.absmax = next_view() if staying is None else staying
         state.state2.code = constants.get(state.state2.code)
     return packed_like(packed, data, state, packed.module)
 

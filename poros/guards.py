@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from poros.block import require_harmless
+from poros.calls import require_harmless
 from poros.errors import PreparedModelError
 
 logger = logging.getLogger(__name__)

@@ -211,10 +211,9 @@ class HostStore:
 
         Returns:
             A store whose slabs are runs of the slabs of this one, and whose layouts say where each
-            tensor lies, in the order given. A tensor that lies elsewhere has been given room in
-            the spare part of its layer's slab: it has to be copied there. A block that has no
-            place in common (weights replaced, part of it on a disk) has a new slab, and has to be
-            copied as a whole. None if that is all of them. Nothing is changed in any case.
+            tensor lies, in the order given. A block of which a tensor lies elsewhere (weights
+            replaced, part of it on a disk) has a new slab, and has to be copied as a whole. None
+            if that is all of them. Nothing is changed in any case.
 
         Raises:
             HostMemoryError: If the memory for a new slab is refused.
@@ -361,36 +360,27 @@ def _num_bytes(layouts: Sequence[BlockLayout]) -> int:
 
 
 def _find_places(tensors: Sequence[NamedTensor], slab: HostSlab) -> list[TensorSpec] | None:
-    """Where in ``slab`` the tensors of a layer lie, or will lie; None if they cannot."""
+    """Where in ``slab`` the tensors of a layer lie; None if one does not, or lies over another."""
     size = slab.layout.num_bytes
-    body = size - slab.layout.spare_num_bytes
-    specs: list[TensorSpec | None] = []
+    placed: list[TensorSpec] = []
     for name, tensor in tensors:
         spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset=0)
         if spec.num_bytes:
-            offset = tensor.data_ptr() - slab.bytes.data_ptr() if size else 0
-            is_inside = (
+            offset = tensor.data_ptr() - slab.bytes.data_ptr() if size else -1
+            if not (
                 tensor.device.type == "cpu"
                 and tensor.is_contiguous()
                 and 0 <= offset <= size - spec.num_bytes
                 and offset == align(offset)
-            )
-            specs.append(replace(spec, offset=offset) if is_inside else None)
-        else:
-            specs.append(spec)
-    # Behind whatever came to the spare part in an earlier adoption.
-    end = max([body, *(align(each.offset + each.num_bytes) for each in specs if each is not None)])
-    placed = []
-    for found, (name, tensor) in zip(specs, tensors, strict=True):
-        spec = found or TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset=end)
+            ):
+                return None
+            spec = replace(spec, offset=offset)
         placed.append(spec)
-        if found is None:
-            end = align(end + spec.num_bytes)
     in_order = sorted((each for each in placed if each.num_bytes), key=lambda each: each.offset)
     for left, right in pairwise(in_order):
         if left.offset + left.num_bytes > right.offset:
             return None
-    return placed if end <= size else None
+    return placed
 
 
 def _flags(private: bool) -> dict[str, int]:

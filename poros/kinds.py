@@ -55,11 +55,9 @@ def _of_module(module: Any) -> Iterator[Found]:
         return
     where = type(module).__qualname__
     # A class that is derived from another kind's (AdaLoRA's from LoRA's) comes before it.
-    packages = [each.__module__ for each in type(module).__mro__]
-    package = next((each for each in packages if each.startswith("peft.tuners.")), None)
-    kind = where if package is None else package.split(".")[2]
-    if kind == "lycoris_utils":
-        kind = where
+    packages = [each.__module__.split(".") for each in type(module).__mro__]
+    known = [each[2] for each in packages if each[:2] == ["peft", "tuners"] and len(each) > 3]
+    kind = known[0] if known else where
     if kind != "lora":
         yield Found(kind, kind.upper(), where)
         return

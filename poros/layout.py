@@ -1,8 +1,13 @@
 """Where each frozen tensor of a block lies in the block's one contiguous slab.
 
-A slab holds the bytes that must move: packed 4-bit weights, their (nested) absmax, norms, biases
-and buffers. The same offsets serve the host slab and the device slot, so a block load is a single
-copy.
+A slab holds the bytes that must move: packed 4-bit weights, their absmax, and dense weights. The
+same offsets serve the host slab and the device slot, so a block load is a single copy.
+
+Note: What is small stays
+    Norms, biases, buffers and the nested absmax of 4-bit weights take a few megabytes in the
+    largest models, and are what people edit and cast. They stay on the device, in one buffer per
+    layer with a layout of its own, and are no part of a slab. Kind and size decide: a matrix
+    streams however small it is, a vector of more than ``SMALL_NUM_BYTES`` streams too.
 
 Note: Layers start on pages
     A loader lays out one slab per layer, before anybody has said how many layers make a block. So
@@ -18,6 +23,9 @@ import torch
 
 ALIGNMENT = 256
 """Bytes. A multiple of every element size and of the widest vector load of current GPUs."""
+
+SMALL_NUM_BYTES = 65536
+"""A frozen tensor of at most that many bytes stays on the device, if it is no matrix."""
 
 PAGE_NUM_BYTES = 65536
 """The largest page of current systems (arm64), a multiple of theirs and of a disk's sectors."""
@@ -43,19 +51,13 @@ class BlockLayout:
 
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
-    spare_num_bytes: int = 0
-    """Bytes at the slab's end, from a page's start on, that no tensor of ``tensors`` uses."""
 
     @classmethod
-    def pack(
-        cls, tensors: Iterable[tuple[str, torch.Tensor]], spare_num_bytes: int = 0
-    ) -> "BlockLayout":
+    def pack(cls, tensors: Iterable[tuple[str, torch.Tensor]]) -> "BlockLayout":
         """Lay tensors out one after the other, each aligned to ``ALIGNMENT`` bytes.
 
         Args:
             tensors: Names and tensors; only shapes and dtypes are read, so meta tensors will do.
-            spare_num_bytes: Room to leave at the end for tensors that change their form before
-                ``poros.prepare`` (see ``spare_for``); rounded up to ``ALIGNMENT``.
         """
         specs: list[TensorSpec] = []
         end = 0
@@ -63,11 +65,7 @@ class BlockLayout:
             spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset=end)
             specs.append(spec)
             end = align(end + spec.num_bytes)
-        if not spare_num_bytes:
-            return cls(tuple(specs), num_bytes=end)
-        spare_num_bytes = align(spare_num_bytes)
-        num_bytes = align(end, PAGE_NUM_BYTES) + spare_num_bytes
-        return cls(tuple(specs), num_bytes, spare_num_bytes)
+        return cls(tuple(specs), num_bytes=end)
 
     @classmethod
     def join(cls, layers: Sequence["BlockLayout"]) -> "BlockLayout":
@@ -93,17 +91,14 @@ def slab_offsets(layouts: Iterable[BlockLayout]) -> list[int]:
     return offsets
 
 
-def spare_for(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that the 16-bit vectors among ``tensors`` (norms, biases) take as float32.
+def is_small(tensor: torch.Tensor, *, is_buffer: bool = False) -> bool:
+    """Whether a frozen tensor that is no part of a 4-bit weight stays on the device.
 
-    ``peft.prepare_model_for_kbit_training`` casts them. With that much room to spare in its slab, a
-    layer is still adopted where it lies.
+    Of a 4-bit weight, the nested absmax may; packed weight and absmax stream. See "What is small
+    stays".
     """
-    return sum(
-        align(4 * each.numel())
-        for each in tensors
-        if each.dtype in (torch.bfloat16, torch.float16) and each.ndim <= 1
-    )
+    has_kind = is_buffer or tensor.ndim <= 1
+    return has_kind and tensor.numel() * tensor.element_size() <= SMALL_NUM_BYTES
 
 
 def view(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

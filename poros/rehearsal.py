@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.discover import find_layers, frozen_by_block
+from poros.discover import find_frozen, find_layers
 from poros.errors import UnsupportedModelError
 from poros.frozen import is_4bit
 from poros.layout import BlockLayout
 from poros.loaders.intake import part_tensors
 from poros.paper import StepCost, step_cost
 from poros.skeleton import Recipe, base_of
+from poros.small import small_parts
 from poros.terms import MemoryPlan, OptimizerCost, Shapes, Speeds, optimizer_cost, plan_for
 
 
@@ -97,8 +98,12 @@ class Rehearsal:
 def shapes_of(model: nn.Module) -> Shapes:
     """Sizes of a model with adapters, on any device."""
     name, layers = find_layers(model)
-    blocks = frozen_by_block(model, name, layers, block_size=1)
-    streamed = {id(each.tensor) for block in blocks for each in block}
+    blocks, small = find_frozen(model, name, layers, block_size=1)
+    in_layers_too = {id(each.tensor) for group in (*blocks, *small) for each in group}
+    buffers = [
+        BlockLayout.pack((part.name, part.get()) for part in small_parts(staying, block))
+        for staying, block in zip(small, blocks, strict=True)
+    ]
     base = base_of(model)
     embedding = _weights(base.get_input_embeddings())
     last = base.get_output_embeddings()
@@ -113,7 +118,7 @@ def shapes_of(model: nn.Module) -> Shapes:
     other = 0
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         parts = part_tensors(tensor_name, tensor, with_constants=True)
-        if id(tensor) in streamed:
+        if id(tensor) in in_layers_too:
             for key in parts.keys() - part_tensors(tensor_name, tensor).keys():
                 # Code books are there once; other constants are one number per tensor.
                 once = key.rpartition(".")[2] if parts[key].numel() > 1 else key
@@ -129,7 +134,7 @@ def shapes_of(model: nn.Module) -> Shapes:
         adapter_sizes=[(each.numel(), _num_bytes([each])) for each in trained.values()],
         embedding=_num_bytes(embedding.values()),
         head=_num_bytes(each for key, each in head.items() if key not in embedding),
-        other=other + sum(constants.values()),
+        other=other + sum(constants.values()) + sum(each.num_bytes for each in buffers),
         num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
         num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
     )

@@ -21,6 +21,8 @@ What may change between a forward and its backward:
 - active adapters, their scaling, disabling or merging: ``RematerializationError``;
 - an adapter edited in place, replaced, moved or deleted: ``RematerializationError``;
 - the layer's input or any other tensor it was given edited in place: ``RematerializationError``;
+- a frozen tensor that stays on the device (a norm, a bias, a buffer) edited, cast or replaced:
+  ``RematerializationError``;
 - the layer's module tree, or the hooks inside it, those of all modules too:
   ``RematerializationError``;
 - a plain attribute of a module inside it or of its configuration: ``RematerializationError``.
@@ -32,19 +34,22 @@ autograd.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import FunctionCtx
 
 from poros.ambient import AmbientState, adapter_state
-from poros.audit import GraphAudit, HandedBack
+from poros.audit import GraphAudit
 from poros.boundaries import Parked
+from poros.casts import SharedCasts
 from poros.channels import SideChannels
-from poros.errors import RematerializationError
+from poros.errors import PreparedModelError, RematerializationError
+from poros.handover import HandedBack, Repeated, hand_in, sealed, watch_terms
 from poros.pack import pack, unpack
 from poros.rng import RngStash
+from poros.small import StayingState
 from poros.tree import Adapter, ModuleTree, shares_memory
 from poros.walk import Phase
 
@@ -55,15 +60,27 @@ class StreamedLayer(Protocol):
     name: str
     device: torch.device
     audit: GraphAudit
+    is_compiled: bool
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward; only inside a visit."""
 
-    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> AbstractContextManager[None]:
-        """Hold the layer's block on the device, with the stand-ins in place."""
+    def visit(
+        self, phase: Phase, adapters: Sequence[Adapter]
+    ) -> AbstractContextManager[torch.Tensor]:
+        """Hold the layer's block on the device, with the stand-ins in place; its slot's bytes."""
+
+    def confines_autocast(self) -> bool:
+        """Whether the active autocast region ends with the call of the model."""
 
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
+
+    def staying(self) -> StayingState:
+        """What of its base stays on the device, as it is now."""
+
+    def edited_since(self, before: StayingState) -> str | None:
+        """The name of one of these that is not what it was ``before``."""
 
     def park(self, tensor: torch.Tensor) -> Parked | None:
         """Have the layer's input wait for its backward on the host; None to keep it here."""
@@ -99,6 +116,10 @@ class LayerCall:
         """The first of the tensors, if it waits for the backward on the host."""
         self.handed_back: dict[int, HandedBack] = {}
         """By number of the tensor, for those that the layer uses more than once."""
+        self.repeated: dict[int, Repeated] = {}
+        """By number of the parameter, for those that the layer uses more than once."""
+        self.order: tuple[int, ...] = ()
+        """Numbers of the parameters, one for each use, as a resident run hands gradients over."""
         self._tree = tree
         self.adapters = self._tree.adapters()
         distinct = {id(each.parameter): each for each in self.adapters}
@@ -107,6 +128,11 @@ class LayerCall:
         # Autograd's own check is off under saved-tensor hooks (save_on_cpu).
         self._versions = [each._version for each in self.parameters]
         self.ambient = AmbientState.capture(layer.device, self._tree.modules())
+        self.shared_casts = (
+            SharedCasts(layer.name)
+            if self.ambient.is_autocast and torch.is_autocast_cache_enabled()
+            else None
+        )
         self.is_pending = True
         """Whether no backward has passed yet."""
         self.keeps_recomputed = False
@@ -118,6 +144,7 @@ class LayerCall:
         self._result: Any = None
         self._result_forms: list[tuple[torch.Size, torch.dtype, bool]] = []
         self._rng_end: RngStash | None = None
+        self._staying: StayingState | None = None
 
     @property
     def needs_gradient(self) -> bool:
@@ -134,21 +161,32 @@ class LayerCall:
         self._result = pack(returned, f"result of {self.layer.name}", results)
         return results
 
-    def part_with(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def shared_entries(self) -> list[Any]:
+        """What the mappings that layers share hold now."""
+        return self._channels.entries()
+
+    def part_with(self) -> Sequence[torch.Tensor]:
         """Park the layer's input if it can be; the tensors that autograd has to keep."""
+        tensors = self.tensors
         if tensors and self._args and unpack(self._args[0], tensors) is tensors[0]:
             self.parked = self.layer.park(tensors[0])
         return tensors[1:] if self.parked is not None else tensors
 
-    def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self) -> list[torch.Tensor]:
         """The forward: run, and keep what the recomputation must reproduce, values aside."""
+        inputs = _leaves(self.tensors)
         versions = [each._version for each in inputs]
+        is_fixed = self._tree.has_fixed_graph()
+        num_nodes = -torch.autograd._get_sequence_nr()
         with (
-            self.layer.visit(Phase.FORWARD, self.adapters),
+            self.layer.visit(Phase.FORWARD, self.adapters) as slot,
             self.ambient.without_autocast_cache(),
             torch.enable_grad(),
+            # Tensors from inside are taken by hooks; a compiler would trace these packings too.
+            nullcontext() if is_fixed or self.layer.is_compiled else _without_slot(slot),
         ):
             results = self.run(inputs)
+        num_nodes += torch.autograd._get_sequence_nr()
         if versions != [each._version for each in inputs]:
             raise RematerializationError(
                 f"{self.layer.name}: expected its arguments to be left alone, found one edited in "
@@ -156,12 +194,22 @@ class LayerCall:
             )
         # What the layer has changed now it will change again.
         self._tree.attributes.disregard(self._attributes)
-        uses = self.layer.audit.uses(results, inputs, self.stand_ins, self._hooks)
+        form = (num_nodes, self.ambient.is_autocast, self._adapter_state) if is_fixed else None
+        uses = self.layer.audit.uses(results, inputs, self.stand_ins, form)
         self.handed_back = {
-            number: HandedBack(self.layer.name) for number, count in enumerate(uses) if count > 1
+            number: HandedBack(self.layer.name)
+            for number, count in enumerate(uses.of_inputs)
+            if count > 1
         }
+        self.order = uses.order
+        if self.shared_casts is not None:
+            self.shared_casts.require_single(uses.casts, self.parameters)
+            if not self.layer.confines_autocast():
+                self.shared_casts.watch([self.parameters[number] for number in uses.casts])
         self._result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
+        # Now, not before: bitsandbytes casts a bias for good at its first use.
+        self._staying = self.layer.staying()
         return results
 
     def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -221,6 +269,12 @@ class LayerCall:
                 f"{name}: expected its adapters as they were at the forward, found one edited in "
                 "place between forward and backward; edit it after backward"
             )
+        edited = None if self._staying is None else self.layer.edited_since(self._staying)
+        if edited is not None:
+            raise RematerializationError(
+                f"{edited}: expected it as it was at the forward, found it edited, cast or "
+                "replaced before the backward of its layer; do so between steps"
+            )
         for adapter in self.adapters:
             now = adapter.owner.get(adapter.key)
             if now is not adapter.parameter or not shares_memory(now, adapter.stand_in):
@@ -255,11 +309,14 @@ class RematerializeLayer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: LayerCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any,
+        call: LayerCall,
+        results: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Before the forward, so that the input's copy to the host overlaps with it.
-        kept = call.part_with(tensors)
-        results = call.forward(_leaves(tensors[: call.num_tensors]))
         ctx.call = call
         ctx.save_for_backward(*kept)
         outputs = tuple(result.detach() for result in results)
@@ -283,6 +340,8 @@ class RematerializeLayer(torch.autograd.Function):
             )
         tensors = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
+        if call.shared_casts is not None:
+            call.shared_casts.on_recomputation()
         with call.layer.visit(Phase.BACKWARD, call.adapters):
             if call.parked is not None:
                 tensors = (call.parked.fetch(), *tensors)
@@ -301,6 +360,8 @@ class RematerializeLayer(torch.autograd.Function):
             ]
             if pairs:
                 ends, starts = zip(*pairs, strict=True)
+                if call.repeated:
+                    watch_terms(ends, call.stand_ins, call.repeated)
                 found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
         call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
@@ -310,12 +371,17 @@ class RematerializeLayer(torch.autograd.Function):
         returned = [by_source.get(id(source)) for source in sources]
         for number, handed_back in call.handed_back.items():
             handed_back.set(returned[number])
-        return (None, *returned)
+        return (None, None, None, *returned)
 
 
 def rematerialize(call: LayerCall) -> Any:
     """Run ``call`` so that its backward recomputes it; the layer's result in its own form."""
-    outputs = RematerializeLayer.apply(call, *call.tensors, *call.parameters)
+    # Before the forward, so that the input's copy to the host overlaps with it.
+    kept = call.part_with()
+    # Before the Function: its graph tells in which order the parameters get their gradients.
+    results = call.forward()
+    given, call.repeated = hand_in(call.layer.name, call.parameters, call.order)
+    outputs = RematerializeLayer.apply(call, results, kept, *call.tensors, *given)
     for number, handed_back in call.handed_back.items():
         call.tensors[number].register_hook(handed_back.check)
     # Autograd keeps them from here on, and lets go of them after backward.
@@ -324,7 +390,40 @@ def rematerialize(call: LayerCall) -> Any:
 
 
 def _leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [each.detach().requires_grad_() if each.requires_grad else each for each in tensors]
+    return [
+        sealed(each.detach().requires_grad_()) if each.requires_grad else each for each in tensors
+    ]
+
+
+def _without_slot(slot: torch.Tensor) -> AbstractContextManager[None]:
+    """A graph made inside keeps nothing of ``slot``, and says so if it is needed.
+
+    What a hook computes beside the layer, from detached tensors, keeps what it needs.
+    """
+    memory = slot.untyped_storage().data_ptr()
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+        if tensor.untyped_storage().data_ptr() == memory:
+            return None
+        # Detached, so that a node that keeps its own result does not keep itself.
+        return tensor.detach(), tensor._version
+
+    def unpack(kept: tuple[torch.Tensor, int] | None) -> torch.Tensor:
+        if kept is None:
+            raise PreparedModelError(
+                "expected gradients to flow through the outputs of layers only, found a backward "
+                "through a tensor taken from inside a layer (by a hook?). It cannot be recomputed; "
+                "take the tensor from what a layer returns"
+            )
+        tensor, version = kept
+        if tensor._version != version:
+            raise RematerializationError(
+                "expected the tensors of a backward as they were in the forward, found one of "
+                f"shape {tuple(tensor.shape)} from inside a layer that was edited in place"
+            )
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _saved_tensors(ctx: FunctionCtx, name: str) -> tuple[torch.Tensor, ...]:

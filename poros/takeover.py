@@ -21,7 +21,7 @@ from poros.block import LayerRuntime, attach, detach, runtime_of, streamed_class
 from poros.boundaries import Boundaries
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.copies import Prepare, copiers
-from poros.discover import Inventory, is_adapter_module
+from poros.discover import Inventory, is_adapter_module, staying_places
 from poros.frozen import (
     Binding,
     DeviceConstants,
@@ -38,6 +38,7 @@ from poros.layout import BlockLayout
 from poros.manager import BlockManager
 from poros.resident import ResidentBlocks
 from poros.ring import DeviceRing
+from poros.small import SmallTensors
 from poros.streams import StreamContext, Timings
 from poros.visits import Visits
 from poros.walk import Action
@@ -84,6 +85,7 @@ class Takeover:
         self._layers_name = inventory.layers_name
         self._layers = [weakref.ref(layer) for layer in inventory.layers]
         self.blocks = inventory.blocks
+        self._small = inventory.small
         self.block_size = policy.block_size
         self._copiers = copiers(self, policy, prepare)
         self.visits = Visits()
@@ -92,13 +94,15 @@ class Takeover:
         self.host, self.is_adopted = _host_store(inventory, policy.block_size)
         layouts = [slab.layout for slab in self.host.slabs]
         try:
+            self.small = SmallTensors(inventory.by_layer(), self.device)
             self._move_to_host(inventory, layouts)
+            self._move_small()
             self._move_to_device(model, inventory)
             if self.device.type == "cuda":
                 self.host.pin(self.device)
             self._make_room(policy.slots or MIN_SLOTS, policy.keep_last or 0)
             self.boundaries = Boundaries(streams)
-            self.constants = DeviceConstants(self.device)
+            self.constants = DeviceConstants(self.device, self.small.nested)
             self._engage(self._make_runtimes(inventory), model)
             self.offload_boundaries(bool(policy.offload_boundaries))
             if not self.is_adopted:
@@ -194,8 +198,9 @@ class Takeover:
 
     @property
     def device_num_bytes(self) -> int:
-        """Slots, blocks that stay, and quantization constants."""
-        return self.ring.num_bytes + self.resident.num_bytes + self.constants.num_bytes
+        """Slots, blocks that stay, small tensors, and quantization constants."""
+        blocks = self.ring.num_bytes + self.resident.num_bytes
+        return blocks + self.small.num_bytes + self.constants.num_bytes
 
     def timings(self) -> Timings:
         """How long copies of blocks have taken so far."""
@@ -241,9 +246,9 @@ class Takeover:
     def _move_back(self) -> None:
         # All new places first: if one cannot be had, nothing has moved.
         staged = [
-            (part, part.get().to(origin))
+            (part, part.get().to(origin, copy=True))
             for part, origin in self._moved
-            if part.get().device != origin
+            if part.get().device != origin or self.small.holds(part.get())
         ]
         for part, tensor in staged:
             _put(part, tensor)
@@ -265,11 +270,19 @@ class Takeover:
                 if each.is_4bit:
                     self._place(constant_parts(each.name, each.tensor), host)
 
+    def _move_small(self) -> None:
+        """Norms, biases and buffers of the layers."""
+        for part, copy in self.small.moves:
+            self._moved.append((part, self._origin(part)))
+            _put(part, copy)
+        self.small.moves.clear()
+
     def _move_to_device(self, model: nn.Module, inventory: Inventory) -> None:
         """Everything that is not streamed: adapters, embedding, norms outside the layers, head."""
-        streamed = {id(each.tensor) for block in inventory.blocks for each in block}
+        groups = (*inventory.blocks, *inventory.small)
+        seen_to = {id(each.tensor) for group in groups for each in group}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if id(tensor) in streamed:
+            if id(tensor) in seen_to:
                 continue
             parts = FrozenTensor(name, tensor).parts()
             if is_4bit(tensor):
@@ -313,6 +326,7 @@ class Takeover:
                 self._home(block),
                 LayerBindings(bindings.get(index, [])),
                 is_adapter_module=is_adapter_module,
+                staying_places=staying_places,
                 regions=regions,
                 visits=self.visits,
                 tied_adapters=inventory.tied_adapters,
@@ -362,11 +376,16 @@ class Takeover:
         guards.install(ancestors, self.device, self._copiers)
 
     def _hide_from_ddp(self, model: nn.Module) -> None:
-        """DDP would broadcast the frozen tensors at its start, writing to the host copies."""
-        streamed = {each.name for block in self.blocks for each in block}
+        """DDP would broadcast the frozen tensors at its start, writing to the host copies.
+
+        Of what stays, only buffers are hidden, which it would write at every forward: a norm may be
+        trained by the time that DDP wraps the model.
+        """
+        hidden = {each.name for block in self.blocks for each in block}
+        hidden |= {each.name for group in self._small for each in group if each.is_buffer}
         before = getattr(model, _DDP_IGNORED, None)
         self._undo.callback(_call_if_alive, weakref.ref(model), partial(_put_back, before=before))
-        model.__dict__[_DDP_IGNORED] = sorted(streamed | set(before or ()))
+        model.__dict__[_DDP_IGNORED] = sorted(hidden | set(before or ()))
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         before = getattr(module, name)

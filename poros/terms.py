@@ -9,7 +9,8 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
                   graphs (what autograd keeps of the kept layers), workspace (head
                   and loss, one layer recomputed, or the optimizer's temporaries): at the moment of
                   the step when their sum is largest
-    embedding, head, other   what is not in the layers
+    embedding, head, other   what is not in the layers, and what is small in them (norms, biases,
+                  quantization constants)
     inputs        tokens, labels, masks and rotary embeddings
     self-check    what the first step needs beyond a later one
 

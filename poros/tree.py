@@ -17,6 +17,7 @@ from torch import nn
 
 from poros.attributes import Attributes
 from poros.errors import PreparedModelError
+from poros.handover import sealed
 
 
 class Adapter(NamedTuple):
@@ -65,6 +66,7 @@ class ModuleTree:
             )
         ]
         self._hooks += _hooks_of_all_modules()
+        self._dicts = [each.__dict__ for each in self._inner]
         # Most owners hold nothing but frozen weights; no adapter ever appears in those.
         self._owners = [
             module._parameters
@@ -95,6 +97,10 @@ class ModuleTree:
     def hooks(self) -> list[int]:
         """Keys of the hooks that run inside the layer; equal lists mean the same hooks."""
         return list(chain.from_iterable(filter(None, self._hooks)))
+
+    def has_fixed_graph(self) -> bool:
+        """Whether the layer's own code alone decides what graph a call of it makes."""
+        return not (any(self._hooks) or any(map(dict.__contains__, self._dicts, repeat("forward"))))
 
     def adapters(self) -> list[Adapter]:
         """The trainable parameters now. PEFT changes them without changing modules.
@@ -143,7 +149,7 @@ class ModuleTree:
         if known is not None and known[0] is parameter and shares_memory(*known):
             return known[1]
         stand_in = nn.Parameter(parameter.detach())
-        stand_in.register_post_accumulate_grad_hook(_refuse_gradient)
+        sealed(stand_in)
         self._stand_ins[id(parameter)] = (parameter, stand_in)
         return stand_in
 
@@ -171,13 +177,3 @@ def _hooks_of_all_modules() -> list[dict[int, Any]]:
 def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
     """What these dictionaries hold, one after the other."""
     return list(chain.from_iterable(map(dict.values, filter(None, tables))))
-
-
-def _refuse_gradient(stand_in: torch.Tensor) -> None:
-    # Runs when a gradient is accumulated, which recomputation never does.
-    stand_in.grad = None
-    raise PreparedModelError(
-        f"expected gradients of an adapter of shape {tuple(stand_in.shape)} through the outputs of "
-        "its layer only, found one through a tensor taken from inside the layer (by a hook?). It "
-        "cannot be recomputed; take the tensor from what a layer returns"
-    )

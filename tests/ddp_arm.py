@@ -37,11 +37,14 @@ class Cell:
     has_unused: bool = False
     trainer: bool = False
     quantize: bool = True
+    num_layers: int = 3
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of DistributedDataParallel."""
 
 
 CELLS = {
+    # Not a multiple of the ranks: a ring sums equal parts, and their ends have to cut layers.
+    "default": Cell(accumulation=1, num_layers=5),
     "no_sync": Cell(no_sync=True, options={"bucket_cap_mb": 0.02}),
     "unused": Cell(has_unused=True, options={"find_unused_parameters": True}),
     "every_backward": Cell(options={"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True}),
@@ -55,7 +58,7 @@ def build(cell: Cell, rank: int) -> Any:
     """The same base on every rank; adapters that only DDP's first broadcast makes equal."""
     model: Any = tiny.make_model(
         "qwen2",
-        num_layers=3,
+        num_layers=cell.num_layers,
         hidden_size=64,
         dropout=0.05,
         dtype=torch.float32 if cell.autocast else torch.bfloat16,

@@ -24,6 +24,8 @@ class Interrupts:
 
     def run(self, action: Callable[[], Any]) -> bool:
         """Whether ``action`` was interrupted."""
+        # What is interrupted as it is collected is reported there, by code that would be traced.
+        report, sys.unraisablehook = sys.unraisablehook, lambda _: None
         sys.setprofile(self._trace_again)
         sys.settrace(self._enter)
         try:
@@ -33,6 +35,7 @@ class Interrupts:
         finally:
             sys.settrace(None)
             sys.setprofile(None)
+            sys.unraisablehook = report
         return False
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from poros.gates import tiny
 from poros.host import left_store
+from poros.layout import is_small
 
 HIDDEN_SIZE, NUM_LAYERS = 64, 4
 
@@ -131,14 +132,21 @@ def differences(left: Any, right: Any) -> list[str]:
 
 
 def unplaced(model: Any) -> list[str]:
-    """Tensors of decoder layers that do not lie at their place in the slab of their layer."""
+    """Tensors of decoder layers that stream and do not lie in the slab of their layer.
+
+    And those that are small and do.
+    """
     store = left_store(model)
     assert store is not None
     place = {spec.name: (slab, spec) for slab in store.slabs for spec in slab.layout.tensors}
+    buffers = {name for name, _ in model.named_buffers()}
+    constants = (".code", ".offset", ".nested_code", ".nested_absmax")
     found = {
         name: tensor
         for name, tensor in tensors(model).items()
-        if ".layers." in f".{name}" and not name.endswith((".code", ".offset", ".nested_code"))
+        if ".layers." in f".{name}"
+        and not name.endswith(constants)
+        and (name.endswith(".absmax") or not is_small(tensor, is_buffer=name in buffers))
     }
     assert found and len(store.slabs) == NUM_LAYERS
     return sorted(

@@ -7,7 +7,7 @@ import torch
 from poros.discover import _collect, find_layers
 from poros.frozen import FrozenTensor, Part
 from poros.host import HostStore, leave_store
-from poros.layout import BlockLayout, spare_for
+from poros.layout import BlockLayout
 
 
 def parts_by_layer(model: Any) -> list[list[Part]]:
@@ -17,24 +17,21 @@ def parts_by_layer(model: Any) -> list[list[Part]]:
     for index, layer in enumerate(layers):
         inside: dict[int, FrozenTensor] = {}
         _collect(f"{name}.{index}", index, layer, inside)
-        found.append([part for each in inside.values() for part in each.parts()])
+        found.append([p for each in inside.values() if not each.stays for p in each.parts()])
     return found
 
 
-def layouts_of(model: Any, *, spare: bool = True) -> list[BlockLayout]:
+def layouts_of(model: Any) -> list[BlockLayout]:
     return [
-        BlockLayout.pack(
-            [(part.name, part.get()) for part in parts],
-            spare_for(part.get() for part in parts) if spare else 0,
-        )
+        BlockLayout.pack([(part.name, part.get()) for part in parts])
         for parts in parts_by_layer(model)
     ]
 
 
-def lay_down(model: Any, store: HostStore | None = None, *, spare: bool = True) -> HostStore:
+def lay_down(model: Any, store: HostStore | None = None) -> HostStore:
     """Move the layers of a base model (without adapters) into ``store``, and leave it there."""
     model.requires_grad_(False)
-    store = store or HostStore.allocate(layouts_of(model, spare=spare))
+    store = store or HostStore.allocate(layouts_of(model))
     for parts, slab in zip(parts_by_layer(model), store.slabs, strict=True):
         for part, spec in zip(parts, slab.layout.tensors, strict=True):
             with torch.no_grad():

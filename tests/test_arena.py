@@ -18,7 +18,7 @@ from test_host import FakeDriver, install, some_tensors
 import poros.host
 from poros.errors import HostMemoryError
 from poros.host import Arena, HostStore
-from poros.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets, spare_for
+from poros.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
 
 CPU = torch.device("cpu")
 
@@ -26,14 +26,7 @@ CPU = torch.device("cpu")
 def layer_of(hidden: int, intermediate: int, kv: int) -> BlockLayout:
     """A layer of a quantized Qwen2, as a loader lays it out; no memory is touched."""
     with torch.device("meta"):
-        tensors: list[tuple[str, torch.Tensor]] = [
-            ("norm1", torch.empty(hidden, dtype=torch.bfloat16)),
-            ("norm2", torch.empty(hidden, dtype=torch.bfloat16)),
-            *(
-                (f"bias{index}", torch.empty(rows, dtype=torch.bfloat16))
-                for index, rows in enumerate((hidden, kv, kv))
-            ),
-        ]
+        tensors: list[tuple[str, torch.Tensor]] = []
         for index, (rows, columns) in enumerate(
             [
                 *((hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)),
@@ -44,9 +37,8 @@ def layer_of(hidden: int, intermediate: int, kv: int) -> BlockLayout:
             tensors += [
                 (f"weight{index}", torch.empty(rows * columns // 2, 1, dtype=torch.uint8)),
                 (f"absmax{index}", torch.empty(num_scales, dtype=torch.uint8)),
-                (f"nested{index}", torch.empty(-(-num_scales // 256))),
             ]
-    return BlockLayout.pack(tensors, spare_for(tensor for _, tensor in tensors))
+    return BlockLayout.pack(tensors)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +85,7 @@ def test_slabs_lie_one_after_the_other_on_pages() -> None:
         BlockLayout.pack(some_tensors().items()),
         BlockLayout((), 0),
         BlockLayout((), PAGE_NUM_BYTES + 256),
-        BlockLayout.pack(some_tensors().items(), spare_num_bytes=300),
+        BlockLayout.pack(some_tensors().items()),
     ]
     store = HostStore.allocate(layouts)
     start = store.slabs[0].bytes.data_ptr()
@@ -103,14 +95,12 @@ def test_slabs_lie_one_after_the_other_on_pages() -> None:
         assert slab.offset % PAGE_NUM_BYTES == 0
         if slab.layout.num_bytes:
             assert slab.bytes.data_ptr() == start + slab.offset
-    assert layouts[3].spare_num_bytes == 512
-    assert (layouts[3].num_bytes - 512) % PAGE_NUM_BYTES == 0
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_neighbouring_slabs_are_the_slab_of_their_block(cut: int) -> None:
     """The layout of a block is that of its layers, as they lie in the arena."""
-    layers = [BlockLayout.pack(some_tensors().items(), spare_num_bytes=each) for each in (0, 1, 9)]
+    layers = [BlockLayout.pack(some_tensors().items()) for _ in range(3)]
     layers.append(BlockLayout.pack([("a", torch.empty(70_000, dtype=torch.uint8))]))
     offsets = slab_offsets(layers)
     block = BlockLayout.join(layers[:cut])
@@ -121,17 +111,6 @@ def test_neighbouring_slabs_are_the_slab_of_their_block(cut: int) -> None:
             joined = next(specs)
             assert joined.offset == offset + spec.offset and joined.offset % ALIGNMENT == 0
             assert (joined.name, joined.shape, joined.dtype) == (spec.name, spec.shape, spec.dtype)
-
-
-def test_room_for_casts() -> None:
-    tensors = [
-        torch.empty(100, dtype=torch.bfloat16),
-        torch.empty((), dtype=torch.float16),
-        torch.empty(100),
-        torch.empty(10, 10, dtype=torch.bfloat16),
-        torch.empty(100, dtype=torch.uint8),
-    ]
-    assert spare_for(tensors) == 512 + 256
 
 
 def test_the_memory_goes_with_the_last_tensor() -> None:

@@ -49,6 +49,87 @@ def test_compiled_layers_are_exact_and_compiled_once() -> None:
     assert compare_trajectories(expected, run(build(0.0))) != []
 
 
+LENGTHS = {
+    "training at any length": ([8, 9, 11, 14, 10], []),
+    "training and evaluation at one length": ([8, 8], [8, 8]),
+}
+
+
+def steps(model: Any, lengths: list[int], evaluated: list[int]) -> list[torch.Tensor]:
+    """Losses and gradients of steps, each with an evaluation behind it."""
+    found = []
+    for number, length in enumerate(lengths):
+        batch = tiny.make_batches(1, num_tokens=length, padded=False)[0]
+        model.train()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        found += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+        if number < len(evaluated):
+            batch = tiny.make_batches(1, num_tokens=evaluated[number], padded=False)[0]
+            with torch.no_grad():
+                found.append(model.eval()(**batch, use_cache=False).loss)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LENGTHS)
+def test_few_forms_are_exact_and_below_the_limit(name: str) -> None:
+    found = []
+    for prepare in (lambda model: model, poros.prepare):
+        torch._dynamo.reset()
+        counters.clear()
+        model = prepare(tiny.make_model("qwen2", num_layers=3, hidden_size=64, dropout=0.0))
+        # Without the fallback, so that a limit that is met would be an error in the resident run.
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            found.append(steps(compile_layers(model), *LENGTHS[name]))
+    torch._dynamo.reset()
+    expected, prepared = found
+    assert len(expected) == len(prepared) > 20
+    assert all(map(torch.equal, expected, prepared))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "evaluated", "match"),
+    [
+        pytest.param([8], [9], "evaluation at different lengths", id="another length"),
+        pytest.param([8, 9], [8], "evaluation at different lengths", id="lengths, then evaluation"),
+    ],
+)
+def test_forms_that_meet_the_limit_at_other_points_are_refused(
+    lengths: list[int], evaluated: list[int], match: str
+) -> None:
+    model = poros.prepare(build(0.0))
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match=match):
+        steps(model, lengths, evaluated)
+    torch._dynamo.reset()
+
+
+def test_masks_and_caches_of_one_compiled_layer_are_refused() -> None:
+    model = poros.prepare(build(0.0)).train()
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend="eager")
+    batch = tiny.make_batches(1, num_tokens=8, padded=False)[0]
+    model(**batch).loss.backward()
+    with pytest.raises(UnsupportedModelError, match="different forms"), torch.no_grad():
+        model.eval()(**batch, use_cache=True)
+    torch._dynamo.reset()
+
+
+def test_the_limit_itself_is_an_error() -> None:
+    model = poros.prepare(build(0.0)).train()
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend="eager")
+    with (
+        torch._dynamo.config.patch(recompile_limit=1),
+        pytest.raises(UnsupportedModelError, match="recompile limit"),
+    ):
+        steps(model, [8, 9, 10], [])
+    torch._dynamo.reset()
+
+
 def test_compiling_what_holds_the_layers_is_refused() -> None:
     model = poros.prepare(build(0.0))
     for module in (model, model.get_base_model(), model.get_base_model().model.layers):

@@ -25,7 +25,7 @@ from test_host import FakeDriver, install
 import poros
 from poros import disk
 from poros.disk import NUM_STAGING, DiskStore
-from poros.errors import CheckpointFormatError, ParityError
+from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.host import HostStore, leave_store, left_store
@@ -156,24 +156,19 @@ def test_memory_is_the_budget_and_the_staging(tmp_path: Path) -> None:
     poros.restore(model)
 
 
-def test_norms_cast_for_training_are_put_over_what_is_read(tmp_path: Path) -> None:
+def test_norms_cast_for_training_leave_the_file_as_it_is(tmp_path: Path) -> None:
     def cast(base: Any) -> Any:
         return adapted(prepare_model_for_kbit_training(base, use_gradient_checkpointing=False))
 
     expected = run(cast(base_model()))
     model = cast(loaded(tmp_path / "store"))
-    for block_size in (1, 2):
+    for block_size in (2, 1):
         poros.prepare(model, block_size=block_size)
-        assert host_of(model)._changed
+        stats = poros.runtime(model).stats()
+        assert stats["fallbacks"] == [] and stats["disk_num_bytes"] > 0
         if block_size == 1:
-            assert poros.runtime(model).stats()["fallbacks"] == []
             assert_same_run(expected, run(model))
         poros.restore(model)
-    poros.prepare(model)
-    host_of(model)._changed.clear()  # control: without it the norms are zeros
-    with pytest.raises(ParityError, match="self-check failed"):
-        run(model)
-    poros.restore(model)
 
 
 def test_a_weight_written_in_place_is_not_taken_from_the_file(

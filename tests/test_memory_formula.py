@@ -61,17 +61,26 @@ def block_bytes(config: Any, block_size: int) -> list[int]:
     """Bytes of each block of a qwen2, from nothing but its configuration."""
     H, I = config.hidden_size, config.intermediate_size  # noqa: E741
     KV = config.num_key_value_heads * (H // config.num_attention_heads)
-    linears = [(H, H), (KV, H), (KV, H), (H, H), (I, H), (I, H), (H, I)]
-    parts = [2 * H, 2 * H]  # two norms in bf16
-    parts += [2 * H, 2 * KV, 2 * KV]  # three biases in bf16
-    for rows, columns in linears:
-        num_scales = rows * columns // 64
-        # Two weights to a byte, a byte per scale, a float per 256 scales.
-        parts += [rows * columns // 2, num_scales, 4 * -(-num_scales // 256)]
-    layer = sum(-(-part // 256) * 256 for part in parts)
+    parts = []
+    for rows, columns in [(H, H), (KV, H), (KV, H), (H, H), (I, H), (I, H), (H, I)]:
+        parts += [rows * columns // 2, rows * columns // 64]  # two weights to a byte, and scales
+    layer = aligned(parts)
     pages = -(-layer // 65536) * 65536  # each layer of a block starts on a page
     L = config.num_hidden_layers
     return [pages * (min(block_size, L - first) - 1) + layer for first in range(0, L, block_size)]
+
+
+def aligned(parts: list[int]) -> int:
+    return sum(-(-part // 256) * 256 for part in parts)
+
+
+def small_bytes(config: Any) -> int:
+    """Bytes of what stays of the layers: two norms, three biases, a float per 256 scales."""
+    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    KV = config.num_key_value_heads * (H // config.num_attention_heads)
+    linears = [(H, H), (KV, H), (KV, H), (H, H), (I, H), (I, H), (H, I)]
+    scales = [4 * -(-(rows * columns // 64) // 256) for rows, columns in linears]
+    return config.num_hidden_layers * aligned([2 * H, 2 * H, 2 * H, 2 * KV, 2 * KV, *scales])
 
 
 def slot_bytes(blocks: list[int], num_slots: int) -> int:
@@ -142,8 +151,8 @@ class Formula:
         # Logits in bf16 and float32, their log-softmax, its gradient and the gradient's gradient.
         # They are gone before the first layer is recomputed.
         self.loss = B * T * V * (2 + 4 + 4 + 4)
-        # Embedding, head, and the last norm, in bf16.
-        self.resident = 2 * V * H * 2 + H * 2
+        # Embedding, head, and the last norm, in bf16; what is small in the layers.
+        self.resident = 2 * V * H * 2 + H * 2 + small_bytes(config)
         self.inputs = num_bytes(*batch.values())
 
     def rise(self) -> int:
@@ -214,8 +223,8 @@ def test_device_bytes_are_the_sum_of_the_slots(tmp_path: Path, block_size: int, 
     assert [runtime.host_slab(k).numel() for k in range(len(blocks))] == blocks
     assert runtime.stats()["host_num_bytes"] == sum(blocks)
     assert sum(allocated) == expected and len(allocated) == runtime.num_slots
-    # Besides the slots: a code book of each kind, and a float for each quantized weight.
-    constants = runtime.stats()["device_num_bytes"] - expected
+    # Besides: what is small, a code book of each kind, and a float for each quantized weight.
+    constants = runtime.stats()["device_num_bytes"] - expected - small_bytes(model.config)
     assert 4 * (16 + 256) < constants <= 4 * (16 + 256 + 7 * 7)
     warm_up(model, tiny.make_batches(1, num_tokens=8)[0])
     assert sum(allocated) == expected, "slots are allocated once"

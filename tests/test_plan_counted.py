@@ -12,8 +12,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import poros
+from poros.errors import UnsupportedModelError
 from poros.gates import tiny
+from poros.gates.kinds import KINDS, attach
 from poros.paper import LiveBytes
+from poros.skeleton import _COUNTED
 
 TOLERANCE = 0.03
 USUAL: dict[str, Any] = {
@@ -27,6 +30,8 @@ USUAL: dict[str, Any] = {
     "keep_last": 0,
     "block_size": 1,
     "architecture": "qwen2",
+    "adapter": "lora",
+    "dtype": torch.bfloat16,
     "target_modules": None,
     "offload_boundaries": False,
     "accumulation": 1,
@@ -76,7 +81,7 @@ CHECKED: dict[str, dict[str, Any]] = {
         "block_size": 2,
         "slots": 3,
         "keep_last": 2,
-        "seq_len": 16,
+        "seq_len": 8,
     },
 }
 
@@ -103,10 +108,11 @@ def on_paper(wanted: dict[str, Any]) -> Any:
 
 def make(folder: Path, wanted: dict[str, Any]) -> Any:
     config = on_paper(wanted)
-    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
-    base = tiny.load_base(folder, dtype=torch.bfloat16)
+    tiny.write_checkpoint(config, folder, dtype=wanted["dtype"])
+    quantize = KINDS[wanted["adapter"]].on_4bit
+    base = tiny.load_base(folder, dtype=wanted["dtype"], quantize=quantize)
     if wanted["target_modules"] is None:
-        return tiny.attach_lora(base, rank=wanted["rank"]).train()
+        return attach(base, wanted["adapter"], rank=wanted["rank"]).train()
     lora = LoraConfig(
         r=wanted["rank"], target_modules=wanted["target_modules"], task_type="CAUSAL_LM"
     )
@@ -165,6 +171,7 @@ def planned(model: Any, wanted: dict[str, Any], **options: Any) -> Any:
         block_size=wanted["block_size"],
         offload_boundaries=wanted["offload_boundaries"],
         accumulation=wanted["accumulation"],
+        dtype=wanted["dtype"],
         **options,
     )
 
@@ -186,6 +193,34 @@ def test_planned_is_counted(case: str, tmp_path: Path) -> None:
     assert found == pytest.approx(expected.total_num_bytes, rel=TOLERANCE)
     stats = poros.runtime(model).stats()
     assert stats["host_num_bytes"] + stats["offloaded_num_bytes"] == expected.host_num_bytes
+
+
+SMALL = {"num_layers": 4, "hidden_size": 64, "seq_len": 256, "vocab_size": 256}
+
+
+@pytest.mark.parametrize("kind", sorted(_COUNTED - {"lora"}))
+def test_kinds_of_adapters_are_counted(kind: str, tmp_path: Path) -> None:
+    # Some train in bfloat16 under autocast alone.
+    dtype = torch.bfloat16 if KINDS[kind].without_autocast else torch.float32
+    wanted = {**USUAL, **SMALL, "adapter": kind, "dtype": dtype}
+    model = make(tmp_path, wanted)
+    expected = planned(model, wanted).total_num_bytes
+    counted = Counted(prepare(model, wanted, self_check="off"), wanted)
+    counted.step()
+    assert counted.step() == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - _COUNTED - {"prefix_tuning", "cartridge"}))
+def test_kinds_that_are_not_counted_are_named(kind: str) -> None:
+    row = KINDS[kind]
+    options: dict[str, Any] = {"adapter": kind, "quantize": row.on_4bit}
+    model = tiny.make_model("qwen2", num_layers=2, hidden_size=32, **options)
+    where = rf"found {kind} \(PEFT's \w+, \w+\); .*slots="
+    with pytest.raises(UnsupportedModelError, match=where):
+        poros.plan(model, seq_len=16)
+    config = next(iter(model.peft_config.values()))
+    with pytest.raises(UnsupportedModelError, match=where):
+        poros.plan(model.get_base_model().config, seq_len=16, lora=config, quantization=None)
 
 
 @pytest.mark.parametrize("case", CHECKED)

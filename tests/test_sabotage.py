@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 
 import poros
 from poros.ambient import AmbientState
-from poros.audit import GraphAudit
+from poros.audit import GraphAudit, Uses
 from poros.channels import SideChannels
 from poros.errors import ParityError, UnsupportedModelError
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
@@ -127,7 +127,13 @@ def skip_an_adapter(patch: Patch) -> None:
 
 def skip_an_adapter_unaudited(patch: Patch) -> None:
     skip_an_adapter(patch)
-    patch.setattr(GraphAudit, "uses", lambda self, results, inputs, *_: (0,) * len(inputs))
+    patch.setattr(
+        GraphAudit,
+        "uses",
+        lambda self, results, inputs, stand_ins, *_: Uses(
+            (0,) * len(inputs), tuple(range(len(stand_ins))), ()
+        ),
+    )
 
 
 def publish_detached(patch: Patch) -> None:

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 MOST_CALLS = {"forward": 800, "backward": 620}
 # These make views, or no use of the device's memory: random states are compared on the host, and a
 # load is one copy into a part of a slot.
-HARMLESS = {"detach", "slice", "copy_", "equal"}
+HARMLESS = {"alias", "detach", "slice", "copy_", "equal"}
 
 
 class CountingStreams(EagerStreams):
@@ -216,7 +216,11 @@ def read_a_value(patch: pytest.MonkeyPatch) -> None:
 
 def copy_inputs(patch: pytest.MonkeyPatch) -> None:
     genuine = poros.remat._leaves
-    patch.setattr(poros.remat, "_leaves", lambda each: [t.clone() for t in genuine(each)])
+
+    def copies(tensors: Any) -> Any:
+        return [t.detach().clone().requires_grad_(t.requires_grad) for t in genuine(tensors)]
+
+    patch.setattr(poros.remat, "_leaves", copies)
 
 
 def copy_twice(patch: pytest.MonkeyPatch) -> None:

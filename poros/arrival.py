@@ -1,0 +1,128 @@
+"""The order in which gradients arrive at the leaves of a graph, told without running a backward.
+
+A resident run hands each adapter its gradient as soon as the last operator that uses it has been
+differentiated. What depends on that order: hooks on parameters, which may draw noise, and the
+buckets that DistributedDataParallel fills, in which three or more ranks sum by offset. So a
+recomputed layer has to hand its gradients over in the same order, and has to know it beforehand.
+
+Note: The engine's order
+    Autograd differentiates, among the nodes whose gradient is complete, the one made last; leaves
+    come before all others. Nodes carry the number of their making, so the order follows from the
+    graph alone. Only leaves can tie, such as weight and bias of one linear operator: those leave
+    the queue as a binary heap gives them out, of which the same steps are taken here.
+
+Source:
+    PyTorch: ``ReadyQueue`` and ``Engine::evaluate_function`` in torch/csrc/autograd/engine.cpp.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+
+class Use(NamedTuple):
+    """One edge of a graph that ends in a leaf."""
+
+    leaf: torch.Tensor
+    node: Any
+    """The operator that uses the leaf; None if the leaf is itself a result."""
+    edge: int
+    """Which of the gradients that the operator gives is the leaf's."""
+
+    @property
+    def is_cast(self) -> bool:
+        return self.node is not None and self.node.name() == "ToCopyBackward0"
+
+
+def arrivals(results: Sequence[torch.Tensor]) -> list[Use]:
+    """All uses of leaves in the graph of ``results``, as a backward reaches them.
+
+    A leaf's last use stands where its gradient is complete and its hooks run.
+    """
+    roots = [get_gradient_edge(each).node for each in results if each.requires_grad]
+    edges, missing = _survey(roots)
+    ready = _ReadyQueue()
+    complete: dict[int, list[Use]] = {}
+    found: list[Use] = []
+
+    def arrive(node: Any, use: Use | None) -> None:
+        missing[id(node)] -= 1
+        is_ready = missing[id(node)] == 0
+        if use is not None and not is_ready:
+            found.append(use)
+        elif use is not None:
+            complete[id(node)] = [use]
+        if is_ready:
+            ready.push(node)
+
+    for root in roots:
+        is_leaf = hasattr(root, "variable")
+        arrive(root, Use(root.variable, None, 0) if is_leaf else None)
+    while ready:
+        node = ready.pop()
+        if id(node) in complete:
+            found += complete[id(node)]
+        for number, following in enumerate(edges.get(id(node), ())):
+            if following is not None:
+                is_leaf = hasattr(following, "variable")
+                arrive(following, Use(following.variable, node, number) if is_leaf else None)
+    return found
+
+
+def _survey(roots: Sequence[Any]) -> tuple[dict[int, list[Any]], Counter[int]]:
+    """What follows each node, and how many gradients each waits for.
+
+    The lists hold all nodes but the roots, so that their ids stay theirs.
+    """
+    edges: dict[int, list[Any]] = {}
+    missing = Counter(map(id, roots))
+    queue = list(roots)
+    while queue:
+        node = queue.pop()
+        if id(node) in edges or hasattr(node, "variable"):
+            continue
+        following = edges[id(node)] = [each for each, _ in node.next_functions]
+        followers = [each for each in following if each is not None]
+        missing.update(map(id, followers))
+        queue += followers
+    return edges, missing
+
+
+class _ReadyQueue:
+    """The heap of the engine, step for step: of equals, its shape decides."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def push(self, node: Any) -> None:
+        self._heap.append((node._sequence_nr(), node))
+        self._rise(len(self._heap) - 1)
+
+    def pop(self) -> Any:
+        heap = self._heap
+        top, last = heap[0], heap.pop()
+        if heap:
+            # The hole sinks to the bottom, past the larger child each; then the last one rises.
+            hole = 0
+            while (child := 2 * hole + 1) < len(heap):
+                if child + 1 < len(heap) and heap[child + 1][0] >= heap[child][0]:
+                    child += 1
+                heap[hole] = heap[child]
+                hole = child
+            heap[hole] = last
+            self._rise(hole)
+        return top[1]
+
+    def _rise(self, index: int) -> None:
+        heap = self._heap
+        item = heap[index]
+        while index and heap[(index - 1) // 2][0] < item[0]:
+            heap[index] = heap[(index - 1) // 2]
+            index = (index - 1) // 2
+        heap[index] = item

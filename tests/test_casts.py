@@ -1,0 +1,182 @@
+"""Adapters under autocast whose gradients meet others: exact, or refused before a wrong update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from snapshots import batches, bf16, build, changes, layers_of, outcome, step
+from test_arrival import Twice
+from torch import nn
+
+import poros
+from poros.casts import SharedCasts
+from poros.errors import ParityError, UnsupportedModelError
+
+Model = Any
+
+
+def make() -> Model:
+    return build(dropout=0.0, dtype=torch.float32)
+
+
+def called_twice() -> Model:
+    model = make()
+    layers_of(model)[1].mlp.up_proj = Twice(layers_of(model)[1].mlp.up_proj)
+    return model
+
+
+def matrices(model: Model) -> list[nn.Parameter]:
+    return [each for name, each in model.named_parameters() if "lora_A" in name]
+
+
+def orthogonality(model: Model) -> torch.Tensor:
+    return torch.stack([(each @ each.T).square().sum() for each in matrices(model)]).sum()
+
+
+def powers(model: Model) -> torch.Tensor:
+    return torch.stack([each.pow(2).sum() + each.norm() for each in matrices(model)]).sum()
+
+
+Program = Callable[[Model], None]
+
+
+def behind(penalty: Callable[[Model], torch.Tensor]) -> Program:
+    def program(model: Model) -> None:
+        with bf16():
+            loss = model(**batches()[0]).loss + 0.1 * penalty(model)
+        loss.backward()
+
+    return program
+
+
+def before(model: Model) -> None:
+    with bf16():
+        loss = 0.1 * orthogonality(model)
+        loss = loss + model(**batches()[0]).loss
+    loss.backward()
+
+
+def outside(model: Model) -> None:
+    with bf16():
+        loss = model(**batches()[0]).loss
+    (loss + 0.1 * orthogonality(model)).backward()
+
+
+def separately(model: Model) -> None:
+    with bf16():
+        loss, penalty = model(**batches()[0]).loss, 0.1 * orthogonality(model)
+    loss.backward()
+    penalty.backward()
+
+
+def regions_of_their_own(model: Model) -> None:
+    losses = []
+    for batch in batches():
+        with bf16():
+            losses.append(model(**batch).loss)
+    with bf16():
+        losses.append(0.1 * orthogonality(model))
+    torch.stack(losses).sum().backward()
+
+
+def by_accelerate(model: Model) -> None:
+    """The forward of the model is a region; the penalty is computed behind it."""
+    own = model.forward
+    model.forward = torch.autocast("cpu", torch.bfloat16)(own)
+    try:
+        (model(**batches()[0]).loss + 0.1 * orthogonality(model)).backward()
+    finally:
+        del model.forward
+
+
+def without_a_cache(model: Model) -> None:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        loss = model(**batches()[0]).loss + 0.1 * orthogonality(model)
+    loss.backward()
+
+
+EXACT: dict[str, Program] = {
+    "a penalty in full precision": behind(powers),
+    "a penalty outside": outside,
+    "a backward of its own": separately,
+    "regions of their own": regions_of_their_own,
+    "accelerate": by_accelerate,
+    "no cache": without_a_cache,
+}
+REFUSED: dict[str, Program] = {"behind": behind(orthogonality), "before": before}
+
+
+def outcome_of(model: Model, program: Program) -> dict[str, object]:
+    model.train()
+    torch.manual_seed(0)
+    program(model)
+    return outcome(model)
+
+
+@pytest.mark.parametrize("which", EXACT)
+def test_what_meets_in_full_precision_is_exact(which: str) -> None:
+    expected, found = (outcome_of(each, EXACT[which]) for each in (make(), poros.prepare(make())))
+    assert changes(expected, found) == {}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_what_a_resident_run_sums_in_the_low_precision_is_refused(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = poros.prepare(make())
+    with pytest.raises(UnsupportedModelError, match=r"layers\.\d: .*autocast.*penalty"):
+        outcome_of(model, REFUSED[which])
+    model.zero_grad()
+    assert changes(step(make(), around_forward=bf16), step(model, around_forward=bf16)) == {}
+    # The control: left alone, it differs.
+    monkeypatch.setattr(SharedCasts, "watch", lambda *_: None)
+    expected, found = (outcome_of(each, REFUSED[which]) for each in (make(), poros.prepare(make())))
+    assert changes(expected, found) != {}
+
+
+def test_a_module_called_twice_in_a_layer_is_refused_under_autocast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = poros.prepare(called_twice())
+    with (
+        bf16(),
+        pytest.raises(UnsupportedModelError, match=r"layers\.1: .*twice.*without autocast"),
+    ):
+        model(**batches()[0])
+    assert changes(step(called_twice()), step(model)) == {}
+    without = {"around_forward": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False)}
+    expected, found = (
+        step(each, **without) for each in (called_twice(), poros.prepare(called_twice()))
+    )
+    assert changes(expected, found) == {}
+    # The control: let through, it differs, and the check of the first step says so.
+    monkeypatch.setattr(SharedCasts, "require_single", lambda *_: None)
+    with pytest.raises(ParityError, match=r"layers\.1: gradient of"):
+        step(poros.prepare(called_twice()), around_forward=bf16)
+
+
+def test_nothing_is_left_on_the_parameters() -> None:
+    model = poros.prepare(make())
+    step(model, around_forward=bf16)
+    assert all(not each._backward_hooks for each in model.parameters())
+
+
+def test_a_region_that_ends_with_the_model_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watching keeps a cast of each parameter until the region ends."""
+    watched: list[int] = []
+    genuine = SharedCasts.watch
+
+    def watch(self: SharedCasts, parameters: Any) -> None:
+        watched.append(len(parameters))
+        genuine(self, parameters)
+
+    monkeypatch.setattr(SharedCasts, "watch", watch)
+    model = poros.prepare(make())
+    for program, count in ((by_accelerate, 0), (outside, 3), (without_a_cache, 0)):
+        watched.clear()
+        program(model)
+        assert len(watched) == count
+    with bf16():  # a region around the model's own
+        by_accelerate(model)
+    assert len(watched) == 3

@@ -73,6 +73,7 @@ def _policy(dice: Dice) -> Policy:
         block_size=dice.weighted({1: 4, 2: 1}),
         keep_last=dice.weighted({0: 4, 1: 1}),
         offload_boundaries=dice.chance(20),
+        vram_budget=dice.weighted({"": 16, "1GiB": 1, "2MiB": 1}),
         self_check=dice.weighted({"strict": 5, "off": 3, "warn": 1}),
         streams=dice.weighted({"plain": 3, "adversarial": 3, "watched": 1}),
     )

@@ -150,9 +150,10 @@ def _streamed(program: Program, models: Models, tamper: Any) -> tuple[Record, _F
         prepare_with(
             model,
             StreamingPolicy(
-                slots=policy.slots,
+                slots=None if policy.vram_budget else policy.slots,
+                keep_last=None if policy.vram_budget else policy.keep_last,
+                vram_budget=policy.vram_budget or None,
                 block_size=policy.block_size,
-                keep_last=policy.keep_last,
                 offload_boundaries=policy.offload_boundaries,
                 self_check=policy.self_check,
                 allow_unvalidated=True,

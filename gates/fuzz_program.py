@@ -53,6 +53,8 @@ class Policy(Plain):
     block_size: int = 1
     keep_last: int = 0
     offload_boundaries: bool = False
+    vram_budget: str = ""
+    """Plan slots and kept layers into it, instead of those given."""
     self_check: str = "strict"
     streams: str = "plain"
     """plain, adversarial, or watched: every operator's reads of slots observed, in all arms."""

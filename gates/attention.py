@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _NODE = "ScaledDotProduct"
 """How the names of attention's backward nodes begin."""
@@ -38,6 +38,11 @@ class AttentionKernels(TorchFunctionMode):
         super().__init__()
         self._is_deterministic = deterministic
         self.may_vary = False
+
+    def __exit__(self, *error: Any) -> None:
+        # An interruption inside PyTorch's own handling of modes may have taken it off already.
+        if self in _get_current_function_mode_stack():
+            super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ states are put back, no gradient is accumulated, and the extra memory is one blo
 the optimizer state takes later.
 
 Neither slots, streams and copies nor the recomputation take part, so a fault in them cannot hide
-itself. The bytes themselves are compared with a SHA-256 taken when they were moved to the host.
+itself. The bytes themselves are compared with a SHA-256 of what they were before they were moved.
 
 Note: Layers that do not repeat themselves
     On a GPU the backward of fused attention does not repeat itself over long sequences: two
@@ -25,11 +25,9 @@ Note: Layers that do not repeat themselves
     error. A layer that does not repeat itself even so is named as not provable, and trains.
 """
 
-import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +35,7 @@ import torch
 from torch import nn
 
 from poros.block import is_streamed, runtime_of
+from poros.digests import digest
 from poros.errors import ParityError
 from poros.gates.evidence import (
     Evidence,
@@ -179,7 +178,7 @@ class SelfCheck:
         del self._unchecked[index]
         block = index // self._takeover.block_size
         mismatch = None
-        if _digest(buffer.cpu()) != self._digests[block]:
+        if self._differs(block, buffer.cpu()):
             mismatch = f"block {block} on the device is not what poros.prepare took over"
         self._settle(runtime_of(layer).name, self._damaged_bytes(block) or mismatch)
 
@@ -199,9 +198,25 @@ class SelfCheck:
             self._report_proofs()
 
     def _damaged_bytes(self, block: int) -> str | None:
-        if _digest(self._takeover.host.slabs[block].bytes) == self._digests[block]:
-            return None
-        return f"the host bytes of block {block} are not those that poros.prepare took over"
+        where = self._differs(block, self._takeover.host.slabs[block].bytes)
+        if where is not None:
+            return (
+                f"the host bytes of block {block} are not those that poros.prepare took over "
+                f"({where})"
+            )
+        size = self._takeover.block_size
+        for names in self._takeover.small.damaged[block * size : (block + 1) * size]:
+            if names:
+                return f"{names[0]} has not reached the device as poros.prepare found it"
+        return None
+
+    def _differs(self, block: int, flat: torch.Tensor) -> str | None:
+        """The name of a tensor of ``block`` that is not in ``flat`` as it came."""
+        for spec in self._takeover.host.slabs[block].layout.tensors:
+            found = flat[spec.offset : spec.offset + spec.num_bytes]
+            if digest(found) != self._digests[spec.name]:
+                return spec.name
+        return None
 
     def _mismatch(
         self,
@@ -325,11 +340,8 @@ class Unsteady(NamedTuple):
     streamed: dict[str, Any]
 
 
-def _digest(data: torch.Tensor) -> bytes:
-    return hashlib.sha256(data.numpy().data).digest()
-
-
-def _digests(takeover: Takeover) -> list[bytes]:
-    # Hashing releases the interpreter lock, so the blocks are hashed side by side.
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(_digest, [slab.bytes for slab in takeover.host.slabs]))
+def _digests(takeover: Takeover) -> dict[str, bytes]:
+    """Of what streams, by name, as it was before ``poros.prepare`` moved it."""
+    if takeover.digests is None:
+        raise ValueError("expected a takeover with digests, found self_check switched off")
+    return takeover.digests.results()

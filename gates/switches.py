@@ -33,8 +33,6 @@ def set_settings(wanted: list[Any], stack: ExitStack) -> None:
 def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
     cuda = _BACKENDS.cuda
     attributes = [
-        (cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-        (cuda.matmul, "allow_bf16_reduced_precision_reduction"),
         (cuda.matmul, "allow_fp16_accumulation"),
         (_BACKENDS.cudnn, "deterministic"),
         (_BACKENDS.cudnn, "benchmark"),
@@ -50,7 +48,21 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
         (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
         (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
         *((partial(getattr, *each), partial(setattr, *each)) for each in attributes),
+        *(
+            (partial(_reduction, name), partial(setattr, cuda.matmul, name))
+            for name in (
+                "allow_fp16_reduced_precision_reduction",
+                "allow_bf16_reduced_precision_reduction",
+            )
+        ),
     ]
+
+
+def _reduction(name: str) -> Any:
+    """Whether sums may be of lower precision, and, where it is apart, whether in split K too."""
+    allowed = getattr(_BACKENDS.cuda.matmul, name)
+    in_split = getattr(_BACKENDS.cuda.matmul, f"{name}_split_k", None)
+    return allowed if in_split is None else (allowed, in_split)
 
 
 def _operators() -> list[Any]:

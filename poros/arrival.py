@@ -42,7 +42,7 @@ def arrivals(results: Sequence[torch.Tensor]) -> list[Use]:
 
     A leaf's last use stands where its gradient is complete and its hooks run.
     """
-    roots = [get_gradient_edge(each).node for each in results if each.requires_grad]
+    roots: list[Any] = [get_gradient_edge(each).node for each in results if each.requires_grad]
     edges, missing = _survey(roots)
     ready = _ReadyQueue()
     complete: dict[int, list[Use]] = {}

@@ -45,6 +45,9 @@ _LEFT_OUT = frozenset(
         "in_features",
         "out_features",
         "use_cache",
+        # The guards of ``poros.guards``, which come and go with a copy of the model.
+        "merge",
+        "unmerge",
     }
 )
 _MISSING = object()

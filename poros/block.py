@@ -56,6 +56,7 @@ class LayerRuntime:
         bindings: Its frozen tensors.
         is_adapter_module: Whether PEFT put a module there.
         staying_places: Where a layer holds what stays on the device, given what streams.
+        settle: Brings what has come to a layer since ``poros.prepare`` to the device.
         regions: Shared by the layers of a model.
         visits: Likewise.
         tied_adapters: Adapter parameters of the model that are used at several places.
@@ -76,6 +77,7 @@ class LayerRuntime:
         staying_places: Callable[
             [nn.Module, Collection[int]], Sequence[tuple[str, dict[str, Any], str]]
         ],
+        settle: Callable[[nn.Module], None],
         regions: AutocastRegions,
         visits: Visits,
         tied_adapters: Sequence[str],
@@ -99,6 +101,7 @@ class LayerRuntime:
         self._blocks: BlockManager | ResidentBlocks | None = blocks
         self._is_adapter_module = is_adapter_module
         self._staying_places = staying_places
+        self._settle = settle
         self._regions = regions
         self._visits = visits
         self._tied_adapters = tied_adapters
@@ -117,7 +120,7 @@ class LayerRuntime:
             return self._stream(args, kwargs)
         if self._index == 0:
             refuse_outer_graph(self.name)
-            if self._tree.modules()[0].training and self.owner is not None:
+            if self.owner is not None:
                 self.owner.budget.begin(args)
         self._refuse_recorded_outputs()
         given = (args, kwargs)
@@ -172,6 +175,8 @@ class LayerRuntime:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward, compiled if that was asked for; only inside a visit."""
+        if isinstance(self.own_forward, CompiledForward):
+            self.own_forward.require_few_forms(args, kwargs)
         return self.own_forward(self._layer(), *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -202,7 +207,7 @@ class LayerRuntime:
         self.bindings.require_at_rest()
         blocks = self._housed()
         undo = partial(_end_visit, blocks, self.block, self.bindings, adapters)
-        with self._visits.begin(self.name, undo):
+        with self._visits.begin(self.name, undo) as require_alone:
             try:
                 slot = blocks.acquire(self.block, phase)
                 staying = self._staying.state()
@@ -211,6 +216,7 @@ class LayerRuntime:
                 for adapter in adapters:
                     adapter.owner[adapter.key] = adapter.stand_in
                 yield slot.buffer
+                require_alone()
                 self.bindings.require_twins()
                 self._require_unwritten(version, slot.buffer._version)
                 self._staying.require_unwritten(staying)
@@ -279,6 +285,7 @@ class LayerRuntime:
         self.bindings.swap_out()
 
     def _take_stock(self, layer: nn.Module) -> None:
+        self._settle(layer)
         streamed = self.bindings.tensor_ids
         tree = ModuleTree(layer, streamed, self._is_adapter_module)
         self._staying = Staying(self.name, self._staying_places(layer, streamed))

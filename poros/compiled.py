@@ -7,6 +7,7 @@ for both to stay below it: training at any length, or training and evaluation at
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,16 +44,16 @@ class CompiledForward:
         """Run it.
 
         Raises:
-            UnsupportedModelError: If a resident run might be at the compiler's limit.
+            UnsupportedModelError: If the compiler is at its limit.
         """
-        self._require_few_forms(args, kwargs)
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             try:
                 return self._run(layer, *args, **kwargs)
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise self._error("the compiler's recompile limit") from error
 
-    def _require_few_forms(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def require_few_forms(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise ``UnsupportedModelError`` if a resident run might be at the compiler's limit."""
         values = [*tree_leaves(args), *tree_leaves([kwargs[key] for key in sorted(kwargs)])]
         self._lengths.add(tuple(map(_exact, values)))
         self._forms.add(tuple(map(_abstract, values)))

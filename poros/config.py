@@ -8,6 +8,8 @@ from typing import Any
 from poros.errors import PolicyError
 
 MIN_SLOTS = 2
+LEAST_BUDGET = 2**20
+"""Bytes. No model trains in less; a number below it was meant in another unit."""
 SELF_CHECKS = ("strict", "warn", "off")
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
     f"{letter}ib": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", start=1)
@@ -58,6 +60,7 @@ class StreamingPolicy:
         _require_int("block_size", self.block_size, at_least=1)
         if self.vram_budget is not None:
             parse_num_bytes(self.vram_budget, "vram_budget")
+            _require_unit(self.vram_budget, "vram_budget")
         if self.slots is not None:
             _require_int("slots", self.slots, at_least=MIN_SLOTS)
         if self.keep_last is not None:
@@ -92,6 +95,18 @@ def _require_int(name: str, value: object, *, at_least: int) -> None:
         why = " (one slot computes while the other is filled)" if name == "slots" else ""
         raise PolicyError(
             f"{name}: expected an integer of at least {at_least}{why}, found {value!r}"
+        )
+
+
+def _require_unit(value: int | float | str, what: str) -> None:
+    """Refuse a number that no device has so little of: who writes 8 means GiB, not bytes."""
+    text = str(value).strip()
+    num_bytes = parse_num_bytes(value, what)
+    if not text[-1:].isalpha() and num_bytes < LEAST_BUDGET:
+        unit = "GiB" if num_bytes < 1024 else "MiB"
+        raise PolicyError(
+            f"{what}: expected bytes, or a string with a unit, found {value!r}; did you mean "
+            f"'{text}{unit}'?"
         )
 
 

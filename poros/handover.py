@@ -140,7 +140,7 @@ def hand_in(
         if number in repeated:
             # Made after all aliases, so that none of them is waited for out of turn.
             terms = reversed(aliases[number])
-            given.append(OneByOne.apply(repeated[number], *terms))  # type: ignore[no-untyped-call]
+            given.append(OneByOne.apply(repeated[number], *terms))
         else:
             given.append(aliases[number][0] if number in aliases else parameter.detach())
     return given, repeated

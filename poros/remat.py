@@ -177,7 +177,7 @@ class LayerCall:
         inputs = _leaves(self.tensors)
         versions = [each._version for each in inputs]
         is_fixed = self._tree.has_fixed_graph()
-        num_nodes = -torch.autograd._get_sequence_nr()
+        num_nodes = -torch._C._autograd._get_sequence_nr()
         with (
             self.layer.visit(Phase.FORWARD, self.adapters) as slot,
             self.ambient.without_autocast_cache(),
@@ -186,7 +186,7 @@ class LayerCall:
             nullcontext() if is_fixed or self.layer.is_compiled else _without_slot(slot),
         ):
             results = self.run(inputs)
-        num_nodes += torch.autograd._get_sequence_nr()
+        num_nodes += torch._C._autograd._get_sequence_nr()
         if versions != [each._version for each in inputs]:
             raise RematerializationError(
                 f"{self.layer.name}: expected its arguments to be left alone, found one edited in "

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
+from poros.digests import digest
 from poros.errors import PreparedModelError
 from poros.frozen import FrozenTensor, Part, constant_parts
 from poros.layout import BlockLayout, TensorSpec
@@ -34,10 +35,12 @@ class SmallTensors:
         layers: For each layer the frozen tensors that stay, and those that stream: the nested
             absmax of these stay.
         device: Where.
+        digests: Whether to compare a SHA-256 of each with that of its source.
 
     Attributes:
         moves: What stays, with its new bytes.
         nested: Device copies of nested absmax, by the name of the part.
+        damaged: For each layer the names of tensors that have not arrived as they were.
 
     Raises:
         torch.OutOfMemoryError: If the device has no room for them.
@@ -47,19 +50,27 @@ class SmallTensors:
         self,
         layers: Iterable[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]],
         device: torch.device,
+        digests: bool = False,
     ) -> None:
         self.moves: list[tuple[Part, torch.Tensor]] = []
         self.nested: dict[str, torch.Tensor] = {}
+        self.damaged: list[list[str]] = []
         self._buffers: list[torch.Tensor] = []
         for staying, streamed in layers:
             parts = small_parts(staying, streamed)
             layout = BlockLayout.pack((part.name, part.get()) for part in parts)
             buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
             self._buffers.append(buffer)
+            damaged: list[str] = []
+            self.damaged.append(damaged)
             for part, spec in zip(parts, layout.tensors, strict=True):
                 copy = _own_view(buffer, spec)
+                source = part.get()
+                before = digest(source.cpu().contiguous()) if digests else b""
                 with torch.no_grad():
-                    copy.copy_(part.get())
+                    copy.copy_(source)
+                if digests and digest(copy.cpu()) != before:
+                    damaged.append(part.name)
                 if part.attribute == "data":
                     self.moves.append((part, copy))
                 else:

@@ -21,6 +21,7 @@ from poros.block import LayerRuntime, attach, detach, runtime_of, streamed_class
 from poros.boundaries import Boundaries
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.copies import Prepare, copiers
+from poros.digests import Digests
 from poros.discover import Inventory, is_adapter_module, staying_places
 from poros.frozen import (
     Binding,
@@ -93,8 +94,12 @@ class Takeover:
         self._moved: list[tuple[Part, torch.device]] = []
         self.host, self.is_adopted = _host_store(inventory, policy.block_size)
         layouts = [slab.layout for slab in self.host.slabs]
+        self.digests = Digests() if policy.self_check != "off" else None
+        """Of what streams, as it was before it was moved; None if nobody will look."""
         try:
-            self.small = SmallTensors(inventory.by_layer(), self.device)
+            self.small = SmallTensors(
+                inventory.by_layer(), self.device, digests=self.digests is not None
+            )
             self._move_to_host(inventory, layouts)
             self._move_small()
             self._move_to_device(model, inventory)
@@ -108,6 +113,8 @@ class Takeover:
             if not self.is_adopted:
                 drop_store(inventory.base)
         except BaseException:
+            if self.digests is not None:
+                self.digests.close()
             try:
                 self._move_back()
             finally:
@@ -256,15 +263,19 @@ class Takeover:
 
     def _move_to_host(self, inventory: Inventory, layouts: Sequence[BlockLayout]) -> None:
         host = torch.device("cpu")
+        self._base_origin = host
         for tensors, layout, slab in zip(inventory.blocks, layouts, self.host.slabs, strict=True):
             parts = [part for each in tensors for part in each.parts()]
             for part, spec in zip(parts, layout.tensors, strict=True):
+                if self.digests is not None:
+                    self.digests.add(part.name, part.get())
                 if slab.holds(part.get(), spec):
                     continue
                 target = slab.tensor(spec)
                 with torch.no_grad():
                     target.copy_(part.get())
-                self._moved.append((part, self._origin(part)))
+                self._base_origin = self._origin(part)
+                self._moved.append((part, self._base_origin))
                 part.put(target)
             for each in tensors:
                 if each.is_4bit:
@@ -288,6 +299,18 @@ class Takeover:
             if is_4bit(tensor):
                 parts += constant_parts(name, tensor)
             self._place(parts, self.device)
+
+    def settle(self, layer: nn.Module) -> None:
+        """Bring what has come to ``layer`` since to the device: an adapter that was added.
+
+        PEFT puts it where the base rests. ``restore`` brings it to where the base goes then.
+        """
+        streamed = {id(each.tensor) for block in self.blocks for each in block}
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if id(tensor) not in streamed and tensor.device != self.device:
+                for part in FrozenTensor(name, tensor).parts():
+                    self._moved.append((part, self._base_origin))
+                    _put(part, part.get().to(self.device))
 
     def _place(self, parts: Iterable[Part], device: torch.device) -> None:
         for part in parts:
@@ -313,6 +336,14 @@ class Takeover:
         """What each layer becomes, without changing it yet."""
         regions = AutocastRegions(self.device)
         classes: dict[type[nn.Module], type[nn.Module]] = {}
+        # Weakly: the layers hold it, and the takeover must go with the runtime.
+        reference = weakref.ref(self)
+
+        def settle(layer: nn.Module) -> None:
+            living = reference()
+            if living is not None:
+                living.settle(layer)
+
         bindings = self._bind()
         made = []
         for index, layer in enumerate(inventory.layers):
@@ -327,6 +358,7 @@ class Takeover:
                 LayerBindings(bindings.get(index, [])),
                 is_adapter_module=is_adapter_module,
                 staying_places=staying_places,
+                settle=settle,
                 regions=regions,
                 visits=self.visits,
                 tied_adapters=inventory.tied_adapters,

@@ -63,27 +63,34 @@ class Visits:
             raise interruption
 
     @contextmanager
-    def begin(self, name: str, undo: Callable[[], None]) -> Iterator[None]:
+    def begin(self, name: str, undo: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Run the body as a visit, then ``undo`` what it has changed.
 
         Args:
             name: The layer's qualified name.
             undo: Undoes a visit that has come anywhere, undone or not.
 
+        Yields:
+            What raises if this is no longer the visit that goes on. Called at the end as well.
+
         Raises:
             SlotStateError: If another visit began before this one ended.
         """
         self.end_all()
         note = _Note(undo)
-        keeper = _Keeper(self, note)
-        try:
-            self._open.append(note)
-            yield
+
+        def require_alone() -> None:
             if note not in self._open:
                 raise SlotStateError(
                     f"{name}: expected one layer to run at a time, found another one that ran "
                     "before it had ended (a forward or a backward inside a hook of it?)"
                 )
+
+        keeper = _Keeper(self, note)
+        try:
+            self._open.append(note)
+            yield require_alone
+            require_alone()
         finally:
             self.end(note)
             del keeper

@@ -432,3 +432,23 @@ def test_a_refused_batch_is_known_to_trainers_that_look_for_one() -> None:
     with pytest.raises(VRAMBudgetError) as caught:
         model(**BATCHES[0])
     assert should_reduce_batch_size(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"), [(8, "8GiB"), (24.5, "24.5GiB"), ("8", "8GiB"), (8192, "8192MiB")]
+)
+def test_a_number_that_cannot_be_bytes_is_asked_about(value: Any, meant: str) -> None:
+    with pytest.raises(PolicyError, match=rf"vram_budget: .* did you mean '{meant}'\?"):
+        poros.StreamingPolicy(vram_budget=value)
+    assert poros.StreamingPolicy(vram_budget=meant).vram_budget == meant
+
+
+def test_a_loop_that_never_calls_train_keeps_to_the_budget() -> None:
+    model = poros.prepare(build().eval(), vram_budget=full())
+    runtime = poros.runtime(model)
+    with torch.no_grad():
+        model(**tiny.make_batches(1, num_tokens=8)[0])
+    assert runtime.plan is None
+    model(**tiny.make_batches(1, num_tokens=8)[0]).loss.backward()
+    assert runtime.plan is not None and runtime.plan.total_num_bytes <= full()
+    assert runtime.num_streamed_blocks < NUM_LAYERS

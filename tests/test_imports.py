@@ -26,6 +26,7 @@ LAYERS = [
         "casts",
         "channels",
         "compiled",
+        "digests",
         "frozen",
         "handover",
         "host",

@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from records import adapter_record
 from typer.testing import CliRunner, Result
 
 import poros.api
 from poros.cli import app
-from poros.discover import _check_validated, validated_adapters, validated_model_types
+from poros.discover import _check_validated, validated_model_types
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.gates import registry, sweep, tiny
-from poros.gates.kinds import KINDS
 from poros.gates.registry import (
-    AdapterRecord,
     Record,
     Registry,
     RegistryError,
@@ -30,7 +29,6 @@ from poros.gates.registry import (
     source_hash,
 )
 from poros.gates.report import ParityReport, environment
-from poros.kinds import Found
 
 ROOT = Path(__file__).resolve().parents[1]
 # Decide no bit of either arm: messages, commands, audits after the fact, and the registry itself.
@@ -44,18 +42,6 @@ NOT_HASHED = {
     *("poros.gates.trainer_parity", "poros.gates.self_check", "poros.gates.evidence"),
 }
 QUICK = "starcoder2"
-# Trained in another order, with state of their own in a layer, or through a cache; or shared by
-# several modules of several layers.
-REFUSED_KINDS = {
-    *("velora", "monteclora", "alora", "lily", "tinylora", "unilora", "vblora"),
-    *("prefix_tuning", "cartridge"),
-}
-PROMISED_KINDS = {
-    *("dora", "bdlora", "mica", "kasa", "adalora", "beft", "boft", "c3a", "deft", "delora"),
-    *("fourierft", "frod", "glora", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr"),
-    *("miss", "oft", "osf", "peanut", "psoft", "pvera", "randlora", "road", "shira", "vera"),
-    *("supertuning", "trainable_tokens", "waveft", "prompt_tuning", "p_tuning", "cpt"),
-}
 REAL = registry.PATH
 
 
@@ -77,13 +63,6 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty registry in the place of the real one."""
     monkeypatch.setattr(registry, "PATH", tmp_path / "registry.json")
     return tmp_path / "registry.json"
-
-
-def adapter_record(record: Record, kind: str) -> AdapterRecord:
-    """As if the gate had found of a kind what it found of a family; not a measurement."""
-    raw = {**asdict(record), "adapter": kind}
-    raw["modes"] = [{**record.modes[0], **mode} for mode in registry.adapter_modes(kind)]
-    return AdapterRecord(**raw).sealed()  # type: ignore[return-value]
 
 
 def rewrite(path: Path, record: Record, change: Any) -> None:
@@ -141,60 +120,6 @@ def test_discovery_accepts_exactly_the_model_types_that_are_exact() -> None:
     assert set(tiny.ARCHITECTURES.values()) <= accepted < set(outcomes)
 
 
-def test_every_kind_of_adapter_is_on_record() -> None:
-    """On each of the families, and what every user of them is told is exact is so on record."""
-    found = read_registry(REAL)
-    assert {(each.name, each.adapter) for each in found.adapters.values()} == set(sweep.adapters())
-    assert PROMISED_KINDS <= found.exact_adapters() == validated_adapters()
-    assert not REFUSED_KINDS & found.exact_adapters()
-    assert PROMISED_KINDS | REFUSED_KINDS | {"lora"} == set(KINDS)
-
-
-def test_discovery_accepts_exactly_the_kinds_that_are_exact() -> None:
-    base: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
-    accepted = set()
-    for kind in [*KINDS, "never_heard_of"]:
-        kinds = {kind: Found(kind, kind.upper(), "Linear"), "lora": Found("lora", "LORA", "Linear")}
-        try:
-            _check_validated(base, kinds, allow_unvalidated=False)
-        except UnvalidatedArchitectureError as error:
-            assert f"{kind} (PEFT's {kind.upper()}, Linear)" in str(error)
-            command = f"`poros check --architecture qwen2 --adapter {kind}`"
-            assert (command in str(error)) is (kind in KINDS)
-        else:
-            accepted.add(kind)
-    assert accepted == PROMISED_KINDS | {"lora"}
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "is_exact"),
-    [
-        (("exact", "exact"), True),
-        (("exact", "untested"), True),
-        (("exact", "refused"), False),
-        (("failed", "exact"), False),
-        (("untested", "untested"), False),
-    ],
-)
-def test_a_kind_is_exact_where_peft_can_train_it_or_not_at_all(
-    outcomes: tuple[Any, ...], is_exact: bool, path: Path, records: dict[str, Record]
-) -> None:
-    found = Registry({"qwen2": records["qwen2"]})
-    for name, outcome in zip(registry.ADAPTER_FAMILIES, outcomes, strict=True):
-        record = adapter_record(records[name], "vera")
-        reason = None if outcome == "exact" else "x"
-        found = found.including(replace(record, outcome=outcome, reason=reason).sealed())
-    assert found.exact_adapters() == ({"vera"} if is_exact else set())
-    found.write()
-    model = tiny.make_model("qwen2", num_layers=2, hidden_size=32, adapter="vera")
-    if is_exact:
-        poros.api.restore(poros.api.prepare(model))
-    else:
-        with pytest.raises(UnvalidatedArchitectureError, match=r"vera .*--adapter vera`"):
-            poros.api.prepare(model)
-    poros.api.prepare(model, allow_unvalidated=True)
-
-
 def test_prepare_goes_by_the_registry(path: Path, records: dict[str, Record]) -> None:
     model = tiny.make_model("qwen2", num_layers=2, hidden_size=32)
     with pytest.raises(UnvalidatedArchitectureError, match="'qwen2'"):
@@ -241,21 +166,6 @@ def test_a_record_changed_by_hand_is_found(
         poros.api.prepare(tiny.make_model("qwen2", num_layers=2, hidden_size=32))
     raw = json.loads(path.read_text())["records"][0]
     assert "it was changed after the gate wrote it" in Record(**raw).problems(code_hash())
-
-
-def test_a_record_of_a_kind_changed_by_hand_is_found(
-    path: Path, records: dict[str, Record]
-) -> None:
-    record = adapter_record(records["qwen2"], "vera")
-    assert record.problems(code_hash()) == records["qwen2"].problems(code_hash())
-    for changed in (replace(record, adapter="ia3"), replace(record, name="gemma3")):
-        Registry({}, {changed.key: changed}).write()
-        with pytest.raises(RegistryError, match=r"changed; run `poros check .*--adapter"):
-            read_registry()
-    fewer = replace(record, modes=record.modes[:2]).sealed()
-    assert any("other modes" in each for each in fewer.problems(code_hash()))
-    dense = replace(record, adapter="hra").sealed()  # which PEFT trains on a dense base alone
-    assert any("other modes" in each for each in dense.problems(code_hash()))
 
 
 def test_a_refused_family_cannot_be_relabelled(records: dict[str, Record]) -> None:

@@ -302,7 +302,7 @@ def _work(tally: Tally, start: tuple[int, int], sender: Connection) -> None:
         gc.freeze()  # what is looked through for leaks stays small
 
 
-def make_judge(tamper: Any = None) -> Judge:
+def make_judge() -> Judge:
     """A judge that keeps the models it has built."""
     from poros.gates.fuzz_judge import judge
     from poros.gates.fuzz_models import Models
@@ -310,7 +310,7 @@ def make_judge(tamper: Any = None) -> Judge:
     models = Models()
     gc.collect()
     gc.freeze()
-    return lambda program: judge(program, models, tamper)
+    return lambda program: judge(program, models)
 
 
 def render(tally: Tally) -> "Group":

@@ -11,7 +11,7 @@ import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from poros.api import prepare_with, restore, runtime
 from poros.block import is_streamed
 from poros.config import StreamingPolicy
-from poros.errors import PorosError, SlotStateError
+from poros.errors import ParityError, PorosError, SlotStateError
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.compare import bits, differing
 from poros.gates.fuzz_arm import Arm, Record, collect, frozen_tensors, run_arm
@@ -49,17 +49,12 @@ class Verdict:
     detail: str = ""
 
 
-def judge(program: Program, models: Models, tamper: Any = None) -> Verdict:
-    """Run all arms of ``program``.
-
-    Args:
-        program: What to run.
-        models: Makes its models.
-        tamper: Called with the prepared model, to break the runtime on purpose.
-    """
+def judge(program: Program, models: Models) -> Verdict:
+    """Run all arms of ``program``; the models are made by ``models``."""
     resident = _resident(program, models)
-    streamed, finish = _streamed(program, models, tamper)
-    verdict = _compare(program, resident, streamed, finish)
+    verdict = _compare(program, resident, *_streamed(program, models))
+    if verdict.end == "refused" and verdict.kind.startswith(ParityError.__name__):
+        verdict = _accused(program, models, resident, verdict)
     if verdict.end != "failed":
         return verdict  # equal bits need no second resident run to be believed
     again = _resident(program, models)
@@ -74,6 +69,19 @@ def judge(program: Program, models: Models, tamper: Any = None) -> Verdict:
 def _resident(program: Program, models: Models) -> Record:
     with _watched(program.policy.streams == "watched"):
         return run_arm(program, models.make(program.subject), None)
+
+
+def _accused(program: Program, models: Models, resident: Record, verdict: Verdict) -> Verdict:
+    """A mismatch that the self-check reports: without the check, is there one?
+
+    If not, it accuses a step that is right; if there is, only the check stands before it. A program
+    that is refused for another reason then is refused a little later.
+    """
+    unchecked = replace(program, policy=replace(program.policy, self_check="off"))
+    found = _compare(unchecked, resident, *_streamed(unchecked, models))
+    if found.end == "equal":
+        return Verdict("failed", f"false accusation: {verdict.kind}", verdict.detail)
+    return found
 
 
 def _compare(program: Program, resident: Record, streamed: Record, finish: "_Finish") -> Verdict:
@@ -91,6 +99,8 @@ def _compare(program: Program, resident: Record, streamed: Record, finish: "_Fin
     if error is None:
         if problem:
             return Verdict("failed", f"restore: {_pattern(problem)}", problem)
+        if finish.was_warned:
+            return Verdict("failed", "false accusation by a warning", finish.warning)
         return Verdict("equal")
     if not isinstance(error, PorosError) or isinstance(error, SlotHazard | SlotStateError):
         return Verdict("failed", f"foreign {_kind(error)}", _said(error) + "\n" + streamed.trace)
@@ -108,6 +118,7 @@ class _Finish:
     def __init__(self) -> None:
         self.problem = ""
         self.was_warned = False
+        self.warning = ""
         self._num_calls = _num_calls()
 
     def __call__(self, arm: Arm) -> None:
@@ -116,6 +127,7 @@ class _Finish:
             return
         check = runtime(model).self_check
         self.was_warned = check["mode"] == "warn" and check["status"] == "failed"
+        self.warning = str(check["message"])
         base = {name: each.detach().clone() for name, each in frozen_tensors(model)}
         try:
             restore(model)
@@ -140,7 +152,7 @@ def _num_calls() -> int:
     return sum(type(each) is LayerCall for each in gc.get_objects())
 
 
-def _streamed(program: Program, models: Models, tamper: Any) -> tuple[Record, _Finish]:
+def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
     policy = program.policy
     streams: StreamContext = streams_for(torch.device("cpu"))
     if policy.streams != "plain":
@@ -161,8 +173,6 @@ def _streamed(program: Program, models: Models, tamper: Any) -> tuple[Record, _F
             ),
             streams=streams,
         )
-        if tamper is not None:
-            tamper(model)
 
     finish = _Finish()
     model = models.make(program.subject)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from poros.gates.fuzz_program import (
     Term,
 )
 from poros.gates.fuzz_shrink import shrink, simpler
+from poros.gates.self_check import SelfCheck
 from poros.remat import LayerCall
 from poros.rng import RngStash
 
@@ -112,6 +114,10 @@ def bad_restore(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("poros.gates.fuzz_judge.restore", restore)
 
 
+def accuses(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SelfCheck, "_mismatch", lambda *values: "a gradient that is as it should be")
+
+
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
@@ -121,6 +127,7 @@ def bad_restore(patch: pytest.MonkeyPatch) -> None:
         (too_late, "wrong weights at UnsupportedModelError"),
         (keeps_calls, "restore: N calls of layers are alive"),
         (bad_restore, "restore: restore changes"),
+        (accuses, "false accusation: ParityError"),
     ],
 )
 def test_each_sort_of_failure_is_reported(
@@ -129,9 +136,10 @@ def test_each_sort_of_failure_is_reported(
     judge: fuzz.Judge,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert judge(PLAIN).end == "equal"
+    program = PLAIN if fault is not accuses else replace(PLAIN, policy=Policy())
+    assert judge(program).end == "equal"
     fault(monkeypatch)
-    verdict = judge(PLAIN)
+    verdict = judge(program)
     assert verdict.end == "failed" and verdict.kind.startswith(kind), verdict
 
 

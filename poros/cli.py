@@ -126,6 +126,14 @@ def check(
             "--registered", help="List architectures and adapters on record; check nothing."
         ),
     ] = False,
+    fuzz: Annotated[
+        bool,
+        typer.Option("--fuzz", help="Draw training programs and run each resident and streamed."),
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="With --fuzz: for how long.", show_default="10")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --fuzz.", show_default="0")] = None,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Optimizer steps.", show_default="20; 3 for a checkpoint"),
@@ -136,12 +144,21 @@ def check(
 ) -> None:
     """Train resident and streamed from the same bytes and compare every bit, on this machine.
 
+    With --fuzz what is trained, and how, is drawn: hooks, penalties, autocast, adapters, edits,
+    exceptions. Each program has to end in equal bits, or in an error before a wrong update.
+
     Exit code: 0 if no bit differs, 1 if one does (or a listed record is stale), 2 for bad input.
     """
     if registered:
         if record or any(each is not None for each in (model_dir, architecture, adapter)):
             raise typer.BadParameter("--registered lists what is on record and takes no other")
         _list_registered()
+    if fuzz:
+        if record or model_dir is not None or architecture is not None or steps is not None:
+            raise typer.BadParameter("--fuzz draws its models, and takes --minutes, --seed, --out")
+        _fuzz(10.0 if minutes is None else minutes, seed or 0, out)
+    if minutes is not None or seed is not None:
+        raise typer.BadParameter("--minutes and --seed go with --fuzz")
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
     if record:
@@ -343,6 +360,24 @@ def _limits(values: list[str] | None) -> "Limits | None":
             )
         chosen[name] = int(number)
     return Limits(**chosen)
+
+
+def _fuzz(minutes: float, seed: int, out: Path | None) -> NoReturn:
+    from rich.console import Console
+
+    from poros.gates import fuzz
+
+    _quieten_libraries()
+    with _readable_errors():
+        if out is not None:
+            require_file(out, "--out")
+        tally = fuzz.fuzz(minutes, seed)
+    Console().print(fuzz.render(tally))
+    if out is not None:
+        with _readable_errors():
+            fuzz.write(tally, out)
+        typer.echo(f"report: {out}")
+    raise typer.Exit(NOT_HELD if tally.ends["failed"] else 0)
 
 
 @contextmanager

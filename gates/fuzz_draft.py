@@ -1,0 +1,135 @@
+"""A program in the making, and the dice it is drawn with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, TypeVar
+
+from poros.errors import PolicyError
+from poros.gates.fuzz_program import Action, Forward, Policy, Program, Step, Subject, Term
+
+T = TypeVar("T")
+
+_USUAL = (
+    "",
+    "self_attn",
+    "mlp",
+    "self_attn.q_proj",
+    "self_attn.o_proj",
+    "self_attn.q_proj.base_layer",
+    "self_attn.v_proj.lora_A.default",
+    "self_attn.q_proj.lora_B.default",
+    "self_attn.q_proj.lora_dropout.default",
+    "mlp.act_fn",
+    "mlp.down_proj",
+    "input_layernorm",
+)
+PARTS: dict[str, tuple[str, ...]] = {
+    "qwen2": _USUAL,
+    "gemma3": _USUAL,
+    "gemma4_shared_kv": _USUAL,
+    "mixtral": (*_USUAL[:9], "mlp.gate", "mlp.experts", "input_layernorm"),
+    "prophetnet": (
+        "",
+        "self_attn",
+        "feed_forward",
+        "self_attn.query_proj",
+        "self_attn.query_proj.lora_B.default",
+        "feed_forward.intermediate",
+        "self_attn_layer_norm",
+    ),
+}
+
+
+class Dice:
+    """Weighted draws."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def below(self, bound: int) -> int:
+        return self._random.randrange(bound)
+
+    def chance(self, percent: int) -> bool:
+        return self.below(100) >= 100 - percent
+
+    def one(self, options: Sequence[T]) -> T:
+        return options[self.below(len(options))]
+
+    def weighted(self, options: dict[T, int]) -> T:
+        number = self.below(sum(options.values()))
+        for option, weight in options.items():
+            number -= weight
+            if number < 0:
+                return option
+        raise PolicyError("expected weights of at least 1, found others")
+
+
+@dataclass
+class Draft:
+    """A program in the making."""
+
+    dice: Dice
+    subject: Subject
+    policy: Policy
+    num_steps: int
+    optimizer: str = "adamw"
+    ema: bool = False
+    start: list[Action] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    num_tags: int = 0
+
+    def __post_init__(self) -> None:
+        self.steps = [
+            {"before": [], "between": [], "after": [], "forwards": [Forward()]}
+            for _ in range(self.num_steps)
+        ]
+
+    def tag(self) -> int:
+        self.num_tags += 1
+        return self.num_tags - 1
+
+    def step(self) -> dict[str, Any]:
+        return self.dice.one(self.steps)
+
+    def layer(self) -> int:
+        return self.dice.below(self.subject.num_layers)
+
+    def part(self) -> str:
+        return self.dice.one(PARTS[self.subject.architecture])
+
+    def place(self, action: Action, *, moments: dict[str, int] | None = None) -> str:
+        """Put ``action`` at a moment: the start, before a step, between forward and backward."""
+        moment = self.dice.weighted(moments or {"before": 5, "start": 2, "between": 2})
+        if moment == "start":
+            self.start.append(action)
+        else:
+            self.step()[moment].append(action)
+        return moment
+
+    def term(self, term: Term, *, everywhere: bool) -> None:
+        """Add ``term`` to the loss of one forward, or of all."""
+        if self.dice.chance(25):
+            term = replace(term, outside=True)
+        chosen = self.steps if everywhere else [self.step()]
+        for step in chosen:
+            forwards = step["forwards"]
+            index = self.dice.below(len(forwards))
+            forwards[index] = replace(forwards[index], terms=(*forwards[index].terms, term))
+
+    def finish(self) -> Program:
+        steps = []
+        for each in self.steps:
+            values: dict[str, Any] = {
+                key: tuple(found) if isinstance(found, list) else found
+                for key, found in each.items()
+            }
+            steps.append(Step(**values))
+        return Program(
+            subject=self.subject,
+            policy=self.policy,
+            before=tuple(self.start),
+            steps=tuple(steps),
+            optimizer=self.optimizer,
+            ema=self.ema,
+        )

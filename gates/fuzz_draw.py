@@ -1,0 +1,79 @@
+"""Draws training programs with hypothesis.
+
+A program starts plain and gets a few motifs: things that people do together, such as a hook that
+keeps an activation and a loss on what it kept. Motifs meet by chance, at moments drawn for each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from poros.errors import PolicyError
+from poros.gates.fuzz_draft import Dice, Draft
+from poros.gates.fuzz_motifs import MOTIFS, compile_layers
+from poros.gates.fuzz_program import Policy, Program, Subject
+
+
+def programs(*, compiled: bool = True) -> Any:
+    """The hypothesis strategy of programs.
+
+    Args:
+        compiled: Compile layers in a few of them, which takes most of their time.
+
+    Raises:
+        PolicyError: If hypothesis is not installed.
+    """
+    try:
+        from hypothesis import strategies
+    except ImportError as error:
+        raise PolicyError(
+            "fuzz: expected the package hypothesis, which draws the programs, found none; "
+            "install it: pip install hypothesis"
+        ) from error
+
+    @strategies.composite
+    def drawn(draw: Callable[[Any], Any]) -> Program:
+        # One draw for a whole program: pieces that hypothesis repeats would make programs alike,
+        # and shrinking works on the programs themselves.
+        dice = Dice(draw(strategies.randoms(use_true_random=True)))
+        draft = Draft(dice, _subject(dice), _policy(dice), dice.weighted({2: 5, 1: 2, 3: 3}))
+        for _ in range(dice.weighted({2: 3, 1: 3, 3: 3, 4: 2, 0: 1})):
+            dice.weighted(MOTIFS)(draft)
+        if compiled and dice.below(200) == 199:
+            compile_layers(draft)
+        return draft.finish()
+
+    return drawn()
+
+
+def _subject(dice: Dice) -> Subject:
+    architecture = dice.weighted(
+        {"qwen2": 80, "gemma3": 8, "gemma4_shared_kv": 6, "mixtral": 5, "prophetnet": 1}
+    )
+    kind = dice.weighted({"lora": 12, "rslora": 1, "dora": 2, "lora_bias": 1, "vblora": 2})
+    usual = {"all": 5, "attention": 2, "mlp": 3, "qv": 2}
+    shared = {"one": 3, "all": 1}
+    return Subject(
+        architecture=architecture,
+        dtype=dice.weighted({"float32": 2, "bfloat16": 1}),
+        # VBLoRA has no 4-bit layers.
+        quantize=kind != "vblora" and dice.chance(70),
+        num_layers=dice.weighted({3: 3, 2: 1}),
+        kind=kind,
+        # PEFT's bank of vectors is shared: with more than one module a layer it is refused.
+        targets=dice.weighted(shared if kind == "vblora" else usual),
+        lowest=dice.weighted({0: 4, 1: 1}),
+        dropout=dice.weighted({0.0: 2, 0.1: 1}),
+        train_head=dice.chance(5),
+    )
+
+
+def _policy(dice: Dice) -> Policy:
+    return Policy(
+        slots=dice.weighted({2: 4, 3: 1}),
+        block_size=dice.weighted({1: 4, 2: 1}),
+        keep_last=dice.weighted({0: 4, 1: 1}),
+        offload_boundaries=dice.chance(20),
+        vram_budget=dice.weighted({"": 16, "1GiB": 1, "2MiB": 1}),
+        self_check=dice.weighted({"strict": 5, "off": 3, "warn": 1}),
+        streams=dice.weighted({"plain": 3, "adversarial": 3, "watched": 1}),
+    )

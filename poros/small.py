@@ -15,7 +15,7 @@ Note: Edits of what stays
     the bias as the forward has left it, cast.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -128,7 +128,7 @@ class StayingState:
 
 
 # Looked up in C: this runs twice at every visit.
-_POINTER = torch.Tensor.data_ptr
+_POINTER: Callable[[Any], int] = torch.Tensor.data_ptr
 _FACTS = attrgetter("requires_grad", "_version", "dtype", "shape")
 
 

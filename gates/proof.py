@@ -34,8 +34,13 @@ from poros.gates.evidence import (
 )
 from poros.remat import LayerCall, RematerializeLayer
 from poros.takeover import Takeover
+from poros.walk import Phase
 
 Gradients = Sequence[torch.Tensor | None]
+
+
+_POISON = 0xFF
+"""NaN for floats, the largest code for packed 4-bit weights."""
 
 
 class Kernels(Enum):
@@ -102,7 +107,7 @@ class Runs:
         with (
             unchanged_flags(),
             _repeating(kernels),
-            _ordinary(self._takeover, index, evidence.layer) as (forward, adapters),
+            _ordinary(self._takeover, index, evidence) as (forward, adapters),
         ):
             with evidence.state(self._device):
                 token = _active_collector.set(record)
@@ -149,7 +154,7 @@ class Runs:
         args, kwargs = _arguments(evidence, leaves, with_caches=False)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
-        self._takeover.manager.evict(runtime.block)
+        self._forget(runtime.block)
         with unchanged_flags():
             with evidence.state(self._device):
                 token = _active_collector.set(record)
@@ -170,6 +175,13 @@ class Runs:
         self._takeover.manager.replace(runtime.block)
         values = _values(outputs, rng_end, [name for name, _ in expected.sources], found)
         return Outcome(evidence.comparable(values), expected.sources, rng_backward)
+
+    def _forget(self, block: int) -> None:
+        """Have ``block`` loaded anew, over bytes that cannot pass for its own."""
+        manager = self._takeover.manager
+        manager.acquire(block, Phase.INFERENCE).buffer.fill_(_POISON)
+        manager.release(block)
+        manager.evict(block)
 
     def _gradients(
         self,
@@ -251,12 +263,15 @@ def _values(
 
 @contextmanager
 def _ordinary(
-    takeover: Takeover, index: int, layer: nn.Module
+    takeover: Takeover, index: int, evidence: Evidence
 ) -> Iterator[tuple[Callable[..., Any], list[tuple[str, nn.Parameter, nn.Parameter]]]]:
     """The layer's own forward over freshly loaded frozen tensors, and its adapters.
 
-    Adapters come as name, parameter and stand-in: gradients of the stand-ins run nobody's hooks.
+    Adapters, those that were trained at the forward, come as name, parameter and stand-in:
+    gradients of the stand-ins run nobody's hooks.
     """
+    layer = evidence.layer
+    trained = {id(each) for each in evidence.parameters}
     block = index // takeover.block_size
     slab = takeover.host.slabs[block]
     memory = slab.bytes.to(takeover.device, copy=True)
@@ -267,9 +282,12 @@ def _ordinary(
         (f"{name}.{key}" if name else key, module._parameters, key, parameter)
         for name, module in layer.named_modules()
         for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
+        if parameter is not None and (parameter.requires_grad or id(parameter) in trained)
     ]
-    stand_ins = {id(parameter): nn.Parameter(parameter.detach()) for *_, parameter in places}
+    stand_ins = {
+        id(each): nn.Parameter(each.detach(), requires_grad=id(each) in trained)
+        for *_, each in places
+    }
 
     def undo() -> None:
         for _, owner, key, parameter in places:
@@ -280,5 +298,7 @@ def _ordinary(
         bindings.swap_in()
         for _, owner, key, parameter in places:
             owner[key] = stand_ins[id(parameter)]
-        adapters = {id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places}
+        adapters = {
+            id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places if id(p) in trained
+        }
         yield partial(runtime_of(layer).own_forward, layer), list(adapters.values())

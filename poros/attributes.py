@@ -10,6 +10,7 @@ other kinds are not looked into.
 """
 
 import types
+import weakref
 from enum import Enum
 from itertools import repeat
 from operator import is_not
@@ -51,6 +52,8 @@ _LEFT_OUT = frozenset(
     }
 )
 _MISSING = object()
+_ROOT = 0
+"""Stands for the id of the layer's own ``__dict__``."""
 
 
 _Place = tuple[int, str]
@@ -67,14 +70,18 @@ class Reading(NamedTuple):
 class Attributes:
     """The plain attributes of one layer.
 
+    Holds the layer itself weakly: the layer holds this.
+
     Args:
         layer: It must be composed of the same modules for as long as this is used.
     """
 
     def __init__(self, layer: nn.Module) -> None:
+        self._layer = weakref.ref(layer)
         self._tables: dict[int, tuple[str, dict[str, Any]]] = {}
         for name, module in layer.named_modules():
-            self._tables[id(module.__dict__)] = (name, module.__dict__)
+            if module is not layer:
+                self._tables[id(module.__dict__)] = (name, module.__dict__)
             for key, value in module.__dict__.items():
                 if isinstance(value, PretrainedConfig):
                     where = f"{name}.{key}".lstrip(".")
@@ -86,10 +93,15 @@ class Attributes:
 
     def read(self) -> Reading:
         """All of them now."""
-        if sum(map(len, self._dicts)) != self._size:
+        root = self._root()
+        if sum(map(len, self._dicts)) + len(root) != self._size:
             self._look()
         return Reading(
-            self._places, tuple(map(dict.get, self._owners, self._keys, repeat(_MISSING)))
+            self._places,
+            (
+                *map(root.get, self._root_keys, repeat(_MISSING)),
+                *map(dict.get, self._owners, self._keys, repeat(_MISSING)),
+            ),
         )
 
     def changes(self, before: Reading) -> list[str]:
@@ -108,15 +120,28 @@ class Attributes:
 
     def _look(self) -> None:
         """Find them, after one has come or gone."""
-        self._size = sum(map(len, self._dicts))
-        self._places = [
+        root = self._root()
+        self._size = sum(map(len, self._dicts)) + len(root)
+        self._root_keys = self._plain_keys(_ROOT, root)
+        places = [
             (number, key)
             for number, (_, table) in self._tables.items()
+            for key in self._plain_keys(number, table)
+        ]
+        self._places = [*((_ROOT, key) for key in self._root_keys), *places]
+        self._owners = [self._tables[number][1] for number, _ in places]
+        self._keys = [key for _, key in places]
+
+    def _plain_keys(self, number: int, table: dict[str, Any]) -> list[str]:
+        return [
+            key
             for key, value in table.items()
             if isinstance(value, _PLAIN) and key not in _LEFT_OUT and (number, key) not in self._own
         ]
-        self._owners = [self._tables[number][1] for number, _ in self._places]
-        self._keys = [key for _, key in self._places]
+
+    def _root(self) -> dict[str, Any]:
+        layer = self._layer()
+        return layer.__dict__ if layer is not None else {}
 
     def _differing(self, before: Reading, now: Reading) -> list[tuple[_Place, Any, Any]]:
         if now.places is before.places and not any(map(is_not, now.values, before.values)):
@@ -132,7 +157,7 @@ class Attributes:
 
     def _name(self, place: _Place) -> str:
         number, key = place
-        return f"{self._tables[number][0]}.{key}".lstrip(".")
+        return key if number == _ROOT else f"{self._tables[number][0]}.{key}".lstrip(".")
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -131,6 +131,12 @@ def hand_in(
         A tensor for each parameter; and the terms to be given, by number, for those that are used
         more than once.
     """
+    if len(set(order)) == len(order):
+        once: list[torch.Tensor | None] = [None] * len(parameters)
+        for number in reversed(order):
+            once[number] = parameters[number][...]
+        pairs = zip(once, parameters, strict=True)
+        return [own.detach() if alias is None else alias for alias, own in pairs], {}
     aliases: dict[int, list[torch.Tensor]] = {}
     for number in reversed(order):
         aliases.setdefault(number, []).append(parameters[number][...])

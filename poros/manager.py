@@ -12,9 +12,6 @@ from poros.ring import DeviceRing, Slot, SlotState
 from poros.streams import StreamContext
 from poros.walk import Action, Phase, loads, missing, predict
 
-_EVICTED = 0xFF
-"""NaN for floats, the largest code for packed 4-bit weights."""
-
 
 class BlockManager:
     """Keeps the slots filled ahead of the walk, one compute stream, one copy stream.
@@ -140,25 +137,16 @@ class BlockManager:
         self._note("release", block)
 
     def evict(self, block: int) -> None:
-        """Forget ``block``, if it is in its slot, and overwrite the slot.
-
-        Streams:
-            The compute stream waits for the block's copy, should it be on its way, and fills the
-            slot: nothing of it can pass for what a later copy brings.
+        """Forget ``block``: the next access loads it anew.
 
         Raises:
-            SlotStateError: If the block is in use.
+            SlotStateError: If the block is not in its slot, or in use, or on its way.
             ValueError: If ``block`` is out of range.
         """
         self._require_in_range(block)
         slot = self._ring.slot(block)
-        if slot.block != block:
-            return
-        if slot.state is SlotState.IN_USE:
-            raise _bad_state("evict", block, slot, "loading or ready")
-        self._streams.wait(slot.ready)
-        slot.buffer.fill_(_EVICTED)
-        slot.released = self._streams.record()
+        if slot.block != block or slot.state is not SlotState.READY:
+            raise _bad_state("evict", block, slot, "ready with this block")
         slot.state, slot.block = SlotState.FREE, None
         self._note("evict", block)
 

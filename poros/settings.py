@@ -13,6 +13,7 @@ Source:
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
@@ -69,9 +70,7 @@ class Settings(NamedTuple):
     @classmethod
     def capture(cls) -> "Settings":
         """The settings now. Has no side effect and does not raise."""
-        return cls(
-            tuple([get() for get, _ in _ACCESS]), tuple([_precision(*place) for place in _PLACES])
-        )
+        return cls(tuple(map(call, _GETTERS)), tuple(map(_precision, *zip(*_PLACES, strict=True))))
 
     def replay(self) -> AbstractContextManager[object]:
         """Run the body under these settings; afterwards they are as they were before it."""
@@ -171,3 +170,4 @@ _ACCESS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     *((getattr(torch._C, f"_get{name}"), _setter_of_both(name)) for name in _REDUCTIONS),
     (_deterministic, _set_deterministic),
 )
+_GETTERS = tuple(get for get, _ in _ACCESS)

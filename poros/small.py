@@ -16,6 +16,7 @@ Note: Edits of what stays
 """
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -119,18 +120,23 @@ class StayingState:
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self._tensors = tensors
-        self.marks = [
-            None
-            if each is None or each.requires_grad
-            else (
-                id(each),
-                0 if each.is_inference() else each._version,
-                each.data_ptr(),
-                each.dtype,
-                each.shape,
-            )
-            for each in tensors
-        ]
+        try:
+            facts = zip(map(id, tensors), map(_POINTER, tensors), map(_FACTS, tensors), strict=True)
+            self.marks = [None if each[2][0] else each for each in facts]
+        except (AttributeError, RuntimeError, TypeError):  # one is gone, or an inference tensor
+            self.marks = [_mark(each) for each in tensors]
+
+
+# Looked up in C: this runs twice at every visit.
+_POINTER = torch.Tensor.data_ptr
+_FACTS = attrgetter("requires_grad", "_version", "dtype", "shape")
+
+
+def _mark(tensor: torch.Tensor | None) -> Any:
+    if tensor is None or tensor.requires_grad:
+        return None
+    version = 0 if tensor.is_inference() else tensor._version
+    return id(tensor), tensor.data_ptr(), (False, version, tensor.dtype, tensor.shape)
 
 
 class Staying:
@@ -144,10 +150,12 @@ class Staying:
     def __init__(self, layer: str, places: Sequence[tuple[str, dict[str, Any], str]]) -> None:
         self._layer = layer
         self._places = places
+        self._owners = [owner for _, owner, _ in places]
+        self._keys = [key for *_, key in places]
 
     def state(self) -> StayingState:
         """What they are now."""
-        return StayingState([owner.get(key) for _, owner, key in self._places])
+        return StayingState(list(map(dict.get, self._owners, self._keys)))
 
     def changed(self, before: StayingState) -> str | None:
         """The name of one that is not as it was ``before``."""

@@ -166,7 +166,6 @@ def test_a_slot_poisoned_after_acquire_is_seen(monkeypatch: pytest.MonkeyPatch) 
     after_acquire(monkeypatch, poison)
     report = gate()
     assert first(report) == "step 0, loss of micro-batch 0"
-    assert "nan" in report.differences[0].found
 
 
 def test_a_slot_refilled_with_another_block_after_acquire_is_seen(

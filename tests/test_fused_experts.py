@@ -128,7 +128,7 @@ def test_a_write_to_another_frozen_tensor_is_still_noticed() -> None:
             module.weight.mul_(2)
 
     layers[1].input_layernorm.register_forward_hook(write)
-    with pytest.raises(PreparedModelError, match=r"layers\.1: .*written"):
+    with pytest.raises(PreparedModelError, match=r"layers\.1\.input_layernorm\.weight: .*written"):
         model(**batches()[0])
 
 

@@ -104,11 +104,12 @@ def test_nonfinite_weights_can_be_allowed(checkpoint: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("is_persistent", [True, False])
 def test_only_what_is_loaded_has_to_be_finite(is_persistent: bool) -> None:
-    """A mask that is computed may well be infinite; both kinds of buffers are moved to the slab."""
+    """A mask that is computed may well be infinite; both kinds of buffers are moved to the slab,
+    if they are large enough to be streamed."""
 
     def make() -> torch.nn.Module:
-        layer = torch.nn.Linear(3, 3)
-        mask = torch.full((4, 4), float("-inf"), device=layer.weight.device)
+        layer = torch.nn.Linear(3, 3, bias=False)
+        mask = torch.full((160, 160), float("-inf"), device=layer.weight.device)
         layer.register_buffer("mask", mask, persistent=is_persistent)
         return torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
 

@@ -204,14 +204,19 @@ def test_control_another_dropout_seed() -> None:
     "ending", ["q_proj.base_layer.weight", "absmax", "nested_absmax", "bias", "layernorm.weight"]
 )
 def test_control_one_flipped_nibble_in_the_host_copy(ending: str) -> None:
-    """In each kind of tensor that travels: were one not streamed, nothing would show."""
+    """In each kind of tensor that travels or stays: were one not read, nothing would show."""
 
     def flip(model: Any, **options: Any) -> Any:
         poros.prepare(model, **options)
-        slab = poros.runtime(model)._takeover.host.slabs[2]
-        spec = next(each for each in slab.layout.tensors if each.name.endswith(ending))
+        takeover = poros.runtime(model)._takeover
+        slab = takeover.host.slabs[2]
+        found = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
+        found |= {name: each.data for name, each in model.named_parameters()}
+        found |= takeover.small.nested
+        name = next(n for n in found if ".layers.2." in n and n.endswith(ending))
         # The highest nibble of the tensor's first element: of its exponent, if it is a float.
-        slab.bytes[spec.offset + spec.dtype.itemsize - 1] ^= 0x10
+        tensor = found[name].view(-1)
+        tensor.view(torch.uint8)[tensor.element_size() - 1] ^= 0x10
         return model
 
     report = run_faulty(flip)

@@ -15,7 +15,6 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from safetensors.torch import load_file
 
 import poros
-from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.reference import Trajectory
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, run
@@ -189,12 +188,6 @@ def test_biases_that_bitsandbytes_casts_at_their_first_use(
     found = run(poros.prepare(streamed), num_steps=3, autocast_dtype=autocast)
     assert_same_run(expected, found)
     assert biases(streamed) == {torch.bfloat16}
-
-
-def test_biases_of_layers_without_an_adapter_are_refused(checkpoints: Load) -> None:
-    model = attach(checkpoints(), bias="all")
-    with pytest.raises(UnsupportedModelError, match=r"k_proj\.bias: expected a frozen base"):
-        poros.prepare(model)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "phi3", "gemma3"])

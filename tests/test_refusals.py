@@ -292,7 +292,7 @@ CASES = {
     "unquantized 4-bit": Case(
         unquantized_4bit, "not quantized", "load_in_4bit", LAYER_1 + r"mlp\.up_proj", works=False
     ),
-    "8-bit": Case(eight_bit, "Int8Params", "load_in_4bit", r"layers\.0\.\S+weight"),
+    "8-bit": Case(eight_bit, "by bitsandbytes in 8 bit", "poros.load", "its quantization_config"),
     "compiled layer": Case(compiled_layer, "compiled", "before", r"layers\.1", works=False),
     "compiled entry": Case(compiled_entry, "OptimizedModule", "before", r"layers\.1", works=False),
     "compiled model": Case(compiled_model, "OptimizedModule", "before", works=False),

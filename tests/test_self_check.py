@@ -299,6 +299,19 @@ def test_strict_records_too() -> None:
     assert re.search(r"poros\.restore\(model\)", str(caught.value))
 
 
+def test_adapters_that_are_frozen_at_the_forward_only_are_not_asked_for_gradients() -> None:
+    model = prepared(build())
+    model.train()
+    frozen = [each for name, each in model.named_parameters() if "lora_B" in name]
+    for each in frozen:
+        each.requires_grad_(False)
+    loss = model(**batches()[1]).loss
+    for each in frozen:
+        each.requires_grad_(True)
+    loss.backward()
+    assert status(model) == "passed" and all(each.grad is None for each in frozen)
+
+
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(PolicyError, match="self_check"):
         prepared(build(), "sometimes")

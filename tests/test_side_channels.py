@@ -206,17 +206,19 @@ def test_a_buffer_that_the_layers_own_forward_replaces() -> None:
         model(**batch())
     handle.remove()
     poros.restore(model)
-    assert norm.calls == 1
+    # An ordinary tensor of the device: what the hook wrote before the error stays.
+    assert norm.calls == 2
 
 
 def test_a_base_weight_that_becomes_trainable() -> None:
-    model = poros.prepare(build())
-    norm = layers_of(model)[1].input_layernorm
-    norm.weight.requires_grad_(True)
+    model = poros.prepare(build(quantize=False))
+    weight = layers_of(model)[1].mlp.up_proj.base_layer.weight
+    weight.requires_grad_(True)
     with pytest.raises(PreparedModelError, match="made trainable"):
         step(model)
-    norm.weight.requires_grad_(False)
-    assert_healthy(model)
+    weight.requires_grad_(False)
+    expected, found = step(build(quantize=False)), step(model)
+    assert all(same_bits(expected[name], found[name]) for name in expected)
 
 
 def test_an_interrupt_inside_a_visit(monkeypatch: pytest.MonkeyPatch) -> None:

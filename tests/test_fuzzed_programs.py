@@ -18,6 +18,7 @@ from poros.gates.fuzz_program import (
     Evaluate,
     Forward,
     Hook,
+    Policy,
     Program,
     SetAttention,
     SetDropout,

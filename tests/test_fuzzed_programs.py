@@ -31,7 +31,7 @@ from poros.gates.fuzz_program import (
 )
 
 ALLOWED = ("equal", "refused", "raised")
-NUM_DRAWN = 150
+NUM_DRAWN = 100
 
 PENALIZED = (Forward(terms=(Term(),)),)
 

@@ -16,7 +16,7 @@ Source:
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +37,24 @@ class Use(NamedTuple):
         return self.node is not None and self.node.name() == "ToCopyBackward0"
 
 
-def arrivals(results: Sequence[torch.Tensor]) -> list[Use]:
+def arrivals(results: Sequence[torch.Tensor], ends: Sequence[torch.Tensor] = ()) -> list[Use]:
     """All uses of leaves in the graph of ``results``, as a backward reaches them.
 
     A leaf's last use stands where its gradient is complete and its hooks run.
+
+    Args:
+        results: Where the backward starts.
+        ends: Tensors that pass for leaves although the graph goes on behind them.
     """
+    by_node = {id(each.grad_fn): each for each in ends if each.grad_fn is not None}
+
+    def leaf_of(node: Any) -> torch.Tensor | None:
+        found = by_node.get(id(node))
+        return found if found is not None else getattr(node, "variable", None)
+
     roots: list[Any] = [get_gradient_edge(each).node for each in results if each.requires_grad]
-    edges, missing = _survey(roots)
-    ready = _ReadyQueue()
+    edges, missing = _survey(roots, leaf_of)
+    ready = _ReadyQueue(by_node)
     complete: dict[int, list[Use]] = {}
     found: list[Use] = []
 
@@ -59,20 +69,22 @@ def arrivals(results: Sequence[torch.Tensor]) -> list[Use]:
             ready.push(node)
 
     for root in roots:
-        is_leaf = hasattr(root, "variable")
-        arrive(root, Use(root.variable, None, 0) if is_leaf else None)
+        leaf = leaf_of(root)
+        arrive(root, None if leaf is None else Use(leaf, None, 0))
     while ready:
         node = ready.pop()
         if id(node) in complete:
             found += complete[id(node)]
         for number, following in enumerate(edges.get(id(node), ())):
             if following is not None:
-                is_leaf = hasattr(following, "variable")
-                arrive(following, Use(following.variable, node, number) if is_leaf else None)
+                leaf = leaf_of(following)
+                arrive(following, None if leaf is None else Use(leaf, node, number))
     return found
 
 
-def _survey(roots: Sequence[Any]) -> tuple[dict[int, list[Any]], Counter[int]]:
+def _survey(
+    roots: Sequence[Any], leaf_of: Callable[[Any], torch.Tensor | None]
+) -> tuple[dict[int, list[Any]], Counter[int]]:
     """What follows each node, and how many gradients each waits for.
 
     The lists hold all nodes but the roots, so that their ids stay theirs.
@@ -82,7 +94,7 @@ def _survey(roots: Sequence[Any]) -> tuple[dict[int, list[Any]], Counter[int]]:
     queue = list(roots)
     while queue:
         node = queue.pop()
-        if id(node) in edges or hasattr(node, "variable"):
+        if id(node) in edges or leaf_of(node) is not None:
             continue
         following = edges[id(node)] = [each for each, _ in node.next_functions]
         followers = [each for each in following if each is not None]
@@ -91,17 +103,23 @@ def _survey(roots: Sequence[Any]) -> tuple[dict[int, list[Any]], Counter[int]]:
     return edges, missing
 
 
+_OF_LEAVES = 2**64 - 1
+"""The number that the engine gives leaves: before all others."""
+
+
 class _ReadyQueue:
     """The heap of the engine, step for step: of equals, its shape decides."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves: Collection[int]) -> None:
         self._heap: list[tuple[int, Any]] = []
+        self._leaves = leaves
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
     def push(self, node: Any) -> None:
-        self._heap.append((node._sequence_nr(), node))
+        number = _OF_LEAVES if id(node) in self._leaves else node._sequence_nr()
+        self._heap.append((number, node))
         self._rise(len(self._heap) - 1)
 
     def pop(self) -> Any:

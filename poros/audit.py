@@ -95,7 +95,7 @@ class GraphAudit:
         number_of_stand_in = {id(each): number for number, each in enumerate(stand_ins)}
         of_inputs = [0] * len(inputs)
         order, casts = [], []
-        for use in arrivals(results):
+        for use in arrivals(results, (*inputs, *stand_ins)):
             if id(use.leaf) in number_of_stand_in:
                 order.append(number_of_stand_in[id(use.leaf)])
                 casts += order[-1:] if use.is_cast else []

@@ -168,6 +168,21 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Nobody's hooks on all modules run on tensors without memory."""
+    names = [name for name in vars(nn.modules.module) if name.startswith("_global_")]
+    tables = [vars(nn.modules.module)[name] for name in names if name.endswith("_hooks")]
+    held = [dict(each) for each in tables]
+    try:
+        for each in tables:
+            each.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, held, strict=True):
+            table.update(hooks)
+
+
 def step_cost(
     model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
 ) -> StepCost:
@@ -192,7 +207,13 @@ def step_cost(
 
     handle = layers[-1].register_forward_hook(mark)
     try:
-        with FusedKernels(), _folding_without_autocast(), live, walk.over(layers):
+        with (
+            _without_global_hooks(),
+            FusedKernels(),
+            _folding_without_autocast(),
+            live,
+            walk.over(layers),
+        ):
             live.know(tokens, *model.parameters(), *model.buffers())
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     finally:

@@ -46,7 +46,7 @@ from poros.boundaries import Parked
 from poros.casts import SharedCasts
 from poros.channels import SideChannels
 from poros.errors import PreparedModelError, RematerializationError
-from poros.handover import HandedBack, Repeated, hand_in, sealed, watch_terms
+from poros.handover import HandedBack, NotThrough, Repeated, hand_in, sealed, watch_terms
 from poros.pack import pack, unpack
 from poros.rng import RngStash
 from poros.small import StayingState
@@ -174,16 +174,24 @@ class LayerCall:
 
     def forward(self) -> list[torch.Tensor]:
         """The forward: run, and keep what the recomputation must reproduce, values aside."""
-        inputs = _leaves(self.tensors)
-        versions = [each._version for each in inputs]
         is_fixed = self._tree.has_fixed_graph()
+        # Tensors from inside are taken by hooks; a compiler would trace what is done about it too.
+        is_open = not is_fixed and not self.layer.is_compiled
+        inputs = self._dead_ends(self.tensors) if is_open else _leaves(self.tensors)
+        stand_ins = self._dead_ends(self.parameters) if is_open else self.stand_ins
+        by_parameter = dict(zip(map(id, self.parameters), stand_ins, strict=True))
+        adapters = (
+            [each._replace(stand_in=by_parameter[id(each.parameter)]) for each in self.adapters]
+            if is_open
+            else self.adapters
+        )
+        versions = [each._version for each in inputs]
         num_nodes = -torch._C._autograd._get_sequence_nr()
         with (
-            self.layer.visit(Phase.FORWARD, self.adapters) as slot,
+            self.layer.visit(Phase.FORWARD, adapters) as slot,
             self.ambient.without_autocast_cache(),
             torch.enable_grad(),
-            # Tensors from inside are taken by hooks; a compiler would trace these packings too.
-            nullcontext() if is_fixed or self.layer.is_compiled else _without_slot(slot),
+            _without_slot(slot) if is_open or _is_packed_by_others() else nullcontext(),
         ):
             results = self.run(inputs)
         num_nodes += torch._C._autograd._get_sequence_nr()
@@ -195,7 +203,7 @@ class LayerCall:
         # What the layer has changed now it will change again.
         self._tree.attributes.disregard(self._attributes)
         form = (num_nodes, self.ambient.is_autocast, self._adapter_state) if is_fixed else None
-        uses = self.layer.audit.uses(results, inputs, self.stand_ins, form)
+        uses = self.layer.audit.uses(results, inputs, stand_ins, form)
         self.handed_back = {
             number: HandedBack(self.layer.name)
             for number, count in enumerate(uses.of_inputs)
@@ -211,6 +219,10 @@ class LayerCall:
         # Now, not before: bitsandbytes casts a bias for good at its first use.
         self._staying = self.layer.staying()
         return results
+
+    @staticmethod
+    def _dead_ends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [NotThrough.apply(each) if each.requires_grad else each for each in tensors]
 
     def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The recomputation, with its graph; only inside a visit."""
@@ -393,6 +405,14 @@ def _leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [
         sealed(each.detach().requires_grad_()) if each.requires_grad else each for each in tensors
     ]
+
+
+def _is_packed_by_others() -> bool:
+    """Whether the caller wants to keep saved tensors elsewhere (``save_on_cpu``).
+
+    Not those of a graph that is dropped: packed, they would keep each other.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _without_slot(slot: torch.Tensor) -> AbstractContextManager[None]:

@@ -140,7 +140,7 @@ class Tally:
 
 def sort_of(verdict: "Verdict") -> str:
     """Failures of different sorts have different causes; of one sort, they may have."""
-    return re.sub(r"[\dN]+| hook.*| at \w+:.*", "", verdict.kind)
+    return re.sub(r"[\dN]+| hook.*| (at|before) \w+:.*", "", verdict.kind)
 
 
 def draw(seed: int, number: int, *, compiled: bool = True) -> Iterator[Program]:

@@ -18,12 +18,14 @@ from poros.gates.fuzz_program import (
     Evaluate,
     Forward,
     Hook,
+    Policy,
     Program,
     SetAttention,
     SetDropout,
     Step,
     Subject,
     Term,
+    Train,
     UseTwice,
     features,
 )
@@ -77,6 +79,24 @@ PROGRAMS: dict[str, Program] = {
     "a norm edited through .data": Program(steps=(Step(), Step(before=(EditBase(how="data"),)))),
     "a bank of vectors that two parts of a module share": Program(
         subject=Subject(quantize=False, kind="vblora", targets="one")
+    ),
+    "a loss on an activation from inside a layer, through torch.autograd.grad": Program(
+        before=(Hook(does="capture", layer=1, part="mlp"),),
+        steps=(Step(forwards=PENALIZED, backward="grad"),),
+    ),
+    "a loss on an activation from inside a layer, the optimizer in backward": Program(
+        before=(Hook(does="capture", part="mlp.down_proj"),),
+        steps=(Step(forwards=PENALIZED),),
+        optimizer="in_backward",
+    ),
+    "adapters frozen at the forward, trained again at its backward": Program(
+        steps=(Step(before=(Train(which="lora_B"),), between=(Train(True, "lora_B"),)),)
+    ),
+    "a global hook that fails, under a budget": Program(
+        subject=Subject(dropout=0.1),
+        policy=Policy(vram_budget="2MiB"),
+        before=(Hook("global_backward_pre", "raise", part="self_attn.o_proj"),),
+        steps=(Step(), Step()),
     ),
     "noise drawn in parameter hooks": Program(
         before=(Hook(kind="parameter", does="add_noise", layer=-1),)

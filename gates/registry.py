@@ -83,11 +83,14 @@ ADAPTER_FAMILIES = ("qwen2", "gemma3")
 # What decides the bits of either arm and whether a difference is seen. Commands, reports and demos
 # may change without touching a record; so may the self-check, which can stop a run, not alter it.
 _CODE = (
-    *("poros.ambient", "poros.block", "poros.boundaries", "poros.channels", "poros.discover"),
-    *("poros.frozen", "poros.host", "poros.layout", "poros.manager", "poros.pack", "poros.remat"),
-    *("poros.resident", "poros.ring", "poros.rng", "poros.streams", "poros.takeover", "poros.walk"),
-    *("poros.gates.adversary", "poros.gates.arms", "poros.gates.compare", "poros.gates.parity"),
-    *("poros.gates.kinds", "poros.gates.reference", "poros.gates.sweep", "poros.gates.tiny"),
+    *("poros.adoption", "poros.ambient", "poros.arrival", "poros.attributes", "poros.audit"),
+    *("poros.block", "poros.boundaries", "poros.casts", "poros.channels", "poros.compiled"),
+    *("poros.discover", "poros.frozen", "poros.handover", "poros.host", "poros.layout"),
+    *("poros.manager", "poros.pack", "poros.remat", "poros.resident", "poros.ring", "poros.rng"),
+    *("poros.settings", "poros.small", "poros.streams", "poros.takeover", "poros.tree"),
+    *("poros.visits", "poros.walk", "poros.within"),
+    *("poros.gates.adversary", "poros.gates.arms", "poros.gates.compare", "poros.gates.kinds"),
+    *("poros.gates.parity", "poros.gates.reference", "poros.gates.sweep", "poros.gates.tiny"),
 )
 
 

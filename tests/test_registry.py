@@ -31,15 +31,21 @@ from poros.gates.registry import (
 from poros.gates.report import ParityReport, environment
 
 ROOT = Path(__file__).resolve().parents[1]
+FUZZ_PARTS = (
+    *("actions", "arm", "draft", "draw", "hooks", "judge", "models", "motifs", "program", "shrink"),
+)
 # Decide no bit of either arm: messages, commands, audits after the fact, and the registry itself.
 NOT_HASHED = {
-    *("poros.api", "poros.audit", "poros.budget", "poros.cli", "poros.config", "poros.copies"),
+    *("poros.api", "poros.budget", "poros.calls", "poros.cli", "poros.config", "poros.copies"),
     *("poros.demo", "poros.demo_data", "poros.demo_report", "poros.errors", "poros.guards"),
-    *("poros.disk", "poros.loading", "poros.memory", "poros.paper", "poros.planner"),
-    *("poros.skeleton", "poros.telemetry", "poros.terms", "poros.tree"),
-    *("poros.advice", "poros.kinds", "poros.rehearsal", "poros.speeds"),
+    *("poros.digests", "poros.disk", "poros.load_options", "poros.load_settings"),
+    *("poros.loading", "poros.mapped", "poros.memory", "poros.output", "poros.paper"),
+    *("poros.planner", "poros.quantized", "poros.saving", "poros.skeleton", "poros.telemetry"),
+    *("poros.terms", "poros.advice", "poros.kinds", "poros.rehearsal", "poros.speeds"),
     *("poros.gates.registry", "poros.gates.registry_table", "poros.gates.report"),
     *("poros.gates.trainer_parity", "poros.gates.self_check", "poros.gates.evidence"),
+    *("poros.gates.attention", "poros.gates.proof", "poros.gates.switches", "poros.gates.fuzz"),
+    *(f"poros.gates.fuzz_{each}" for each in FUZZ_PARTS),
 }
 QUICK = "starcoder2"
 REAL = registry.PATH

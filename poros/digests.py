@@ -64,10 +64,10 @@ def cut(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 
 def hash_piece(piece: Iterable[memoryview]) -> bytes:
     """SHA-256 of one piece. Lets other threads run meanwhile."""
-    digest = hashlib.sha256()
+    hasher = hashlib.sha256()
     for view in piece:
-        digest.update(view)
-    return digest.digest()
+        hasher.update(view)
+    return hasher.digest()
 
 
 def join(hashes: Iterable[bytes]) -> str:
@@ -103,7 +103,8 @@ class SourceDigests:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(thread_name_prefix="poros-digest")
+        # Few, because tensors of a file are in memory, with the rest of their layer, until then.
+        self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="poros-digest")
         self._pending: deque[Future[bytes]] = deque()
         self._found: dict[str, Future[bytes]] = {}
         self.max_pending = 2 * self._pool._max_workers

@@ -183,6 +183,7 @@ def _without_global_hooks() -> Iterator[None]:
             table.update(hooks)
 
 
+@_without_global_hooks()
 def step_cost(
     model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
 ) -> StepCost:
@@ -208,7 +209,6 @@ def step_cost(
     handle = layers[-1].register_forward_hook(mark)
     try:
         with (
-            _without_global_hooks(),
             FusedKernels(),
             _folding_without_autocast(),
             live,

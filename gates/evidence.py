@@ -37,6 +37,8 @@ class Evidence:
     input_versions: list[int]
     """How often each was edited in place, as PyTorch counts."""
     parameters: list[nn.Parameter]
+    trained: set[int]
+    """Ids of all that was trained in the layer, whatever the recomputation saw of it."""
     recorded: list[str]
     """What transformers recorded inside layers at the time, what layers return aside."""
     rng: list[torch.Tensor]
@@ -76,6 +78,7 @@ class Evidence:
             inputs=list(call.tensors),
             input_versions=_versions(call.tensors),
             parameters=list(call.parameters),
+            trained={id(each) for each in layer.parameters() if each.requires_grad},
             recorded=recorded,
             rng=random_states(device),
             autocast=[

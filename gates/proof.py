@@ -271,7 +271,7 @@ def _ordinary(
     gradients of the stand-ins run nobody's hooks.
     """
     layer = evidence.layer
-    trained = {id(each) for each in evidence.parameters}
+    trained = evidence.trained
     block = index // takeover.block_size
     slab = takeover.host.slabs[block]
     memory = takeover.host.read(block).to(takeover.device, copy=True)

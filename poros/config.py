@@ -8,7 +8,7 @@ from typing import Any
 from poros.errors import PolicyError
 
 MIN_SLOTS = 2
-LEAST_BUDGET = 2**20
+LEAST_BUDGET = 200_000
 """Bytes. No model trains in less; a number below it was meant in another unit."""
 SELF_CHECKS = ("strict", "warn", "off")
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {

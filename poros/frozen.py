@@ -100,9 +100,7 @@ class LayerBindings:
             if isinstance(each.at_rest, torch.Tensor)
         ]
         self._states = [
-            (each, [(part.data_ptr(), part._version) for part in _scales(each.at_rest)])
-            for each in bindings
-            if each.key == "quant_state"
+            (each, _marks_of(each.at_rest)) for each in bindings if each.key == "quant_state"
         ]
         self._biases = [
             (each.twin, each.twin.detach())
@@ -149,9 +147,7 @@ class LayerBindings:
 
             for binding, scales in self._states:
                 now = binding.owner.get(binding.key)
-                if now is not binding.at_rest or scales != [
-                    (part.data_ptr(), part._version) for part in _scales(now)
-                ]:
+                if now is not binding.at_rest or scales != _marks_of(now):
                     raise PreparedModelError(
                         f"{binding.name}: expected the quantization state that poros.prepare took "
                         "over, found it replaced or written. Call poros.restore(model) before "
@@ -190,8 +186,12 @@ class LayerBindings:
             binding.owner[binding.key] = None
 
 
-def _scales(state: Any) -> list[torch.Tensor]:
-    return [state.absmax, state.state2.absmax] if state.nested else [state.absmax]
+def _marks_of(state: Any) -> list[int]:
+    """What changes if a scale is written or replaced. The nested one is in no slab: it may move."""
+    marks = [state.absmax.data_ptr(), state.absmax._version]
+    if state.nested:
+        marks += [id(state.state2.absmax), state.state2.absmax._version]
+    return marks
 
 
 def _is_alias(now: Any, twin: Any) -> bool:

@@ -36,8 +36,8 @@ def test_a_queue_to_another_process_leaves_the_model_exact() -> None:
     ForkingPickler(buffer).dump(model)
     twin = pickle.loads(buffer.getvalue())
     assert_still_exact(model)
-    # The adapters are shared memory now, as those of a plain model would be, and so is what is small
-    # and stays an ordinary tensor; what streams is not.
+    # The adapters are shared memory now, as those of a plain model would be, and so is what is
+    # small and stays an ordinary tensor; what streams is not.
     names = " ".join(shared(model, twin))
     assert "lora_A" in names
     assert not any(each in names for each in ("slab", "slot", "base_layer.weight"))

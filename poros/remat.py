@@ -181,7 +181,7 @@ class LayerCall:
         stand_ins = self._dead_ends(self.parameters) if is_open else self.stand_ins
         by_parameter = dict(zip(map(id, self.parameters), stand_ins, strict=True))
         adapters = (
-            [each._replace(stand_in=by_parameter[id(each.parameter)])  # type: ignore[arg-type] for each in self.adapters]
+            [each._replace(stand_in=by_parameter[id(each.parameter)]) for each in self.adapters]  # type: ignore[arg-type]
             if is_open
             else self.adapters
         )

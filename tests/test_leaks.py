@@ -76,7 +76,8 @@ def test_as_much_is_held_after_thirty_steps_as_after_three(architecture: str) ->
                 once(model, number + 1)
             assert living() - after_three == Counter(), once.__name__
         poros.restore(model)
-        assert living()["call"] == before
+        # Fewer, if an earlier test had left some behind that are gone by now.
+        assert living()["call"] <= before
 
 
 def test_a_cycle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,13 +354,22 @@ def test_whatever_bytes_a_manifest_is_of_it_is_refused(
     damaged = sound[:at] + text + sound[at + cut :]
     try:
         (store / MANIFEST).write_bytes(damaged)
-        if damaged == sound:
+        if says_the_same(damaged, sound):
             open_store(store).close()
         else:
             with pytest.raises(CheckpointFormatError):
                 open_store(store)
     finally:
         (store / MANIFEST).write_bytes(sound)
+
+
+def says_the_same(damaged: bytes, sound: bytes) -> bool:
+    """Whether nothing but white space between the words of the text has changed."""
+    try:
+        texts = [json.dumps(json.loads(each)) for each in (damaged, sound)]
+    except ValueError:
+        return False
+    return texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", [SLABS, REST, MANIFEST, "config.json"])

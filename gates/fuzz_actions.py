@@ -278,7 +278,9 @@ def _(action: Enable, arm: "Arm") -> bool:
     base = arm.model.get_base_model()
     if action.what == "input_grads":
         base.enable_input_require_grads()
-    elif action.what == "checkpointing":
+    elif action.what == "checkpointing" and not arm.is_resident:
+        # The resident run keeps its graph: PyTorch's checkpointing restores less of the forward's
+        # state than a streamed layer does (no settings, no training flags).
         base.gradient_checkpointing_enable({"use_reentrant": False})
     return True
 

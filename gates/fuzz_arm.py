@@ -57,6 +57,7 @@ class Arm:
         self.layers = layers_of(model)
         self.record = Record()
         self.step_index = 0
+        self.is_resident = True
         self.hooks: dict[int, list[Hooked]] = {}
         self.captured: dict[int, torch.Tensor] = {}
         self.added: dict[int, nn.Parameter] = {}
@@ -74,6 +75,7 @@ class Arm:
 
     def run(self, prepare: Callable[[Any], Any] | None) -> None:
         """The whole program; an error ends it and is recorded."""
+        self.is_resident = prepare is None
         try:
             self.model.train()
             self._mark()
@@ -147,6 +149,9 @@ class Arm:
             with _context(step.context):
                 losses = self._losses_and_backward(step, where)
         except Thrown:
+            if self.program.optimizer == "in_backward":
+                # A resident run has by then updated some adapters of the layer that was left.
+                raise
             losses = []
             self.record.add(f"{where}: caught", 1)
             self._zero_gradients()
@@ -214,11 +219,10 @@ class Arm:
         elif how in ("in_turn", "reverse"):
             for loss in losses if how == "in_turn" else reversed(losses):
                 loss.backward()
-        elif how == "twice":
-            total.backward(retain_graph=True)
-            total.backward()
-        elif how == "again":
-            total.backward()
+                self._mark()
+        elif how in ("twice", "again"):
+            total.backward(retain_graph=how == "twice")
+            self._mark()
             total.backward()
         elif how == "grad":
             named = list(self.named_trainable())

@@ -28,7 +28,7 @@ Note: Layers that do not repeat themselves
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -227,6 +227,10 @@ class SelfCheck:
     ) -> str | None:
         given = [*evidence.inputs, *evidence.parameters]
         gradients = dict(zip(map(id, given), grad_inputs, strict=bool(grad_inputs)))
+        if grad_inputs:
+            # What autograd gets is not the sum but its terms, one by one.
+            for number, repeated in evidence.call.repeated.items():
+                gradients[id(given[number])] = _sum(repeated.terms)
         streamed = forward_values(evidence.outputs, evidence.rng_end)
         rng_after = forward_values({}, random_states(self._device))
         resident = self._runs.resident(index, evidence, grad_outputs)
@@ -338,6 +342,11 @@ class Unsteady(NamedTuple):
     resident: Outcome
     again: Outcome
     streamed: dict[str, Any]
+
+
+def _sum(terms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The sum that autograd makes of the terms that arrive one after the other."""
+    return reduce(torch.add, present) if (present := [t for t in terms if t is not None]) else None
 
 
 def _digests(takeover: Takeover) -> dict[str, bytes]:

@@ -15,12 +15,15 @@ Source:
     PyTorch: ``ReadyQueue`` and ``Engine::evaluate_function`` in torch/csrc/autograd/engine.cpp.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+
+Path = tuple[int, ...]
+"""The number of a result, then that of the edge to take at each operator."""
 
 
 class Use(NamedTuple):
@@ -31,6 +34,8 @@ class Use(NamedTuple):
     """The operator that uses the leaf; None if the leaf is itself a result."""
     edge: int
     """Which of the gradients that the operator gives is the leaf's."""
+    path: "Path"
+    """The way to the operator. Graphs of equal form have it in common."""
 
     @property
     def is_cast(self) -> bool:
@@ -52,8 +57,8 @@ def arrivals(results: Sequence[torch.Tensor], ends: Sequence[torch.Tensor] = ())
         found = by_node.get(id(node))
         return found if found is not None else getattr(node, "variable", None)
 
-    roots: list[Any] = [get_gradient_edge(each).node for each in results if each.requires_grad]
-    edges, missing = _survey(roots, leaf_of)
+    roots = {n: _root(each) for n, each in enumerate(results) if each.requires_grad}
+    edges, missing, origins = _survey(roots, leaf_of)
     ready = _ReadyQueue(by_node)
     complete: dict[int, list[Use]] = {}
     found: list[Use] = []
@@ -68,9 +73,9 @@ def arrivals(results: Sequence[torch.Tensor], ends: Sequence[torch.Tensor] = ())
         if is_ready:
             ready.push(node)
 
-    for root in roots:
+    for result, root in roots.items():
         leaf = leaf_of(root)
-        arrive(root, None if leaf is None else Use(leaf, None, 0))
+        arrive(root, None if leaf is None else Use(leaf, None, 0, (result,)))
     while ready:
         node = ready.pop()
         if id(node) in complete:
@@ -78,29 +83,64 @@ def arrivals(results: Sequence[torch.Tensor], ends: Sequence[torch.Tensor] = ())
         for number, following in enumerate(edges.get(id(node), ())):
             if following is not None:
                 leaf = leaf_of(following)
-                arrive(following, None if leaf is None else Use(leaf, node, number))
+                use = leaf if leaf is None else Use(leaf, node, number, _path(node, origins))
+                arrive(following, use)
     return found
 
 
+def operator_at(path: Path, results: Sequence[torch.Tensor]) -> Any:
+    """The operator at the end of ``path`` in the graph of ``results``; None if it ends before."""
+    result, *numbers = path
+    node = _root(results[result])
+    for number in numbers:
+        following = node.next_functions
+        node = following[number][0] if number < len(following) else None
+        if node is None:
+            break
+    return node
+
+
+def _root(result: torch.Tensor) -> Any:
+    return get_gradient_edge(result).node
+
+
+_Origins = dict[int, tuple[Any, int]]
+"""By id of a node: the one from which it was reached first, and by which edge; for a root, None and
+the number of its result."""
+
+
+def _path(node: Any, origins: _Origins) -> Path:
+    path = []
+    while node is not None:
+        node, number = origins[id(node)]
+        path.append(number)
+    return tuple(reversed(path))
+
+
 def _survey(
-    roots: Sequence[Any], leaf_of: Callable[[Any], torch.Tensor | None]
-) -> tuple[dict[int, list[Any]], Counter[int]]:
-    """What follows each node, and how many gradients each waits for.
+    roots: Mapping[int, Any], leaf_of: Callable[[Any], torch.Tensor | None]
+) -> tuple[dict[int, list[Any]], Counter[int], _Origins]:
+    """What follows each node, how many gradients each waits for, and how each is reached.
 
     The lists hold all nodes but the roots, so that their ids stay theirs.
     """
     edges: dict[int, list[Any]] = {}
-    missing = Counter(map(id, roots))
-    queue = list(roots)
+    missing = Counter(map(id, roots.values()))
+    origins: _Origins = {}
+    for result, root in roots.items():
+        origins.setdefault(id(root), (None, result))
+    queue = deque(roots.values())
     while queue:
-        node = queue.pop()
+        node = queue.popleft()
         if id(node) in edges or leaf_of(node) is not None:
             continue
         following = edges[id(node)] = [each for each, _ in node.next_functions]
-        followers = [each for each in following if each is not None]
-        missing.update(map(id, followers))
-        queue += followers
-    return edges, missing
+        for number, follower in enumerate(following):
+            if follower is not None:
+                missing[id(follower)] += 1
+                origins.setdefault(id(follower), (node, number))
+                queue.append(follower)
+    return edges, missing, origins
 
 
 _OF_LEAVES = 2**64 - 1

@@ -3,8 +3,8 @@
 Note: No strangers
     Nothing trainable may take part in a layer except through its inputs and its adapters: a
     gradient for anything else would be lost without an error. Walking the graph of a forward finds
-    such a leaf. The same walk tells how often each input is used, and in which order a resident run
-    would hand over the gradients of the adapters.
+    such a leaf. The same walk tells where each input and each adapter is used, and in which order a
+    resident run would hand over their gradients.
 
 Note: When it is walked
     The graph of a layer without hooks is the same at every call of the same form, so one walk per
@@ -13,27 +13,37 @@ Note: When it is walked
     graph is walked.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from poros.arrival import Use, arrivals
+from poros.arrival import Path, Use, arrivals
 from poros.errors import UnsupportedModelError
 
 _MAX_FORMS = 32
 """Forms that a layer is remembered in; more come only from a loop that changes it at each step."""
 
 
-class Uses(NamedTuple):
-    """How one graph of a layer uses what it was given."""
+class Place(NamedTuple):
+    """One use of a source."""
 
-    of_inputs: tuple[int, ...]
-    """How often each input is used."""
+    path: Path
+    """The way to the operator that uses it."""
+    edge: int | None
+    """Which of the gradients that the operator gives is the source's; None if the source is a
+    result itself."""
+
+
+class Uses(NamedTuple):
+    """How one graph of a layer uses its sources: its inputs, then its trainable parameters."""
+
     order: tuple[int, ...]
-    """The numbers of the stand-ins, one for each use, as their gradients arrive."""
+    """The numbers of the sources, one for each use, as their gradients arrive."""
+    several: Mapping[int, tuple[Place, ...]]
+    """Where those are used that are used more than once, in that order."""
     casts: tuple[int, ...]
-    """The numbers of the stand-ins, one for each use through a cast."""
+    """The numbers of the sources, one for each use of a parameter through a cast."""
 
 
 class GraphAudit:
@@ -69,7 +79,8 @@ class GraphAudit:
         known = self._uses.get(key) if form is not None else None
         if known is None:
             known = self._walk(results, inputs, stand_ins)
-            if form is not None and len(set(known.order)) == len(stand_ins):
+            used = {number for number in known.order if number >= len(inputs)}
+            if form is not None and len(used) == len(stand_ins):
                 if len(self._uses) >= _MAX_FORMS:
                     del self._uses[next(iter(self._uses))]
                 self._uses[key] = known
@@ -91,19 +102,20 @@ class GraphAudit:
         inputs: Sequence[torch.Tensor],
         stand_ins: Sequence[torch.Tensor],
     ) -> Uses:
-        number_of_input = {id(each): number for number, each in enumerate(inputs)}
-        number_of_stand_in = {id(each): number for number, each in enumerate(stand_ins)}
-        of_inputs = [0] * len(inputs)
+        numbers = {id(each): number for number, each in enumerate((*inputs, *stand_ins))}
         order, casts = [], []
+        places: dict[int, list[Place]] = {}
         for use in arrivals(results, (*inputs, *stand_ins)):
-            if id(use.leaf) in number_of_stand_in:
-                order.append(number_of_stand_in[id(use.leaf)])
-                casts += order[-1:] if use.is_cast else []
-            elif id(use.leaf) in number_of_input:
-                of_inputs[number_of_input[id(use.leaf)]] += 1
-            else:
+            number = numbers.get(id(use.leaf))
+            if number is None:
                 raise self._stranger(use)
-        return Uses(tuple(of_inputs), tuple(order), tuple(casts))
+            order.append(number)
+            edge = None if use.node is None else use.edge
+            places.setdefault(number, []).append(Place(use.path, edge))
+            if use.is_cast and number >= len(inputs):
+                casts.append(number)
+        several = {number: tuple(each) for number, each in places.items() if len(each) > 1}
+        return Uses(tuple(order), several, tuple(casts))
 
     def _stranger(self, use: Use) -> UnsupportedModelError:
         return UnsupportedModelError(

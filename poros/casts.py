@@ -33,17 +33,22 @@ class SharedCasts:
         self._recomputed: int | None = None
         """The backward in which either happened."""
 
-    def require_single(self, casts: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+    def require_single(self, casts: Sequence[torch.Tensor]) -> None:
         """Raise if the layer itself casts one of its parameters more than once.
+
+        Args:
+            casts: The parameters, one for each cast.
 
         Raises:
             UnsupportedModelError: If it does.
         """
-        for number, count in Counter(casts).items():
+        counts = Counter(map(id, casts))
+        for parameter in casts:
+            count = counts[id(parameter)]
             if count > 1:
                 raise UnsupportedModelError(
                     f"{self._name}: expected each adapter parameter to be used once under "
-                    f"autocast, found one of shape {tuple(parameters[number].shape)} used {count} "
+                    f"autocast, found one of shape {tuple(parameter.shape)} used {count} "
                     "times (a module that is called twice?). A resident run casts such a parameter "
                     "once and sums its gradients in the low precision; a streamed run cannot. "
                     "Train without autocast"

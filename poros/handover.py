@@ -7,19 +7,14 @@ Note: Order
     alias, which passes on the very tensor that it gets, so that autograd still sees who else holds
     it before it keeps it as ``.grad``.
 
-Note: Sums of a parameter's gradient
+Note: Sums
     Floating-point addition is not associative. What a layer uses once gives one term, which
-    autograd adds to those from elsewhere (another forward, a penalty on the weights) as it does in
-    a resident run. What it uses several times gives several terms, and a resident run adds them one
-    by one to what has arrived before. So they are handed over one by one, each through a node of
-    its own.
-
-Note: Sums of an input's gradient
-    If a layer uses its input h twice (a residual and a norm do), a resident run adds both terms one
-    after the other to whatever else flows back into h. A recomputed layer hands over their sum. As
-    long as h goes nowhere else this is the same; with a loss on h as well, (loss + residual) + norm
-    becomes loss + (residual + norm). So the gradient that arrives at h has to be the very tensor
-    that the layer handed back.
+    autograd adds to those from elsewhere (another forward, a loss on hidden states, a penalty on
+    the weights) as it does in a resident run. What it uses several times gives several terms: an
+    input that goes into a norm and into a residual connection, an adapter of a module that is
+    called twice. A resident run adds them one by one to what has arrived before, so (loss +
+    residual) + norm, and not loss + (residual + norm). So they are handed over one by one, each
+    through a node of its own.
 """
 
 from collections import Counter
@@ -28,142 +23,130 @@ from typing import Any, NoReturn
 
 import torch
 
-from poros.arrival import arrivals
-from poros.errors import PreparedModelError, RematerializationError, UnsupportedModelError
+from poros.arrival import operator_at
+from poros.audit import Place, Uses
+from poros.errors import PreparedModelError, RematerializationError
 
-
-class HandedBack:
-    """The gradient that a layer's backward gave for one of its inputs."""
-
-    __slots__ = ("_name", "_seen")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._seen: tuple[int, int, int] | None = None
-
-    def set(self, gradient: torch.Tensor | None) -> None:
-        self._seen = None if gradient is None else _identity(gradient)
-
-    def check(self, gradient: torch.Tensor) -> None:
-        """The hook on the input: ``gradient`` is all that has arrived at it.
-
-        Raises:
-            UnsupportedModelError: If it is not what the layer handed back, see "Sums of an input's
-                gradient".
-        """
-        seen, self._seen = self._seen, None
-        found = _identity(gradient)
-        # One of an earlier backward, which stopped above the input, says nothing about this one.
-        if seen is not None and seen[0] == found[0] and seen != found:
-            raise UnsupportedModelError(
-                f"{self._name}: expected its input to be used by this layer alone, found gradients "
-                "from elsewhere too (a loss on hidden states or on inputs_embeds, or a hook that "
-                "changes them). A resident run adds them up in another order, so the result would "
-                "not be exact; put the loss on the model's outputs"
-            )
-
-
-def _identity(gradient: torch.Tensor) -> tuple[int, int, int]:
-    return torch._C._current_graph_task_id(), gradient.data_ptr(), gradient._version
+Gradients = Sequence[torch.Tensor | None]
 
 
 class Repeated:
-    """The terms of the gradient of one parameter that a layer uses several times.
+    """The terms of the gradient of one input or parameter that a layer uses several times.
 
     Args:
         name: The layer's qualified name.
-        num_uses: How often.
+        places: Where it uses it, in the order in which a resident run adds the terms up.
     """
 
-    def __init__(self, name: str, num_uses: int) -> None:
+    def __init__(self, name: str, places: Sequence[Place]) -> None:
         self._name = name
-        self._num_uses = num_uses
-        self._terms: list[torch.Tensor | None] = []
+        self._places = places
+        self.terms: list[torch.Tensor | None] = []
+        """Of the last backward, until they have been handed over."""
 
-    def watch(self, places: Sequence[tuple[Any, int]]) -> None:
-        """Keep what these nodes will give: each a node and the number of its gradient."""
-        if len(places) != self._num_uses:
-            raise RematerializationError(
-                f"{self._name}: an adapter parameter was used {self._num_uses} times in the "
-                f"forward and {len(places)} times in its recomputation; the layer depends on "
-                "state that is not its input"
-            )
-        terms: list[torch.Tensor | None] = [None] * self._num_uses
-        self._terms = terms
+    def watch(
+        self,
+        results: Sequence[torch.Tensor],
+        gradients: Gradients,
+        leaf: torch.Tensor,
+        sums: bool,
+    ) -> None:
+        """Have the backward that comes keep the terms.
 
-        def keep(place: int, edge: int, gradients: Sequence[torch.Tensor | None]) -> None:
-            terms[place] = gradients[edge]
+        Args:
+            results: What the recomputation gave.
+            gradients: What flows back to them.
+            leaf: What stands in the recomputation for what is used several times.
+            sums: Have autograd add the terms up for ``leaf`` as well.
 
-        for place, (node, edge) in enumerate(places):
-            node.register_hook(lambda given, _, place=place, edge=edge: keep(place, edge, given))
+        Raises:
+            RematerializationError: If the recomputation does not use it where the forward did.
+        """
+        self.terms = [None] * len(self._places)
+        for number, (path, edge) in enumerate(self._places):
+            if edge is None:
+                self.terms[number] = gradients[path[0]]
+                continue
+            node = operator_at(path, results)
+            if node is None or not _leads_to(leaf, node, edge):
+                raise RematerializationError(
+                    f"{self._name}: expected the graph of the forward, found another in its "
+                    f"recomputation (a tensor of shape {tuple(leaf.shape)} is used elsewhere); the "
+                    "layer depends on state that is not its input"
+                )
+            self._keep(number, node, edge, sums)
+
+    def _keep(self, number: int, node: Any, edge: int, sums: bool) -> None:
+        terms = self.terms
+
+        def keep(given: tuple[torch.Tensor | None, ...], _: Gradients) -> Any:
+            terms[number] = given[edge]
+            return None if sums else (*given[:edge], None, *given[edge + 1 :])
+
+        node.register_hook(keep)
 
     def take(self) -> list[torch.Tensor | None]:
         """The terms, in the order in which a resident run adds them up."""
-        terms, self._terms = self._terms, []
-        return terms or [None] * self._num_uses
+        terms, self.terms = self.terms, []
+        return terms or [None] * len(self._places)
+
+
+def _leads_to(leaf: torch.Tensor, node: Any, edge: int) -> bool:
+    following = node.next_functions
+    return edge < len(following) and getattr(following[edge][0], "variable", None) is leaf
 
 
 class OneByOne(torch.autograd.Function):
-    """One parameter out of one alias for each of its uses, which get the terms of its gradient."""
+    """One tensor out of one alias for each of its uses, which get the terms of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, repeated: Repeated, *aliases: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.repeated = repeated
         return aliases[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return (None, *ctx.repeated.take())
 
 
 def hand_in(
-    name: str, parameters: Sequence[torch.Tensor], order: Sequence[int]
+    name: str,
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    uses: Uses,
 ) -> tuple[list[torch.Tensor], dict[int, Repeated]]:
-    """What a layer's Function is given for its parameters, so that gradients arrive in ``order``.
+    """What a layer's Function is given, so that gradients arrive as in a resident run.
 
     Args:
         name: The layer's qualified name.
-        parameters: The parameters.
-        order: Their numbers, one for each use, as the gradients arrive in a resident run. A
-            parameter that is not in it takes no part, and gets no gradient.
+        inputs: The tensors among its arguments.
+        parameters: Its trainable parameters. One that is not used gets no gradient.
+        uses: How it uses both.
 
     Returns:
-        A tensor for each parameter; and the terms to be given, by number, for those that are used
-        more than once.
+        A tensor for each input and each parameter; and the terms to be given, by number, for those
+        that are used more than once.
     """
-    if len(set(order)) == len(order):
-        once: list[torch.Tensor | None] = [None] * len(parameters)
-        for number in reversed(order):
-            once[number] = parameters[number][...]
-        pairs = zip(once, parameters, strict=True)
-        return [own.detach() if alias is None else alias for alias, own in pairs], {}
+    sources = [*inputs, *parameters]
+    counts = Counter(uses.order)
     aliases: dict[int, list[torch.Tensor]] = {}
-    for number in reversed(order):
-        aliases.setdefault(number, []).append(parameters[number][...])
-    repeated = {n: Repeated(name, count) for n, count in Counter(order).items() if count > 1}
+    for number in reversed(uses.order):
+        # An input that is used once has its gradient before any parameter has, without an alias.
+        if number >= len(inputs) or counts[number] > 1:
+            aliases.setdefault(number, []).append(sources[number][...])
+    repeated = {number: Repeated(name, places) for number, places in uses.several.items()}
     given = []
-    for number, parameter in enumerate(parameters):
+    for number, source in enumerate(sources):
+        made = aliases.get(number, ())
         if number in repeated:
             # Made after all aliases, so that none of them is waited for out of turn.
-            terms = reversed(aliases[number])
-            given.append(OneByOne.apply(repeated[number], *terms))
+            given.append(OneByOne.apply(repeated[number], *reversed(made)))
+        elif made:
+            given.append(made[0])
         else:
-            given.append(aliases[number][0] if number in aliases else parameter.detach())
+            given.append(source if number < len(inputs) else source.detach())
     return given, repeated
-
-
-def watch_terms(
-    results: Sequence[torch.Tensor],
-    stand_ins: Sequence[torch.Tensor],
-    repeated: dict[int, Repeated],
-) -> None:
-    """Have the backward through ``results`` keep the terms of what is used more than once."""
-    places: dict[int, list[tuple[Any, int]]] = {id(stand_ins[number]): [] for number in repeated}
-    for use in arrivals(results):
-        if id(use.leaf) in places and use.node is not None:
-            places[id(use.leaf)].append((use.node, use.edge))
-    for number, each in repeated.items():
-        each.watch(places[id(stand_ins[number])])
 
 
 class NotThrough(torch.autograd.Function):

@@ -41,12 +41,12 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from poros.ambient import AmbientState, adapter_state
-from poros.audit import GraphAudit
+from poros.audit import GraphAudit, Uses
 from poros.boundaries import Parked
 from poros.casts import SharedCasts
 from poros.channels import SideChannels
 from poros.errors import PreparedModelError, RematerializationError
-from poros.handover import HandedBack, NotThrough, Repeated, hand_in, sealed, watch_terms
+from poros.handover import NotThrough, Repeated, hand_in, sealed
 from poros.pack import pack, unpack
 from poros.rng import RngStash
 from poros.small import StayingState
@@ -114,12 +114,10 @@ class LayerCall:
         self.num_tensors = len(tensors)
         self.parked: Parked | None = None
         """The first of the tensors, if it waits for the backward on the host."""
-        self.handed_back: dict[int, HandedBack] = {}
-        """By number of the tensor, for those that the layer uses more than once."""
+        self.uses = Uses((), {}, ())
+        """How its graph uses the tensors and the parameters; known after the forward."""
         self.repeated: dict[int, Repeated] = {}
-        """By number of the parameter, for those that the layer uses more than once."""
-        self.order: tuple[int, ...] = ()
-        """Numbers of the parameters, one for each use, as a resident run hands gradients over."""
+        """By number among the tensors and parameters, for those that are used more than once."""
         self._tree = tree
         self.adapters = self._tree.adapters()
         distinct = {id(each.parameter): each for each in self.adapters}
@@ -203,17 +201,13 @@ class LayerCall:
         # What the layer has changed now it will change again.
         self._tree.attributes.disregard(self._attributes)
         form = (num_nodes, self.ambient.is_autocast, self._adapter_state) if is_fixed else None
-        uses = self.layer.audit.uses(results, inputs, stand_ins, form)
-        self.handed_back = {
-            number: HandedBack(self.layer.name)
-            for number, count in enumerate(uses.of_inputs)
-            if count > 1
-        }
-        self.order = uses.order
+        self.uses = self.layer.audit.uses(results, inputs, stand_ins, form)
         if self.shared_casts is not None:
-            self.shared_casts.require_single(uses.casts, self.parameters)
+            sources = [*self.tensors, *self.parameters]
+            cast = [sources[number] for number in self.uses.casts]
+            self.shared_casts.require_single(cast)
             if not self.layer.confines_autocast():
-                self.shared_casts.watch([self.parameters[number] for number in uses.casts])
+                self.shared_casts.watch(cast)
         self._result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
@@ -372,30 +366,26 @@ class RematerializeLayer(torch.autograd.Function):
             ]
             if pairs:
                 ends, starts = zip(*pairs, strict=True)
-                if call.repeated:
-                    watch_terms(ends, call.stand_ins, call.repeated)
+                for number, each in call.repeated.items():
+                    # Somebody who looks at what is recomputed wants the sums as well.
+                    each.watch(results, gradients, sources[number], call.keeps_recomputed)
                 found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
         call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.parked = None
         by_source = {id(source): gradient for source, gradient in zip(wanted, found, strict=True)}
-        returned = [by_source.get(id(source)) for source in sources]
-        for number, handed_back in call.handed_back.items():
-            handed_back.set(returned[number])
-        return (None, None, None, *returned)
+        return (None, None, None, *(by_source.get(id(source)) for source in sources))
 
 
 def rematerialize(call: LayerCall) -> Any:
     """Run ``call`` so that its backward recomputes it; the layer's result in its own form."""
     # Before the forward, so that the input's copy to the host overlaps with it.
     kept = call.part_with()
-    # Before the Function: its graph tells in which order the parameters get their gradients.
+    # Before the Function: its graph tells in which order, and in which terms, gradients arrive.
     results = call.forward()
-    given, call.repeated = hand_in(call.layer.name, call.parameters, call.order)
-    outputs = RematerializeLayer.apply(call, results, kept, *call.tensors, *given)
-    for number, handed_back in call.handed_back.items():
-        call.tensors[number].register_hook(handed_back.check)
+    given, call.repeated = hand_in(call.layer.name, call.tensors, call.parameters, call.uses)
+    outputs = RematerializeLayer.apply(call, results, kept, *given)
     # Autograd keeps them from here on, and lets go of them after backward.
     call.tensors = ()
     return call.result(outputs)

@@ -15,6 +15,7 @@ from poros.gates.fuzz_program import (
     Adapter,
     EditAdapter,
     EditBase,
+    Enable,
     Evaluate,
     Forward,
     Hook,
@@ -22,6 +23,7 @@ from poros.gates.fuzz_program import (
     Program,
     SetAttention,
     SetDropout,
+    Setting,
     Step,
     Subject,
     Term,
@@ -101,6 +103,26 @@ PROGRAMS: dict[str, Program] = {
     "noise drawn in parameter hooks": Program(
         before=(Hook(kind="parameter", does="add_noise", layer=-1),)
     ),
+    "a loss on hidden states, the optimizer in backward": Program(
+        steps=(Step(forwards=(Forward(), Forward(terms=(Term(kind="hidden", tag=2),)))),),
+        optimizer="in_backward",
+    ),
+    "checkpointing, and training flags between forward and backward": Program(
+        before=(Enable(what="checkpointing"),), steps=(Step(between=(Train(),)),)
+    ),
+    "checkpointing, and a setting between forward and backward": Program(
+        steps=(
+            Step(before=(Enable(what="checkpointing"),)),
+            Step(between=(Setting(name="cpu_fp32", value="bf16"),)),
+        )
+    ),
+    "two backwards, the optimizer in backward, a bank of vectors": Program(
+        subject=Subject(kind="vblora"), steps=(Step(backward="twice"),), optimizer="in_backward"
+    ),
+    "a hook that fails in a layer, the optimizer in backward": Program(
+        before=(Hook(kind="tensor", does="raise", part="self_attn.q_proj.lora_B.default"),),
+        optimizer="in_backward",
+    ),
 }
 
 
@@ -115,10 +137,6 @@ OPEN = {
         subject=Subject(kind="dora"),
         before=(Hook(kind="parameter", does="add_noise"),),
         steps=(Step(autocast="shared"),),
-    ),
-    "a loss on hidden states, the optimizer in backward": Program(
-        steps=(Step(forwards=(Forward(), Forward(terms=(Term(kind="hidden", tag=2),)))),),
-        optimizer="in_backward",
     ),
 }
 

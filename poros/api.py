@@ -12,6 +12,7 @@ from poros.budget import Budget
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.discover import Inventory, is_adapter_module, take_inventory
 from poros.errors import PolicyError, PreparedModelError
+from poros.settings import settle
 from poros.streams import StreamContext, streams_for
 from poros.takeover import Takeover
 from poros.walk import Action
@@ -196,6 +197,7 @@ def prepare_with(
     with torch.inference_mode(False):
         inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
         device = streams.device if streams is not None else _choose_device(model, policy)
+        settle(device)
         takeover = Takeover(
             model,
             inventory,

@@ -60,6 +60,20 @@ _precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 _set_precision: Callable[[str, str, str], object] = torch._C._set_fp32_precision_setter
 
 
+def settle(device: torch.device) -> None:
+    """Have PyTorch decide now what it otherwise decides at its first attention on a GPU.
+
+    On some cards that call puts cuDNN first among the kernels of attention, for the rest of the
+    process. Settings captured before it would pick another kernel than the call itself took.
+
+    Source:
+        pytorch: ``priority_order`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
+    if device.type == "cuda":
+        tensor = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
+        torch._fused_sdp_choice(tensor, tensor, tensor)
+
+
 class Settings(NamedTuple):
     """All of them at one time; equal values pick equal kernels."""
 

@@ -4,8 +4,11 @@ PyTorch chooses the kernels, as it does for users. No start may be stopped, and 
 fault of streaming has to be found all the same.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,23 +38,27 @@ VOCAB_SIZE = 512
 MakeModel = Callable[[str, torch.dtype], Any]
 
 
+def make_layers(size: str, dtype: torch.dtype, folder: Path) -> Any:
+    """Layers of a real size, NF4 with LoRA."""
+    config = Qwen2Config(
+        **SIZES[size],
+        num_hidden_layers=NUM_LAYERS[size],
+        num_key_value_heads=SIZES[size]["num_attention_heads"] // 7,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=32768,
+    )
+    tiny.write_checkpoint(config, folder, dtype=dtype)
+    base = tiny.load_base(folder, dtype=dtype, device="cuda")
+    return tiny.attach_lora(base, rank=16, dropout=0.05)
+
+
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """Makes layers of a real size, NF4 with LoRA; the last one is kept."""
+    """Makes layers; the last ones are kept."""
 
     @lru_cache(maxsize=1)
     def make(size: str, dtype: torch.dtype) -> Any:
-        config = Qwen2Config(
-            **SIZES[size],
-            num_hidden_layers=NUM_LAYERS[size],
-            num_key_value_heads=SIZES[size]["num_attention_heads"] // 7,
-            vocab_size=VOCAB_SIZE,
-            max_position_embeddings=32768,
-        )
-        folder = tmp_path_factory.mktemp(f"layers-of-{size}")
-        tiny.write_checkpoint(config, folder, dtype=dtype)
-        base = tiny.load_base(folder, dtype=dtype, device="cuda")
-        return tiny.attach_lora(base, rank=16, dropout=0.05)
+        return make_layers(size, dtype, tmp_path_factory.mktemp(f"layers-of-{size}"))
 
     return make
 
@@ -91,6 +98,40 @@ def test_no_start_is_stopped(
     assert [each["status"] for each in ends] == ["passed"] * NUM_STARTS
     otherwise = [len(each["proved_with_deterministic_attention"]) for each in ends]
     print(size, num_tokens, dtype, "layers proved with deterministic attention:", otherwise)
+
+
+FIRST_STEP = """
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = ["tests"]
+import poros.api
+from test_attention_on_gpu import make_layers, start
+
+model = make_layers("0.5B", torch.bfloat16, Path(sys.argv[1]))
+if "unsettled" in sys.argv:
+    poros.api.settle = lambda device: None
+before = torch._C._get_sdp_priority_order()
+print("status", start(model, 512, 0, self_check="warn")["status"])
+print("changed", torch._C._get_sdp_priority_order() != before)
+"""
+
+
+@pytest.mark.parametrize("how", ["settled", "unsettled"])
+def test_the_first_attention_of_a_process(how: str, tmp_path: Path) -> None:
+    """It may change which kernel is chosen from then on: after some settings were captured."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_STEP, str(tmp_path), how],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    is_wrong = how == "unsettled" and "changed True" in done.stdout
+    assert f"status {'failed' if is_wrong else 'passed'}" in done.stdout, done.stdout
 
 
 def after_acquire(patch: pytest.MonkeyPatch, act: Callable[[Slot, Phase], None]) -> None:

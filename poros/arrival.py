@@ -92,11 +92,11 @@ def operator_at(path: Path, results: Sequence[torch.Tensor]) -> Any:
     """The operator at the end of ``path`` in the graph of ``results``; None if it ends before."""
     result, *numbers = path
     node = _root(results[result])
-    for number in numbers:
-        following = node.next_functions
-        node = following[number][0] if number < len(following) else None
-        if node is None:
-            break
+    try:
+        for number in numbers:
+            node = node.next_functions[number][0]
+    except (AttributeError, IndexError):
+        return None
     return node
 
 

@@ -17,7 +17,6 @@ Note: Sums
     through a node of its own.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -68,7 +67,7 @@ class Repeated:
                 self.terms[number] = gradients[path[0]]
                 continue
             node = operator_at(path, results)
-            if node is None or not _leads_to(leaf, node, edge):
+            if _leaf_behind(node, edge) is not leaf:
                 raise RematerializationError(
                     f"{self._name}: expected the graph of the forward, found another in its "
                     f"recomputation (a tensor of shape {tuple(leaf.shape)} is used elsewhere); the "
@@ -91,9 +90,9 @@ class Repeated:
         return terms or [None] * len(self._places)
 
 
-def _leads_to(leaf: torch.Tensor, node: Any, edge: int) -> bool:
-    following = node.next_functions
-    return edge < len(following) and getattr(following[edge][0], "variable", None) is leaf
+def _leaf_behind(node: Any, edge: int) -> torch.Tensor | None:
+    following = () if node is None else node.next_functions
+    return getattr(following[edge][0], "variable", None) if edge < len(following) else None
 
 
 class OneByOne(torch.autograd.Function):
@@ -128,24 +127,23 @@ def hand_in(
         A tensor for each input and each parameter; and the terms to be given, by number, for those
         that are used more than once.
     """
-    sources = [*inputs, *parameters]
-    counts = Counter(uses.order)
-    aliases: dict[int, list[torch.Tensor]] = {}
+    given = [*inputs, *parameters]
+    num_inputs, several = len(inputs), uses.several
+    aliases: dict[int, list[torch.Tensor]] = {number: [] for number in several}
+    sources = list(given)
     for number in reversed(uses.order):
+        if number in several:
+            aliases[number].append(sources[number][...])
+        elif number >= num_inputs:
+            given[number] = sources[number][...]
         # An input that is used once has its gradient before any parameter has, without an alias.
-        if number >= len(inputs) or counts[number] > 1:
-            aliases.setdefault(number, []).append(sources[number][...])
-    repeated = {number: Repeated(name, places) for number, places in uses.several.items()}
-    given = []
-    for number, source in enumerate(sources):
-        made = aliases.get(number, ())
-        if number in repeated:
-            # Made after all aliases, so that none of them is waited for out of turn.
-            given.append(OneByOne.apply(repeated[number], *reversed(made)))
-        elif made:
-            given.append(made[0])
-        else:
-            given.append(source if number < len(inputs) else source.detach())
+    repeated = {}
+    for number, places in several.items():
+        # Made after all aliases, so that none of them is waited for out of turn.
+        repeated[number] = Repeated(name, places)
+        given[number] = OneByOne.apply(repeated[number], *reversed(aliases[number]))
+    for number in set(range(num_inputs, len(sources))).difference(uses.order):
+        given[number] = sources[number].detach()
     return given, repeated
 
 

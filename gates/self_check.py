@@ -225,12 +225,6 @@ class SelfCheck:
         grad_inputs: Sequence[torch.Tensor | None],
         grad_outputs: Sequence[torch.Tensor | None],
     ) -> str | None:
-        given = [*evidence.inputs, *evidence.parameters]
-        gradients = dict(zip(map(id, given), grad_inputs, strict=bool(grad_inputs)))
-        if grad_inputs:
-            # What autograd gets is not the sum but its terms, one by one.
-            for number, repeated in evidence.call.repeated.items():
-                gradients[id(given[number])] = _sum(repeated.terms)
         streamed = forward_values(evidence.outputs, evidence.rng_end)
         rng_after = forward_values({}, random_states(self._device))
         resident = self._runs.resident(index, evidence, grad_outputs)
@@ -238,6 +232,13 @@ class SelfCheck:
         disturbed = first_difference(forward_values({}, resident.rng_backward), rng_after)
         if disturbed is not None:
             return f"its backward has to leave no trace of random draws: {disturbed}"
+        given = [*evidence.inputs, *evidence.parameters]
+        gradients = dict(zip(map(id, given), grad_inputs, strict=bool(grad_inputs)))
+        if grad_inputs:
+            # What autograd gets is not the sum but its terms, one by one. Added up only now: the
+            # resident run needs the memory.
+            for number, repeated in evidence.call.repeated.items():
+                gradients[id(given[number])] = _sum(repeated.terms)
         for name, tensor in resident.sources:
             streamed[f"gradient of {name}"] = gradients.get(id(tensor))
         streamed = evidence.comparable(streamed)

@@ -48,15 +48,13 @@ class Repeated:
         results: Sequence[torch.Tensor],
         gradients: Gradients,
         leaf: torch.Tensor,
-        sums: bool,
     ) -> None:
-        """Have the backward that comes keep the terms.
+        """Have the backward that comes keep the terms, and not add them up.
 
         Args:
             results: What the recomputation gave.
             gradients: What flows back to them.
             leaf: What stands in the recomputation for what is used several times.
-            sums: Have autograd add the terms up for ``leaf`` as well.
 
         Raises:
             RematerializationError: If the recomputation does not use it where the forward did.
@@ -73,14 +71,14 @@ class Repeated:
                     f"recomputation (a tensor of shape {tuple(leaf.shape)} is used elsewhere); the "
                     "layer depends on state that is not its input"
                 )
-            self._keep(number, node, edge, sums)
+            self._keep(number, node, edge)
 
-    def _keep(self, number: int, node: Any, edge: int, sums: bool) -> None:
+    def _keep(self, number: int, node: Any, edge: int) -> None:
         terms = self.terms
 
         def keep(given: tuple[torch.Tensor | None, ...], _: Gradients) -> Any:
             terms[number] = given[edge]
-            return None if sums else (*given[:edge], None, *given[edge + 1 :])
+            return (*given[:edge], None, *given[edge + 1 :])
 
         node.register_hook(keep)
 

@@ -367,8 +367,7 @@ class RematerializeLayer(torch.autograd.Function):
             if pairs:
                 ends, starts = zip(*pairs, strict=True)
                 for number, each in call.repeated.items():
-                    # Somebody who looks at what is recomputed wants the sums as well.
-                    each.watch(results, gradients, sources[number], call.keeps_recomputed)
+                    each.watch(results, gradients, sources[number])
                 found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
         call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.

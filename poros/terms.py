@@ -360,8 +360,9 @@ class _Formula:
                 + self._boundaries(index + 1, kept, offload)
                 + each.peak
                 + self.blocks[index // self.block_size].num_bytes
-                # Its output, and the gradients that the streamed backward has given.
-                + 2 * self.cost.boundary
+                # Its output, and the gradients that the streamed backward has given: for its
+                # input those of the residual path and of the norm, apart.
+                + 3 * self.cost.boundary
                 + self.shapes.layer_adapters[index]
             )
 

@@ -13,12 +13,13 @@ Note: When it is walked
     graph is walked.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from poros.arrival import Use, arrivals
+from poros.early import EarlyCasts
 from poros.errors import UnsupportedModelError
 
 _MAX_FORMS = 32
@@ -33,7 +34,9 @@ class Uses(NamedTuple):
     order: tuple[int, ...]
     """The numbers of the stand-ins, one for each use, as their gradients arrive."""
     casts: tuple[int, ...]
-    """The numbers of the stand-ins, one for each use through a cast."""
+    """The places in ``order`` of the uses through a cast."""
+    are_early: bool = False
+    """Whether a stand-in was cast before the cast that the graph shows."""
 
 
 class GraphAudit:
@@ -46,6 +49,7 @@ class GraphAudit:
     def __init__(self, name: str) -> None:
         self._name = name
         self._uses: dict[Hashable, Uses] = {}
+        self.early = EarlyCasts()
 
     def uses(
         self,
@@ -53,6 +57,7 @@ class GraphAudit:
         inputs: Sequence[torch.Tensor],
         stand_ins: Sequence[torch.Tensor],
         form: Hashable,
+        first_casts: Mapping[int, int] | None = None,
     ) -> Uses:
         """How the graph of ``results`` uses ``inputs`` and ``stand_ins``.
 
@@ -61,6 +66,7 @@ class GraphAudit:
             inputs: What it was given.
             stand_ins: Its trainable parameters.
             form: Equal forms of call have equal graphs; None if nothing is known of that.
+            first_casts: As ``arrivals`` takes them; not those of a known form.
 
         Raises:
             UnsupportedModelError: If a leaf is neither an input nor a stand-in.
@@ -68,7 +74,7 @@ class GraphAudit:
         key = (tuple([each.requires_grad for each in inputs]), tuple(map(id, stand_ins)), form)
         known = self._uses.get(key) if form is not None else None
         if known is None:
-            known = self._walk(results, inputs, stand_ins)
+            known = self._walk(results, inputs, stand_ins, first_casts or {})
             if form is not None and len(set(known.order)) == len(stand_ins):
                 if len(self._uses) >= _MAX_FORMS:
                     del self._uses[next(iter(self._uses))]
@@ -90,20 +96,24 @@ class GraphAudit:
         results: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         stand_ins: Sequence[torch.Tensor],
+        first_casts: Mapping[int, int],
     ) -> Uses:
         number_of_input = {id(each): number for number, each in enumerate(inputs)}
         number_of_stand_in = {id(each): number for number, each in enumerate(stand_ins)}
         of_inputs = [0] * len(inputs)
-        order, casts = [], []
-        for use in arrivals(results, (*inputs, *stand_ins)):
+        order, casts, are_early = [], [], False
+        for use in arrivals(results, (*inputs, *stand_ins), first_casts):
             if id(use.leaf) in number_of_stand_in:
+                if use.is_cast:
+                    casts.append(len(order))
+                    number = use.node._sequence_nr()
+                    are_early |= first_casts.get(id(use.leaf), number) != number
                 order.append(number_of_stand_in[id(use.leaf)])
-                casts += order[-1:] if use.is_cast else []
             elif id(use.leaf) in number_of_input:
                 of_inputs[number_of_input[id(use.leaf)]] += 1
             else:
                 raise self._stranger(use)
-        return Uses(tuple(of_inputs), tuple(order), tuple(casts))
+        return Uses(tuple(of_inputs), tuple(order), tuple(casts), are_early)
 
     def _stranger(self, use: Use) -> UnsupportedModelError:
         return UnsupportedModelError(

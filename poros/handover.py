@@ -23,7 +23,7 @@ Note: Sums of an input's gradient
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -117,7 +117,10 @@ class OneByOne(torch.autograd.Function):
 
 
 def hand_in(
-    name: str, parameters: Sequence[torch.Tensor], order: Sequence[int]
+    name: str,
+    parameters: Sequence[torch.Tensor],
+    order: Sequence[int],
+    alias_of: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> tuple[list[torch.Tensor], dict[int, Repeated]]:
     """What a layer's Function is given for its parameters, so that gradients arrive in ``order``.
 
@@ -126,6 +129,7 @@ def hand_in(
         parameters: The parameters.
         order: Their numbers, one for each use, as the gradients arrive in a resident run. A
             parameter that is not in it takes no part, and gets no gradient.
+        alias_of: Makes the alias of a parameter for the use at that place in ``order``.
 
     Returns:
         A tensor for each parameter; and the terms to be given, by number, for those that are used
@@ -133,13 +137,13 @@ def hand_in(
     """
     if len(set(order)) == len(order):
         once: list[torch.Tensor | None] = [None] * len(parameters)
-        for number in reversed(order):
-            once[number] = parameters[number][...]
+        for place, number in reversed(list(enumerate(order))):
+            once[number] = alias_of(place, parameters[number])
         pairs = zip(once, parameters, strict=True)
         return [own.detach() if alias is None else alias for alias, own in pairs], {}
     aliases: dict[int, list[torch.Tensor]] = {}
-    for number in reversed(order):
-        aliases.setdefault(number, []).append(parameters[number][...])
+    for place, number in reversed(list(enumerate(order))):
+        aliases.setdefault(number, []).append(alias_of(place, parameters[number]))
     repeated = {n: Repeated(name, count) for n, count in Counter(order).items() if count > 1}
     given = []
     for number, parameter in enumerate(parameters):

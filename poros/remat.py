@@ -45,6 +45,7 @@ from poros.audit import GraphAudit
 from poros.boundaries import Parked
 from poros.casts import SharedCasts
 from poros.channels import SideChannels
+from poros.early import first_casts
 from poros.errors import PreparedModelError, RematerializationError
 from poros.handover import HandedBack, NotThrough, Repeated, hand_in, sealed, watch_terms
 from poros.pack import pack, unpack
@@ -120,6 +121,8 @@ class LayerCall:
         """By number of the parameter, for those that the layer uses more than once."""
         self.order: tuple[int, ...] = ()
         """Numbers of the parameters, one for each use, as a resident run hands gradients over."""
+        self._casts: Sequence[int] = ()
+        """Places in ``order`` whose gradients go through the casts of the region."""
         self._tree = tree
         self.adapters = self._tree.adapters()
         distinct = {id(each.parameter): each for each in self.adapters}
@@ -186,12 +189,20 @@ class LayerCall:
             else self.adapters
         )
         versions = [each._version for each in inputs]
+        early = self.layer.audit.early
+        state = (tuple(map(id, self.parameters)), self._adapter_state, self.ambient.training)
+        # What a compiler makes of a layer does not go through autocast's cache.
+        shares_casts = self.shared_casts is not None
+        is_watched = (
+            shares_casts and not self.layer.is_compiled and early.are_possible(state)
+        )
         num_nodes = -torch._C._autograd._get_sequence_nr()
         with (
             self.layer.visit(Phase.FORWARD, adapters) as slot,
             self.ambient.without_autocast_cache(),
             torch.enable_grad(),
             _without_slot(slot) if is_open or _is_packed_by_others() else nullcontext(),
+            first_casts(stand_ins if is_watched else ()) as firsts,
         ):
             results = self.run(inputs)
         num_nodes += torch._C._autograd._get_sequence_nr()
@@ -202,8 +213,11 @@ class LayerCall:
             )
         # What the layer has changed now it will change again.
         self._tree.attributes.disregard(self._attributes)
-        form = (num_nodes, self.ambient.is_autocast, self._adapter_state) if is_fixed else None
-        uses = self.layer.audit.uses(results, inputs, stand_ins, form)
+        about = (num_nodes, self.ambient.is_autocast, shares_casts, self._adapter_state)
+        form = about if is_fixed else None
+        uses = self.layer.audit.uses(results, inputs, stand_ins, form, firsts)
+        if is_watched:
+            early.learn(state, len(stand_ins), uses.order, are_early=uses.are_early)
         self.handed_back = {
             number: HandedBack(self.layer.name)
             for number, count in enumerate(uses.of_inputs)
@@ -211,14 +225,21 @@ class LayerCall:
         }
         self.order = uses.order
         if self.shared_casts is not None:
-            self.shared_casts.require_single(uses.casts, self.parameters)
+            casts = [uses.order[place] for place in uses.casts]
+            self.shared_casts.require_single(casts, self.parameters)
             if not self.layer.confines_autocast():
-                self.shared_casts.watch([self.parameters[number] for number in uses.casts])
+                self._casts = uses.casts
         self._result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
         self._staying = self.layer.staying()
         return results
+
+    def alias_of(self, place: int, parameter: torch.Tensor) -> torch.Tensor:
+        """``parameter``, as it is handed in for the use at that place in ``order``."""
+        if self.shared_casts is None or place not in self._casts:
+            return parameter[...]
+        return self.shared_casts.through(parameter)
 
     @staticmethod
     def _dead_ends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -352,8 +373,6 @@ class RematerializeLayer(torch.autograd.Function):
             )
         tensors = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
-        if call.shared_casts is not None:
-            call.shared_casts.on_recomputation()
         with call.layer.visit(Phase.BACKWARD, call.adapters):
             if call.parked is not None:
                 tensors = (call.parked.fetch(), *tensors)
@@ -392,7 +411,9 @@ def rematerialize(call: LayerCall) -> Any:
     kept = call.part_with()
     # Before the Function: its graph tells in which order the parameters get their gradients.
     results = call.forward()
-    given, call.repeated = hand_in(call.layer.name, call.parameters, call.order)
+    given, call.repeated = hand_in(
+        call.layer.name, call.parameters, call.order, call.alias_of
+    )
     outputs = RematerializeLayer.apply(call, results, kept, *call.tensors, *given)
     for number, handed_back in call.handed_back.items():
         call.tensors[number].register_hook(handed_back.check)

@@ -186,6 +186,7 @@ class Arm:
                         del output
                         self._between(step)
                         loss.backward()
+                        self._mark()
                     losses.append(loss.detach())
             return losses
         with ExitStack() as stack:
@@ -214,6 +215,7 @@ class Arm:
         elif how in ("in_turn", "reverse"):
             for loss in losses if how == "in_turn" else reversed(losses):
                 loss.backward()
+                self._mark()
         elif how == "twice":
             total.backward(retain_graph=True)
             total.backward()

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-
 CAST = "ToCopyBackward0"
 
 

@@ -14,6 +14,9 @@ Note: Through the cast of the region
     inside the layer shows in its graph, and is refused there. Nothing is left on the parameter, and
     the cast goes with the region.
 
+    A cast that is older than an update of its parameter is what a resident run goes on with, until
+    the region ends. The layer has cast anew; so this is refused.
+
     Where the region ends with the call of the model, nobody else can use its casts, and the order
     within the layer is all there is; then none is made.
 """
@@ -40,6 +43,8 @@ class SharedCasts:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._reused: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Casts that were there before, each with its parameter."""
 
     def require_single(self, casts: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
         """Raise if the layer itself casts one of its parameters more than once.
@@ -59,12 +64,15 @@ class SharedCasts:
 
     def through(self, parameter: torch.Tensor) -> torch.Tensor:
         """``parameter``, such that its gradient goes through the cast that the region keeps."""
+        before = torch._C._autograd._get_sequence_nr()
         cast = _cast(parameter)
         if cast is None:
             return parameter[...]
         node = cast.grad_fn
         while node.name() != CAST:
             node = node.next_functions[0][0]
+        if node._sequence_nr() < before:
+            self._reused.append((cast.detach(), parameter.detach()))
         # One for all forwards of a region: what is registered stays as long as the cast.
         carried = node.metadata.get(_CARRIED)
         if carried is None:
@@ -72,6 +80,30 @@ class SharedCasts:
             node.register_prehook(carried.check)
             node.register_hook(carried.give)
         return _ThroughCast.apply(carried, cast, parameter)  # type: ignore[no-any-return]
+
+    def require_current(self) -> None:
+        """Raise if a cast that the region has kept is not the one of its parameter now.
+
+        Raises:
+            UnsupportedModelError: If so.
+        """
+        reused, self._reused = self._reused, []
+        if not reused:
+            return
+        # Of the bits: a fused optimizer's step does not count as an edit.
+        are_same = [
+            torch.eq(
+                cast.view(torch.int16).flatten(), now.to(cast.dtype).view(torch.int16).flatten()
+            )
+            for cast, now in reused
+        ]
+        if not torch.cat(are_same).all():
+            raise UnsupportedModelError(
+                f"{self._name}: expected its adapters as they were when this autocast region cast "
+                "them, found them updated since. A resident run goes on with the old casts until "
+                "the region ends; a streamed run cannot. Open the region anew after each step of "
+                "the optimizer"
+            )
 
 
 class _Carried:

@@ -193,9 +193,7 @@ class LayerCall:
         state = (tuple(map(id, self.parameters)), self._adapter_state, self.ambient.training)
         # What a compiler makes of a layer does not go through autocast's cache.
         shares_casts = self.shared_casts is not None
-        is_watched = (
-            shares_casts and not self.layer.is_compiled and early.are_possible(state)
-        )
+        is_watched = shares_casts and not self.layer.is_compiled and early.are_possible(state)
         num_nodes = -torch._C._autograd._get_sequence_nr()
         with (
             self.layer.visit(Phase.FORWARD, adapters) as slot,
@@ -411,9 +409,9 @@ def rematerialize(call: LayerCall) -> Any:
     kept = call.part_with()
     # Before the Function: its graph tells in which order the parameters get their gradients.
     results = call.forward()
-    given, call.repeated = hand_in(
-        call.layer.name, call.parameters, call.order, call.alias_of
-    )
+    given, call.repeated = hand_in(call.layer.name, call.parameters, call.order, call.alias_of)
+    if call.shared_casts is not None:
+        call.shared_casts.require_current()
     outputs = RematerializeLayer.apply(call, results, kept, *call.tensors, *given)
     for number, handed_back in call.handed_back.items():
         call.tensors[number].register_hook(handed_back.check)

@@ -164,7 +164,8 @@ def events(model: Model) -> Iterator[list[str]]:
 
     for each in model.parameters():
         if each.requires_grad:
-            handles.append(each.register_hook(lambda g, n=names[id(each)]: noisy(n, g)))
+            name = names[id(each)]
+            handles.append(each.register_hook(lambda g, n=name: noisy(n, g)))
     for number, layer in enumerate(layers_of(model)):
 
         def of_layer(_: Any, given: Any, n: int = number) -> Any:
@@ -238,7 +239,7 @@ def test_only_layers_that_cast_early_are_watched_for_good(
     assert len(watched) == expected
 
 
-def test_the_bits_of_a_nan_survive_the_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_a_nan_survive_the_cast() -> None:
     """A gradient that has been through the low precision has lost them."""
     strange = torch.tensor(0x7FA10000, dtype=torch.int32).view(torch.float32)
     parameter = nn.Parameter(torch.ones(2, 3))

@@ -101,6 +101,22 @@ PROGRAMS: dict[str, Program] = {
     "noise drawn in parameter hooks": Program(
         before=(Hook(kind="parameter", does="add_noise", layer=-1),)
     ),
+    "noise drawn in parameter hooks, DoRA in one autocast region": Program(
+        subject=Subject(kind="dora"),
+        before=(Hook(kind="parameter", does="add_noise"),),
+        steps=(Step(autocast="shared"),),
+    ),
+    "noise drawn in hooks of two forwards in one autocast region": Program(
+        before=(
+            Hook(kind="parameter", does="add_noise", layer=-1),
+            Hook("backward", "add_noise", tag=1),
+        ),
+        steps=(Step(forwards=(Forward(), Forward(batch=1)), autocast="shared"),),
+    ),
+    "the optimizer in backward, two forwards in one autocast region": Program(
+        steps=(Step(forwards=(Forward(), Forward(batch=1)), autocast="shared"),),
+        optimizer="in_backward",
+    ),
 }
 
 
@@ -111,11 +127,6 @@ def test_a_program_that_was_found_once(name: str, judge: fuzz.Judge) -> None:
 
 
 OPEN = {
-    "noise drawn in parameter hooks, DoRA in one autocast region": Program(
-        subject=Subject(kind="dora"),
-        before=(Hook(kind="parameter", does="add_noise"),),
-        steps=(Step(autocast="shared"),),
-    ),
     "a loss on hidden states, the optimizer in backward": Program(
         steps=(Step(forwards=(Forward(), Forward(terms=(Term(kind="hidden", tag=2),)))),),
         optimizer="in_backward",

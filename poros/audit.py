@@ -101,7 +101,9 @@ class GraphAudit:
         number_of_input = {id(each): number for number, each in enumerate(inputs)}
         number_of_stand_in = {id(each): number for number, each in enumerate(stand_ins)}
         of_inputs = [0] * len(inputs)
-        order, casts, are_early = [], [], False
+        order: list[int] = []
+        casts: list[int] = []
+        are_early = False
         for use in arrivals(results, (*inputs, *stand_ins), first_casts):
             if id(use.leaf) in number_of_stand_in:
                 if use.is_cast:

@@ -77,9 +77,9 @@ class SharedCasts:
         carried = node.metadata.get(_CARRIED)
         if carried is None:
             carried = node.metadata[_CARRIED] = _Carried(self._name)
-            node.register_prehook(carried.check)
             node.register_hook(carried.give)
-        return _ThroughCast.apply(carried, cast, parameter)  # type: ignore[no-any-return]
+        given: torch.Tensor = _ThroughCast.apply(carried, cast, parameter)
+        return given
 
     def require_current(self) -> None:
         """Raise if a cast that the region has kept is not the one of its parameter now.
@@ -128,12 +128,23 @@ class _Carried:
         self._pairs.append((low, gradient))
         return low
 
-    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The hook before the cast: nothing but the gradient of one call may arrive."""
-        pairs = self._current()
-        found = gradients[0]
-        if pairs and (len(pairs) > 1 or found is None or not _is_same(found, pairs[0][0])):
-            self._pairs = []
+    def give(
+        self, inputs: object, outputs: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor] | None:
+        """The hook on the cast: what leaves it, if nothing but the gradient of one call arrived."""
+        pairs, self._pairs = self._pairs, []
+        if self._task != torch._C._current_graph_task_id() or not pairs:
+            return None
+        self.require_alone(outputs[0], [low for low, _ in pairs])
+        return (pairs[0][1],)
+
+    def require_alone(self, found: torch.Tensor | None, own: Sequence[torch.Tensor]) -> None:
+        """Raise if ``found``, which has arrived, is not the one gradient of a layer.
+
+        Raises:
+            UnsupportedModelError: If so.
+        """
+        if len(own) > 1 or found is None or not _is_same(found, own[0]):
             raise UnsupportedModelError(
                 f"{self._name}: expected its adapters to be used by this layer alone within an "
                 "autocast region and backward, found gradients from elsewhere too (a penalty on "
@@ -141,14 +152,6 @@ class _Carried:
                 "cannot. Compute the penalty outside of `torch.autocast`, or call its backward "
                 "separately, or train without autocast"
             )
-
-    def give(self, inputs: object, outputs: object) -> tuple[torch.Tensor] | None:
-        """The hook behind the cast: what leaves it."""
-        pairs, self._pairs = self._current(), []
-        return (pairs[0][1],) if pairs else None
-
-    def _current(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return self._pairs if self._task == torch._C._current_graph_task_id() else []
 
 
 class _ThroughCast(torch.autograd.Function):

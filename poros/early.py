@@ -50,27 +50,31 @@ def _call(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None)
     before = torch._C._autograd._get_sequence_nr()
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-        for each in (*args, *kwargs.values()):
-            if isinstance(each, _WatchedParameter | _WatchedTensor):
-                found = each.__dict__[_NUMBERS]
-                if id(each) not in found:
-                    number = _number_of_cast(each, result, before)
+        # Most calls ask for a shape or a type.
+        if isinstance(result, torch.Tensor | tuple):
+            for each in (*args, *kwargs.values()):
+                if type(each) in _WATCHED:
+                    found = each.__dict__[_NUMBERS]
+                    number = None if id(each) in found else _number_of_cast(each, result, before)
                     if number is not None:
                         found[id(each)] = number
     return result
 
 
 class _WatchedTensor(torch.Tensor):
-    __torch_function__ = staticmethod(_call)  # type: ignore[assignment]
+    __torch_function__ = staticmethod(_call)
 
 
 class _WatchedParameter(nn.Parameter):
-    __torch_function__ = staticmethod(_call)  # type: ignore[assignment]
+    __torch_function__ = staticmethod(_call)
+
+
+_WATCHED = (_WatchedParameter, _WatchedTensor)
 
 
 def _number_of_cast(tensor: torch.Tensor, result: Any, before: int) -> int | None:
     """The number of the cast of ``tensor`` that was made for ``result``; None if there is none."""
-    results = result if isinstance(result, tuple | list) else (result,)
+    results = result if isinstance(result, tuple) else (result,)
     found = [each for each in results if isinstance(each, torch.Tensor)]
     if not torch.is_grad_enabled():
         # No graph tells. Autocast alone gives a low precision for what is in full.

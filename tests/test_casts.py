@@ -145,7 +145,7 @@ def test_what_a_resident_run_sums_in_the_low_precision_is_refused(
     model.zero_grad()
     assert changes(step(make(), around_forward=bf16), step(model, around_forward=bf16)) == {}
     # The control: left alone, it differs.
-    monkeypatch.setattr(_Carried, "check", lambda *_: None)
+    monkeypatch.setattr(_Carried, "require_alone", lambda *_: None)
     expected, found = (outcome_of(each, REFUSED[which]) for each in (make(), poros.prepare(make())))
     assert changes(expected, found) != {}
 

@@ -191,6 +191,7 @@ class Arm:
                         del output
                         self._between(step)
                         loss.backward()
+                        self._mark()
                     losses.append(loss.detach())
             return losses
         with ExitStack() as stack:

@@ -11,6 +11,11 @@ Note: The engine's order
     graph alone. Only leaves can tie, such as weight and bias of one linear operator: those leave
     the queue as a binary heap gives them out, of which the same steps are taken here.
 
+Note: Casts that a region shares
+    A layer is run without autocast's cache, so each use of an adapter makes a cast of its own. A
+    resident run makes one, at the first use: its number may be lower than that of the cast that
+    shows, if the first use is not part of the graph. So that number can be given.
+
 Source:
     PyTorch: ``ReadyQueue`` and ``Engine::evaluate_function`` in torch/csrc/autograd/engine.cpp.
 """
@@ -21,6 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+
+CAST = "ToCopyBackward0"
 
 Path = tuple[int, ...]
 """The number of a result, then that of the edge to take at each operator."""
@@ -39,10 +46,14 @@ class Use(NamedTuple):
 
     @property
     def is_cast(self) -> bool:
-        return self.node is not None and self.node.name() == "ToCopyBackward0"
+        return self.node is not None and self.node.name() == CAST
 
 
-def arrivals(results: Sequence[torch.Tensor], ends: Sequence[torch.Tensor] = ()) -> list[Use]:
+def arrivals(
+    results: Sequence[torch.Tensor],
+    ends: Sequence[torch.Tensor] = (),
+    first_casts: Mapping[int, int] | None = None,
+) -> list[Use]:
     """All uses of leaves in the graph of ``results``, as a backward reaches them.
 
     A leaf's last use stands where its gradient is complete and its hooks run.
@@ -50,6 +61,7 @@ def arrivals(results: Sequence[torch.Tensor], ends: Sequence[torch.Tensor] = ())
     Args:
         results: Where the backward starts.
         ends: Tensors that pass for leaves although the graph goes on behind them.
+        first_casts: Numbers of the first cast, by id of the leaf; see "Casts that a region shares".
     """
     by_node = {id(each.grad_fn): each for each in ends if each.grad_fn is not None}
 
@@ -59,7 +71,7 @@ def arrivals(results: Sequence[torch.Tensor], ends: Sequence[torch.Tensor] = ())
 
     roots = {n: _root(each) for n, each in enumerate(results) if each.requires_grad}
     edges, missing, origins = _survey(roots, leaf_of)
-    ready = _ReadyQueue(by_node)
+    ready = _ReadyQueue(by_node, _numbers(edges, leaf_of, first_casts or {}))
     complete: dict[int, list[Use]] = {}
     found: list[Use] = []
 
@@ -143,6 +155,22 @@ def _survey(
     return edges, missing, origins
 
 
+def _numbers(
+    edges: Mapping[int, Sequence[Any]],
+    leaf_of: Callable[[Any], torch.Tensor | None],
+    first_casts: Mapping[int, int],
+) -> dict[int, int]:
+    """The numbers of casts made anew that a resident run would have made before, by node."""
+    found = {}
+    if first_casts:
+        for each in {id(node): node for following in edges.values() for node in following}.values():
+            if each is not None and each.name() == CAST and leaf_of(each) is None:
+                leaf = leaf_of(each.next_functions[0][0])
+                if id(leaf) in first_casts:
+                    found[id(each)] = first_casts[id(leaf)]
+    return found
+
+
 _OF_LEAVES = 2**64 - 1
 """The number that the engine gives leaves: before all others."""
 
@@ -150,15 +178,17 @@ _OF_LEAVES = 2**64 - 1
 class _ReadyQueue:
     """The heap of the engine, step for step: of equals, its shape decides."""
 
-    def __init__(self, leaves: Collection[int]) -> None:
+    def __init__(self, leaves: Collection[int], numbers: Mapping[int, int]) -> None:
         self._heap: list[tuple[int, Any]] = []
         self._leaves = leaves
+        self._numbers = numbers
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
     def push(self, node: Any) -> None:
-        number = _OF_LEAVES if id(node) in self._leaves else node._sequence_nr()
+        own = _OF_LEAVES if id(node) in self._leaves else node._sequence_nr()
+        number = self._numbers.get(id(node), own)
         self._heap.append((number, node))
         self._rise(len(self._heap) - 1)
 

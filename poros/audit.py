@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from poros.arrival import Path, Use, arrivals
+from poros.early import EarlyCasts
 from poros.errors import UnsupportedModelError
 
 _MAX_FORMS = 32
@@ -43,7 +44,9 @@ class Uses(NamedTuple):
     several: Mapping[int, tuple[Place, ...]]
     """Where those are used that are used more than once, in that order."""
     casts: tuple[int, ...]
-    """The numbers of the sources, one for each use of a parameter through a cast."""
+    """The places in ``order`` of the uses through a cast."""
+    are_early: bool = False
+    """Whether a stand-in was cast before the cast that the graph shows."""
 
 
 class GraphAudit:
@@ -56,6 +59,7 @@ class GraphAudit:
     def __init__(self, name: str) -> None:
         self._name = name
         self._uses: dict[Hashable, Uses] = {}
+        self.early = EarlyCasts()
 
     def uses(
         self,
@@ -63,6 +67,7 @@ class GraphAudit:
         inputs: Sequence[torch.Tensor],
         stand_ins: Sequence[torch.Tensor],
         form: Hashable,
+        first_casts: Mapping[int, int] | None = None,
     ) -> Uses:
         """How the graph of ``results`` uses ``inputs`` and ``stand_ins``.
 
@@ -71,6 +76,7 @@ class GraphAudit:
             inputs: What it was given.
             stand_ins: Its trainable parameters.
             form: Equal forms of call have equal graphs; None if nothing is known of that.
+            first_casts: As ``arrivals`` takes them; not those of a known form.
 
         Raises:
             UnsupportedModelError: If a leaf is neither an input nor a stand-in.
@@ -78,7 +84,7 @@ class GraphAudit:
         key = (tuple([each.requires_grad for each in inputs]), tuple(map(id, stand_ins)), form)
         known = self._uses.get(key) if form is not None else None
         if known is None:
-            known = self._walk(results, inputs, stand_ins)
+            known = self._walk(results, inputs, stand_ins, first_casts or {})
             used = {number for number in known.order if number >= len(inputs)}
             if form is not None and len(used) == len(stand_ins):
                 if len(self._uses) >= _MAX_FORMS:
@@ -101,21 +107,26 @@ class GraphAudit:
         results: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         stand_ins: Sequence[torch.Tensor],
+        first_casts: Mapping[int, int],
     ) -> Uses:
         numbers = {id(each): number for number, each in enumerate((*inputs, *stand_ins))}
-        order, casts = [], []
+        order: list[int] = []
+        casts: list[int] = []
         places: dict[int, list[Place]] = {}
-        for use in arrivals(results, (*inputs, *stand_ins)):
+        are_early = False
+        for use in arrivals(results, (*inputs, *stand_ins), first_casts):
             number = numbers.get(id(use.leaf))
             if number is None:
                 raise self._stranger(use)
+            if use.is_cast and number >= len(inputs):
+                casts.append(len(order))
+                made = use.node._sequence_nr()
+                are_early |= first_casts.get(id(use.leaf), made) != made
             order.append(number)
             edge = None if use.node is None else use.edge
             places.setdefault(number, []).append(Place(use.path, edge))
-            if use.is_cast and number >= len(inputs):
-                casts.append(number)
         several = {number: tuple(each) for number, each in places.items() if len(each) > 1}
-        return Uses(tuple(order), several, tuple(casts))
+        return Uses(tuple(order), several, tuple(casts), are_early)
 
     def _stranger(self, use: Use) -> UnsupportedModelError:
         return UnsupportedModelError(

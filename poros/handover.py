@@ -17,7 +17,7 @@ Note: Sums
     through a node of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -112,6 +112,7 @@ def hand_in(
     inputs: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
     uses: Uses,
+    through_cast: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], dict[int, Repeated]]:
     """What a layer's Function is given, so that gradients arrive as in a resident run.
 
@@ -120,6 +121,7 @@ def hand_in(
         inputs: The tensors among its arguments.
         parameters: Its trainable parameters. One that is not used gets no gradient.
         uses: How it uses both.
+        through_cast: Makes the alias for a use through a cast that an autocast region shares.
 
     Returns:
         A tensor for each input and each parameter; and the terms to be given, by number, for those
@@ -129,12 +131,16 @@ def hand_in(
     num_inputs, several = len(inputs), uses.several
     aliases: dict[int, list[torch.Tensor]] = {number: [] for number in several}
     sources = list(given)
-    for number in reversed(uses.order):
-        if number in several:
-            aliases[number].append(sources[number][...])
-        elif number >= num_inputs:
-            given[number] = sources[number][...]
+    for place in reversed(range(len(uses.order))):
+        number = uses.order[place]
         # An input that is used once has its gradient before any parameter has, without an alias.
+        if number >= num_inputs or number in several:
+            source = sources[number]
+            alias = through_cast(source) if through_cast and place in uses.casts else source[...]
+            if number in several:
+                aliases[number].append(alias)
+            else:
+                given[number] = alias
     repeated = {}
     for number, places in several.items():
         # Made after all aliases, so that none of them is waited for out of turn.

@@ -45,6 +45,7 @@ from poros.audit import GraphAudit, Uses
 from poros.boundaries import Parked
 from poros.casts import SharedCasts
 from poros.channels import SideChannels
+from poros.early import first_casts
 from poros.errors import PreparedModelError, RematerializationError
 from poros.handover import NotThrough, Repeated, hand_in, sealed
 from poros.pack import pack, unpack
@@ -184,12 +185,18 @@ class LayerCall:
             else self.adapters
         )
         versions = [each._version for each in inputs]
+        early = self.layer.audit.early
+        state = (tuple(map(id, self.parameters)), self._adapter_state, self.ambient.training)
+        # What a compiler makes of a layer does not go through autocast's cache.
+        shares_casts = self.shared_casts is not None
+        is_watched = shares_casts and not self.layer.is_compiled and early.are_possible(state)
         num_nodes = -torch._C._autograd._get_sequence_nr()
         with (
             self.layer.visit(Phase.FORWARD, adapters) as slot,
             self.ambient.without_autocast_cache(),
             torch.enable_grad(),
             _without_slot(slot) if is_open or _is_packed_by_others() else nullcontext(),
+            first_casts(stand_ins if is_watched else ()) as firsts,
         ):
             results = self.run(inputs)
         num_nodes += torch._C._autograd._get_sequence_nr()
@@ -200,19 +207,27 @@ class LayerCall:
             )
         # What the layer has changed now it will change again.
         self._tree.attributes.disregard(self._attributes)
-        form = (num_nodes, self.ambient.is_autocast, self._adapter_state) if is_fixed else None
-        self.uses = self.layer.audit.uses(results, inputs, stand_ins, form)
+        about = (num_nodes, self.ambient.is_autocast, shares_casts, self._adapter_state)
+        form = about if is_fixed else None
+        self.uses = self.layer.audit.uses(results, inputs, stand_ins, form, firsts)
+        if is_watched:
+            used = [number - len(inputs) for number in self.uses.order]
+            early.learn(state, len(stand_ins), used, are_early=self.uses.are_early)
         if self.shared_casts is not None:
             sources = [*self.tensors, *self.parameters]
-            cast = [sources[number] for number in self.uses.casts]
-            self.shared_casts.require_single(cast)
-            if not self.layer.confines_autocast():
-                self.shared_casts.watch(cast)
+            order = self.uses.order
+            self.shared_casts.require_single([sources[order[place]] for place in self.uses.casts])
         self._result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
         self._staying = self.layer.staying()
         return results
+
+    def alias_of(self, place: int, parameter: torch.Tensor) -> torch.Tensor:
+        """``parameter``, as it is handed in for the use at that place in ``order``."""
+        if self.shared_casts is None or place not in self._casts:
+            return parameter[...]
+        return self.shared_casts.through(parameter)
 
     @staticmethod
     def _dead_ends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -346,8 +361,6 @@ class RematerializeLayer(torch.autograd.Function):
             )
         tensors = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
-        if call.shared_casts is not None:
-            call.shared_casts.on_recomputation()
         with call.layer.visit(Phase.BACKWARD, call.adapters):
             if call.parked is not None:
                 tensors = (call.parked.fetch(), *tensors)
@@ -383,7 +396,13 @@ def rematerialize(call: LayerCall) -> Any:
     kept = call.part_with()
     # Before the Function: its graph tells in which order, and in which terms, gradients arrive.
     results = call.forward()
-    given, call.repeated = hand_in(call.layer.name, call.tensors, call.parameters, call.uses)
+    casts = call.shared_casts
+    through_cast = None if casts is None or call.layer.confines_autocast() else casts.through
+    given, call.repeated = hand_in(
+        call.layer.name, call.tensors, call.parameters, call.uses, through_cast
+    )
+    if casts is not None:
+        casts.require_current()
     outputs = RematerializeLayer.apply(call, results, kept, *given)
     # Autograd keeps them from here on, and lets go of them after backward.
     call.tensors = ()

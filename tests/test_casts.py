@@ -10,7 +10,7 @@ from test_arrival import Twice
 from torch import nn
 
 import poros
-from poros.casts import SharedCasts
+from poros.casts import SharedCasts, _Carried
 from poros.errors import ParityError, UnsupportedModelError
 
 Model = Any
@@ -104,7 +104,22 @@ EXACT: dict[str, Program] = {
     "accelerate": by_accelerate,
     "no cache": without_a_cache,
 }
-REFUSED: dict[str, Program] = {"behind": behind(orthogonality), "before": before}
+
+
+def retained(model: Model) -> None:
+    """The first forward has had its backward, and takes part in another."""
+    with bf16():
+        first = model(**batches()[0]).loss
+        first.backward(retain_graph=True)
+        second = model(**batches()[1]).loss
+    (first + second).backward()
+
+
+REFUSED: dict[str, Program] = {
+    "behind": behind(orthogonality),
+    "before": before,
+    "retained": retained,
+}
 
 
 def outcome_of(model: Model, program: Program) -> dict[str, object]:
@@ -130,7 +145,7 @@ def test_what_a_resident_run_sums_in_the_low_precision_is_refused(
     model.zero_grad()
     assert changes(step(make(), around_forward=bf16), step(model, around_forward=bf16)) == {}
     # The control: left alone, it differs.
-    monkeypatch.setattr(SharedCasts, "watch", lambda *_: None)
+    monkeypatch.setattr(_Carried, "require_alone", lambda *_: None)
     expected, found = (outcome_of(each, REFUSED[which]) for each in (make(), poros.prepare(make())))
     assert changes(expected, found) != {}
 
@@ -162,23 +177,48 @@ def test_nothing_is_left_on_the_parameters() -> None:
     assert all(not each._backward_hooks for each in model.parameters())
 
 
-def test_a_region_that_ends_with_the_model_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watching keeps a cast of each parameter until the region ends."""
-    watched: list[int] = []
-    genuine = SharedCasts.watch
+def test_a_region_that_ends_with_the_model_makes_no_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be kept until the region ends."""
+    made: set[str] = set()
+    genuine = SharedCasts.through
 
-    def watch(self: SharedCasts, parameters: Any) -> None:
-        watched.append(len(parameters))
-        genuine(self, parameters)
+    def through(self: SharedCasts, parameter: Any) -> torch.Tensor:
+        made.add(self._name)
+        return genuine(self, parameter)
 
-    monkeypatch.setattr(SharedCasts, "watch", watch)
+    monkeypatch.setattr(SharedCasts, "through", through)
     model = poros.prepare(make())
     for program, count in ((by_accelerate, 0), (outside, 3), (without_a_cache, 0)):
-        watched.clear()
+        made.clear()
         program(model)
-        assert len(watched) == count
-    watched.clear()
+        assert len(made) == count
+    made.clear()
     # A region around the model's own does not end with it, and the penalty is in it.
     with bf16(), pytest.raises(UnsupportedModelError, match="penalty"):
         by_accelerate(model)
-    assert len(watched) == 3
+    assert len(made) == 3
+
+
+def stepped(model: Model, fused: bool, lr: float = 1e-2) -> None:
+    """The whole training within one region."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, fused=fused)
+    with bf16():
+        for batch in batches():
+            model(**batch).loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_within_a_region_is_refused(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resident run goes on with the casts of the old weights."""
+    model = poros.prepare(make())
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0: .*updated since.*anew"):
+        stepped(model, fused)
+    # What does not change the casts does not matter.
+    pair = make(), poros.prepare(make())
+    assert changes(*(outcome_of(each, lambda m: stepped(m, fused, 1e-12)) for each in pair)) == {}
+    # The control: let through, it differs.
+    monkeypatch.setattr(SharedCasts, "require_current", lambda _: None)
+    pair = make(), poros.prepare(make())
+    assert changes(*(outcome_of(each, lambda m: stepped(m, fused)) for each in pair)) != {}

@@ -27,6 +27,7 @@ LAYERS = [
         "channels",
         "compiled",
         "digests",
+        "early",
         "frozen",
         "handover",
         "host",

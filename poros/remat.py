@@ -202,6 +202,7 @@ class LayerCall:
             )
         # What the layer has changed now it will change again.
         self._tree.attributes.disregard(self._attributes)
+        self._tree.note_names()
         form = (num_nodes, self.ambient.is_autocast, self._adapter_state) if is_fixed else None
         uses = self.layer.audit.uses(results, inputs, stand_ins, form)
         self.handed_back = {

@@ -1,5 +1,6 @@
 """Adapters that come to a prepared model train as those that come to a resident one."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from peft import LoraConfig
 from snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, run
 
 import poros
+from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
 
 
@@ -32,10 +34,13 @@ def loaded(model: Any, folder: Path) -> None:
 
 
 WAYS = [added, loaded]
+# Each holds its parameters or buffers otherwise: in modules, in lists, shared by all layers.
+KINDS = ["boft", "hra", "ia3", "ln_tuning", "loha", "oft", "randlora", "road", "shira", "vera"]
 
 
-def late(model: Any) -> dict[str, torch.nn.Parameter]:
-    return {name: each for name, each in model.named_parameters() if ".late." in name}
+def late(model: Any) -> dict[str, Any]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: each for name, each in named if "late" in name.split(".")}
 
 
 class OtherDevice:
@@ -72,6 +77,92 @@ def test_an_adapter_that_comes_later_is_brought_to_the_device(
     assert changes(bits, bits_of(model)) == {}
     for each in (expected, model):
         each.train()
+    assert_same_run(run(expected), run(model))
+
+
+def another(model: Any) -> None:
+    """A second adapter of the kind that is there, with values that are not zero."""
+    torch.manual_seed(11)
+    model.add_adapter("late", copy.deepcopy(model.peft_config["default"]))
+    model.set_adapter("late")
+    with torch.no_grad():
+        for each in late(model).values():
+            if each.requires_grad:
+                each.add_(0.05 * torch.randn(each.shape).to(each))
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What is sent to ``OtherDevice``."""
+    found: list[torch.Tensor] = []
+    to = torch.Tensor.to
+
+    def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not args or not isinstance(args[0], OtherDevice):
+            return to(self, *args, **kwargs)
+        found.append(self.clone())
+        return found[-1]
+
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_adapter_of_any_kind_is_noticed(
+    kind: str, sent: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
+
+    def make() -> Any:
+        quantize = gates.KINDS[kind].on_4bit
+        return build(adapter=kind, quantize=quantize, num_layers=2)
+
+    expected, model = make(), poros.prepare(make())
+    for each in (expected, model):
+        train(each, batches(), spec)
+        another(each)
+    tensors = late(layers_of(model))
+    assert tensors
+    with monkeypatch.context() as patch:
+        patch.setattr(poros.runtime(model)._takeover, "device", OtherDevice())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model.eval()(**batches()[0])
+    arrived = {each.data_ptr() for each in sent}
+    left = [name for name, each in tensors.items() if each.data_ptr() not in arrived]
+    assert left == []
+    assert_same_run(train(expected, batches(), spec), train(model, batches(), spec))
+
+
+def test_one_that_takes_the_place_of_another_is_noticed(
+    sent: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted and added again by the same name: neither modules nor names tell."""
+    model = poros.prepare(build(adapter="ia3", num_layers=2, quantize=False))
+    another(model)
+    with torch.no_grad():
+        model.eval()(**batches()[0])
+    model.delete_adapter("late")
+    another(model)
+    monkeypatch.setattr(poros.runtime(model)._takeover, "device", OtherDevice())
+    with torch.no_grad():
+        model(**batches()[0])
+    arrived = {each.data_ptr() for each in sent}
+    assert {each.data_ptr() for each in late(layers_of(model)).values()} <= arrived
+
+
+def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected, model = build(), poros.prepare(build())
+    mlp: Any = type(layers_of(model)[0].mlp)
+    own = mlp.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.full((1,), 0.5, dtype=x.dtype))
+        return own(self, x) * self.scale
+
+    monkeypatch.setattr(mlp, "forward", forward)
     assert_same_run(run(expected), run(model))
 
 

@@ -232,6 +232,19 @@ class LayerRuntime:
             self.bindings.hide()
             yield
 
+    @contextmanager
+    def present(self) -> Iterator[torch.Tensor]:
+        """The layer with its frozen tensors on the device, and nothing run; its block's bytes."""
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        blocks = self._housed()
+        undo = partial(_end_visit, blocks, self.block, self.bindings, ())
+        with self._visits.begin(self.name, undo):
+            slot = blocks.acquire(self.block, Phase.INFERENCE)
+            self.bindings.swap_in()
+            yield slot.buffer
+            self.bindings.require_twins()
+
     def confines_autocast(self) -> bool:
         """Whether the active autocast region ends with the call of the model."""
         return self.owner is not None and is_region_within(self.owner.is_model)

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, run
+from peft import LoraConfig, MontecloraConfig, VeloraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, picture, run
+from support import AdversarialPrepare
 
 import poros
+from poros.errors import PreparedModelError, UnvalidatedArchitectureError
 from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
 
@@ -33,7 +36,14 @@ def loaded(model: Any, folder: Path) -> None:
     model.set_adapter("late")
 
 
-WAYS = [added, loaded]
+def loaded_without_memory(model: Any, folder: Path) -> None:
+    loaded(model, folder)
+    model.delete_adapter("late")
+    model.load_adapter(str(folder / "late"), "late", is_trainable=True, low_cpu_mem_usage=True)
+    model.set_adapter("late")
+
+
+WAYS = [added, loaded, loaded_without_memory]
 # Each holds its parameters or buffers otherwise: in modules, in lists, shared by all layers.
 KINDS = ["boft", "hra", "ia3", "ln_tuning", "loha", "oft", "randlora", "road", "shira", "vera"]
 
@@ -163,6 +173,99 @@ def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(
         return own(self, x) * self.scale
 
     monkeypatch.setattr(mlp, "forward", forward)
+    assert_same_run(run(expected), run(model))
+
+
+UNPROVEN = {
+    "velora": {"velora_config": VeloraConfig(num_groups=8)},
+    "monteclora": {"monteclora_config": MontecloraConfig()},
+    "alora": {"alora_invocation_tokens": [7]},
+}
+
+
+@pytest.mark.parametrize("kind", UNPROVEN)
+def test_a_kind_that_is_not_on_record_is_refused_when_it_comes_later(kind: str) -> None:
+    expected, model = build(quantize=False), poros.prepare(build(quantize=False))
+    run(expected)
+    run(model)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **UNPROVEN[kind])
+    for each in (expected, model):
+        each.add_adapter("late", config)
+    model.set_adapter("late")
+    with pytest.raises(UnvalidatedArchitectureError, match=f"{kind} .* came after poros.prepare"):
+        model(**batches()[0])
+    for each in (expected, model):
+        each.delete_adapter("late")
+        each.set_adapter("default")
+    assert_same_run(run(expected), run(model))
+
+
+READERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dora": {"use_dora": True},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "mica": {"init_lora_weights": "mica"},
+    "new modules": {"target_modules": ["k_proj", "o_proj"], "use_dora": True},
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_an_initialisation_finds_the_base_on_the_device(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads and draws there is what a resident run reads and draws."""
+    options = {"target_modules": ["q_proj", "down_proj"], "r": 4, **READERS[name]}
+    quantize = name not in ("mica", "orthogonal")
+    base = build(quantize=quantize, num_layers=4)
+    expected = build(quantize=quantize, num_layers=4)
+    model = AdversarialPrepare()(base, slots=2)
+    for each in (expected, model):
+        run(each)
+    slots = {each.buffer.data_ptr() for each in poros.runtime(model)._takeover.ring.slots}
+    seen: list[bool] = []
+    own = LoraLayer.update_layer
+
+    def update_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self.get_base_layer().weight.untyped_storage().data_ptr() in slots)
+        return own(self, *args, **kwargs)
+
+    for each in (expected, model):
+        monkeypatch.setattr(LoraLayer, "update_layer", update_layer)
+        torch.manual_seed(3)
+        each.add_adapter("late", LoraConfig(**options))
+        monkeypatch.undo()
+        each.set_adapter("late")
+    half = len(seen) // 2
+    assert half == 8 and not any(seen[:half]) and all(seen[half:])
+    assert_same_run(run(expected), run(model))
+
+
+WRITERS: dict[str, dict[str, Any]] = {
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("targets", [["q_proj"], ["k_proj"]])
+def test_an_initialisation_that_changes_the_base_is_refused_and_undone(
+    name: str, targets: list[str]
+) -> None:
+    base = build(quantize=False)
+    if targets == ["k_proj"]:
+        base = base.unload()
+        base.peft_config.clear() if hasattr(base, "peft_config") else None
+        base = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    expected = copy.deepcopy(base)
+    model = poros.prepare(base)
+    for each in (expected, model):
+        run(each)
+    before = picture(model)
+    config = LoraConfig(r=4, target_modules=targets, **WRITERS[name])
+    with pytest.raises(PreparedModelError, match=r"layers\.0: .*leaves the base as it is"):
+        model.add_adapter("late", config)
+    assert changes(before, picture(model)) == {}
+    assert "late" not in model.peft_config
     assert_same_run(run(expected), run(model))
 
 

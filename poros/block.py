@@ -232,6 +232,19 @@ class LayerRuntime:
             self.bindings.hide()
             yield
 
+    @contextmanager
+    def present(self) -> Iterator[torch.Tensor]:
+        """The layer with its frozen tensors on the device, and nothing run; its block's bytes."""
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        blocks = self._housed()
+        undo = partial(_end_visit, blocks, self.block, self.bindings, ())
+        with self._visits.begin(self.name, undo):
+            slot = blocks.acquire(self.block, Phase.INFERENCE)
+            self.bindings.swap_in()
+            yield slot.buffer
+            self.bindings.require_twins()
+
     def confines_autocast(self) -> bool:
         """Whether the active autocast region ends with the call of the model."""
         return self.owner is not None and is_region_within(self.owner.is_model)
@@ -239,11 +252,18 @@ class LayerRuntime:
     def tree(self) -> ModuleTree:
         """The modules of the layer now; the same object as long as they are the same."""
         self._visits.end_all()
-        if not self._tree.is_current():
-            layer = self._tree.modules()[0]
+        tree = self._tree
+        is_known = tree.has_same_tensors()
+        if not (tree.is_current() and (is_known or tree.has_same_names())):
+            layer = tree.modules()[0]
             tables = (t for each in layer.modules() for t in (each._parameters, each._buffers))
             self.bindings.require_owners({id(table) for table in tables})
             self._take_stock(layer)
+        elif not is_known:
+            # Others by the same names: an adapter that was deleted and added again.
+            self.bindings.require_at_rest()
+            self._look_at_tensors(tree.modules()[0])
+            tree.note_tensors()
         for module in self._tree.adapter_modules:
             if module.merged:
                 raise PreparedModelError(
@@ -285,11 +305,16 @@ class LayerRuntime:
         self.bindings.swap_out()
 
     def _take_stock(self, layer: nn.Module) -> None:
-        self._settle(layer)
+        self._look_at_tensors(layer)
         streamed = self.bindings.tensor_ids
         tree = ModuleTree(layer, streamed, self._is_adapter_module)
         self._staying = Staying(self.name, self._staying_places(layer, streamed))
         self.audit = GraphAudit(self.name)
+        # Last: as long as the tree is the old one, stock is taken again.
+        self._tree = tree
+
+    def _look_at_tensors(self, layer: nn.Module) -> None:
+        self._settle(layer)
         # Linear layers of bitsandbytes that have a bias.
         self._biased: list[Any] = [
             each
@@ -297,8 +322,6 @@ class LayerRuntime:
             if getattr(each, "compute_dtype", None) is not None
             and each._parameters.get("bias") is not None
         ]
-        # Last: as long as the tree is the old one, stock is taken again.
-        self._tree = tree
 
     def _cast_trained_biases(self) -> None:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.

@@ -204,7 +204,8 @@ class Budget:
         try:
             return self._planner.plan(
                 **shape._asdict(),
-                vram_budget=self._num_bytes,
+                # With its unit: what was measured means bytes, however few they are.
+                vram_budget=f"{self._num_bytes}B",
                 self_check=is_checking,
                 block_size=self._policy.block_size,
                 num_slots=None if slots is None else max(slots, MIN_SLOTS),

@@ -53,6 +53,8 @@ class Inventory:
     """The frozen tensors of each layer that stay on the device."""
     tied_adapters: Sequence[str]
     """Adapter parameters used at more than one place."""
+    kinds: Collection[str]
+    """The kinds of adapters in the model."""
 
     def by_layer(self) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
         """What stays of each layer, and what streams."""
@@ -83,7 +85,7 @@ def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -
     tied = _check_adapters(layers_name, layers)
     found = find_frozen(model, layers_name, layers, block_size)
     _check_validated(base, kinds, allow_unvalidated)
-    return Inventory(base, layers_name, layers, *found, tied)
+    return Inventory(base, layers_name, layers, *found, tied, kinds.keys())
 
 
 def validated_model_types() -> frozenset[str]:

@@ -170,6 +170,12 @@ class LayerBindings:
                     "replaced (a counter, a running statistic?); the new value would be lost"
                 )
 
+    def twin_marks(self) -> list[tuple[int, int]]:
+        """What changes if somebody writes to a twin, or gives it other memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            twins = [each.twin for each in self._bindings if isinstance(each.twin, torch.Tensor)]
+            return [(each.data_ptr(), each._version) for each in twins]
+
     def swap_out(self) -> None:
         """Put the originals back, whatever is in their place."""
         for binding in self._bindings:

@@ -34,6 +34,7 @@ class Guards:
         ancestors: Sequence[tuple[str, nn.Module]],
         device: torch.device,
         copiers: Mapping[str, Callable[..., Any]],
+        initialisation: Callable[[BaseTuner], Callable[..., Any]],
     ) -> None:
         """Guard the modules above the layers, outermost first; the outermost can be copied."""
         for method, copier in copiers.items():
@@ -45,6 +46,7 @@ class Guards:
             if isinstance(module, BaseTuner):
                 for method in _MERGING:
                     self._put(module, method, _refuse_merging(method))
+                self._put(module, "_create_and_replace", initialisation(module))
             if isinstance(module, PreTrainedModel):
                 for method in _CHECKPOINTING:
                     if hasattr(module, method):

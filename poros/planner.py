@@ -157,7 +157,12 @@ class Planner:
         """
         _require_positive(seq_len=seq_len, batch_size=batch_size, accumulation=accumulation)
         # The policy says what is wrong with the others.
-        StreamingPolicy(block_size=block_size, slots=num_slots, keep_last=keep_last)
+        StreamingPolicy(
+            block_size=block_size,
+            slots=num_slots,
+            keep_last=keep_last,
+            vram_budget=vram_budget,
+        )
         request = Request(
             seq_len=seq_len,
             batch_size=batch_size,

@@ -205,8 +205,17 @@ class LayerCall:
                 f"{self.layer.name}: expected its arguments to be left alone, found one edited in "
                 "place by the layer itself; the recomputation would edit it again"
             )
+        if self._versions != [each._version for each in self.parameters]:
+            raise RematerializationError(
+                f"{self.layer.name}: expected adapters that only training changes, found that its "
+                f"own forward edits {self._edited()}, as OFT does with coft=True. The "
+                "recomputation in backward would edit it a second time, so it cannot be streamed. "
+                "Use an adapter that does not (coft=False), or call poros.restore(model) and train "
+                "this one resident"
+            )
         # What the layer has changed now it will change again.
         self._tree.attributes.disregard(self._attributes)
+        self._tree.note_names()
         about = (num_nodes, self.ambient.is_autocast, shares_casts, self._adapter_state)
         form = about if is_fixed else None
         self.uses = self.layer.audit.uses(results, inputs, stand_ins, form, firsts)
@@ -232,6 +241,15 @@ class LayerCall:
     @staticmethod
     def _dead_ends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [NotThrough.apply(each) if each.requires_grad else each for each in tensors]
+
+    def _edited(self) -> str:
+        """The names of the parameters that are not as they were before the forward."""
+        versions = dict(zip(map(id, self.parameters), self._versions, strict=True))
+        return ", ".join(
+            name
+            for name, each in self._tree.modules()[0].named_parameters()
+            if versions.get(id(each), each._version) != each._version
+        )
 
     def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The recomputation, with its graph; only inside a visit."""

@@ -8,7 +8,7 @@ Note: Reversible, instance only
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from poros.guards import Guards
 from poros.host import drop_store, left_store
 from poros.layout import BlockLayout
 from poros.manager import BlockManager
+from poros.newcomers import Initialisation, require_proven
 from poros.resident import ResidentBlocks
 from poros.ring import DeviceRing
 from poros.small import SmallTensors
@@ -90,6 +91,7 @@ class Takeover:
         self._layers = [weakref.ref(layer) for layer in inventory.layers]
         self.blocks = inventory.blocks
         self._small = inventory.small
+        self._kinds = inventory.kinds
         self.block_size = policy.block_size
         self._copiers = copiers(self, policy, prepare)
         self.visits = Visits()
@@ -157,6 +159,18 @@ class Takeover:
         self._rehouse()
         if failure is not None:
             raise failure
+
+    def _renewer(self) -> Callable[[], None]:
+        """Makes all slots anew, after somebody has written to one."""
+        # Weakly: the model holds it.
+        reference = weakref.ref(self)
+
+        def renew() -> None:
+            living = reference()
+            if living is not None:
+                living.resize(living.num_slots, living.keep_last)
+
+        return renew
 
     def offload_boundaries(self, wanted: bool) -> None:
         """Whether the inputs of layers wait for their backward on the host from now on."""
@@ -320,6 +334,7 @@ class Takeover:
 
         PEFT puts it where the base rests. ``restore`` brings it to where the base goes then.
         """
+        require_proven(layer, self._kinds)
         streamed = {id(each.tensor) for block in self.blocks for each in block}
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
             if id(tensor) not in streamed and tensor.device != self.device:
@@ -420,7 +435,9 @@ class Takeover:
         self._hide_from_ddp(model)
         guards = Guards()
         self._undo.callback(guards.remove)
-        guards.install(ancestors, self.device, self._copiers)
+        guards.install(
+            ancestors, self.device, self._copiers, partial(Initialisation, renew=self._renewer())
+        )
 
     def _hide_from_ddp(self, model: nn.Module) -> None:
         """DDP would broadcast the frozen tensors at its start, writing to the host copies.

@@ -2,8 +2,10 @@
 
 PEFT adds and removes modules between steps, so what was found at ``prepare`` cannot be relied upon;
 walking the tree at each call would cost more than the layer's own dispatch. Comparing the flat list
-of children is exact and cheap: two equal lists of modules hold the same objects. Most of the
-dictionaries looked at are empty, so they are passed over without a step of Python for each.
+of children is exact and cheap: two equal lists of modules hold the same objects. Adapters of some
+kinds come as parameters or buffers of modules that are there already, so tensors are compared too,
+in any order: PEFT takes fused experts out and puts them back as it runs. Most of the dictionaries
+looked at are empty, so they are passed over without a step of Python for each.
 """
 
 import weakref
@@ -55,6 +57,9 @@ class ModuleTree:
         self._inner = modules[1:]
         self._tables = [module._modules for module in modules]
         self._children = _values(self._tables)
+        self._places = [each for m in modules for each in (m._parameters, m._buffers)]
+        self.note_names()
+        self.note_tensors()
         self._hooks = [
             hooks
             for each in self._inner
@@ -86,6 +91,23 @@ class ModuleTree:
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
         return self._children == _values(self._tables)
+
+    def has_same_names(self) -> bool:
+        """Whether its tensors are called what they were called when that was noted."""
+        return self._names == _names(self._places)
+
+    def has_same_tensors(self) -> bool:
+        """Whether it holds the tensors that were noted, and no others."""
+        return self._ids == set(map(id, _values(self._places)))
+
+    def note_tensors(self) -> None:
+        """Note which tensors there are now. They are kept alive, so that ids stay theirs."""
+        self._tensors = _values(self._places)
+        self._ids = set(map(id, self._tensors))
+
+    def note_names(self) -> None:
+        """Note what they are called now: the layer itself may make some as it runs."""
+        self._names = _names(self._places)
 
     def modules(self) -> list[nn.Module]:
         """The layer and all modules in it."""
@@ -172,6 +194,11 @@ def _hooks_of_all_modules() -> list[dict[int, Any]]:
         module._global_backward_pre_hooks,
         module._global_backward_hooks,
     ]
+
+
+def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str]]:
+    """How many keys each of these dictionaries has, and which there are."""
+    return list(map(len, tables)), set(chain.from_iterable(filter(None, tables)))
 
 
 def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:

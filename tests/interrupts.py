@@ -27,6 +27,10 @@ class Interrupts:
         # What is interrupted as it is collected is reported there, by code that would be traced.
         report, sys.unraisablehook = sys.unraisablehook, lambda _: None
         sys.setprofile(self._trace_again)
+        if self._kind == "opcode":
+            # Python 3.12 looks for a frame that wants these events when tracing is switched on, and
+            # until it has seen one gives none.
+            sys._getframe().f_trace_opcodes = True
         sys.settrace(self._enter)
         try:
             action()

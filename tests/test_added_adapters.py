@@ -1,15 +1,20 @@
 """Adapters that come to a prepared model train as those that come to a resident one."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, run
+from peft import LoraConfig, MontecloraConfig, VeloraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, picture, run
+from support import AdversarialPrepare
 
 import poros
+from poros.errors import PreparedModelError, UnvalidatedArchitectureError
+from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
 
 
@@ -31,11 +36,21 @@ def loaded(model: Any, folder: Path) -> None:
     model.set_adapter("late")
 
 
-WAYS = [added, loaded]
+def loaded_without_memory(model: Any, folder: Path) -> None:
+    loaded(model, folder)
+    model.delete_adapter("late")
+    model.load_adapter(str(folder / "late"), "late", is_trainable=True, low_cpu_mem_usage=True)
+    model.set_adapter("late")
 
 
-def late(model: Any) -> dict[str, torch.nn.Parameter]:
-    return {name: each for name, each in model.named_parameters() if ".late." in name}
+WAYS = [added, loaded, loaded_without_memory]
+# Each holds its parameters or buffers otherwise: in modules, in lists, shared by all layers.
+KINDS = ["boft", "hra", "ia3", "ln_tuning", "loha", "oft", "randlora", "road", "shira", "vera"]
+
+
+def late(model: Any) -> dict[str, Any]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: each for name, each in named if "late" in name.split(".")}
 
 
 class OtherDevice:
@@ -72,6 +87,185 @@ def test_an_adapter_that_comes_later_is_brought_to_the_device(
     assert changes(bits, bits_of(model)) == {}
     for each in (expected, model):
         each.train()
+    assert_same_run(run(expected), run(model))
+
+
+def another(model: Any) -> None:
+    """A second adapter of the kind that is there, with values that are not zero."""
+    torch.manual_seed(11)
+    model.add_adapter("late", copy.deepcopy(model.peft_config["default"]))
+    model.set_adapter("late")
+    with torch.no_grad():
+        for each in late(model).values():
+            if each.requires_grad:
+                each.add_(0.05 * torch.randn(each.shape).to(each))
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What is sent to ``OtherDevice``."""
+    found: list[torch.Tensor] = []
+    to = torch.Tensor.to
+
+    def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not args or not isinstance(args[0], OtherDevice):
+            return to(self, *args, **kwargs)
+        found.append(self.clone())
+        return found[-1]
+
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_adapter_of_any_kind_is_noticed(
+    kind: str, sent: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
+
+    def make() -> Any:
+        quantize = gates.KINDS[kind].on_4bit
+        return build(adapter=kind, quantize=quantize, num_layers=2)
+
+    expected, model = make(), poros.prepare(make())
+    for each in (expected, model):
+        train(each, batches(), spec)
+        another(each)
+    tensors = late(layers_of(model))
+    assert tensors
+    with monkeypatch.context() as patch:
+        patch.setattr(poros.runtime(model)._takeover, "device", OtherDevice())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model.eval()(**batches()[0])
+    arrived = {each.data_ptr() for each in sent}
+    left = [name for name, each in tensors.items() if each.data_ptr() not in arrived]
+    assert left == []
+    assert_same_run(train(expected, batches(), spec), train(model, batches(), spec))
+
+
+def test_one_that_takes_the_place_of_another_is_noticed(
+    sent: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleted and added again by the same name: neither modules nor names tell."""
+    model = poros.prepare(build(adapter="ia3", num_layers=2, quantize=False))
+    another(model)
+    with torch.no_grad():
+        model.eval()(**batches()[0])
+    model.delete_adapter("late")
+    another(model)
+    monkeypatch.setattr(poros.runtime(model)._takeover, "device", OtherDevice())
+    with torch.no_grad():
+        model(**batches()[0])
+    arrived = {each.data_ptr() for each in sent}
+    assert {each.data_ptr() for each in late(layers_of(model)).values()} <= arrived
+
+
+def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected, model = build(), poros.prepare(build())
+    mlp: Any = type(layers_of(model)[0].mlp)
+    own = mlp.forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.full((1,), 0.5, dtype=x.dtype))
+        return own(self, x) * self.scale
+
+    monkeypatch.setattr(mlp, "forward", forward)
+    assert_same_run(run(expected), run(model))
+
+
+UNPROVEN = {
+    "velora": {"velora_config": VeloraConfig(num_groups=8)},
+    "monteclora": {"monteclora_config": MontecloraConfig()},
+    "alora": {"alora_invocation_tokens": [7]},
+}
+
+
+@pytest.mark.parametrize("kind", UNPROVEN)
+def test_a_kind_that_is_not_on_record_is_refused_when_it_comes_later(kind: str) -> None:
+    expected, model = build(quantize=False), poros.prepare(build(quantize=False))
+    run(expected)
+    run(model)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **UNPROVEN[kind])
+    for each in (expected, model):
+        each.add_adapter("late", config)
+    model.set_adapter("late")
+    with pytest.raises(UnvalidatedArchitectureError, match=f"{kind} .* came after poros.prepare"):
+        model(**batches()[0])
+    for each in (expected, model):
+        each.delete_adapter("late")
+        each.set_adapter("default")
+    assert_same_run(run(expected), run(model))
+
+
+READERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dora": {"use_dora": True},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "mica": {"init_lora_weights": "mica"},
+    "new modules": {"target_modules": ["k_proj", "o_proj"], "use_dora": True},
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_an_initialisation_finds_the_base_on_the_device(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads and draws there is what a resident run reads and draws."""
+    options = {"target_modules": ["q_proj", "down_proj"], "r": 4, **READERS[name]}
+    quantize = name not in ("mica", "orthogonal")
+    base = build(quantize=quantize, num_layers=4)
+    expected = build(quantize=quantize, num_layers=4)
+    model = AdversarialPrepare()(base, slots=2)
+    for each in (expected, model):
+        run(each)
+    slots = {each.buffer.data_ptr() for each in poros.runtime(model)._takeover.ring.slots}
+    seen: list[bool] = []
+    own = LoraLayer.update_layer
+
+    def update_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self.get_base_layer().weight.untyped_storage().data_ptr() in slots)
+        return own(self, *args, **kwargs)
+
+    for each in (expected, model):
+        monkeypatch.setattr(LoraLayer, "update_layer", update_layer)
+        torch.manual_seed(3)
+        each.add_adapter("late", LoraConfig(**options))
+        monkeypatch.undo()
+        each.set_adapter("late")
+    half = len(seen) // 2
+    assert half == 8 and not any(seen[:half]) and all(seen[half:])
+    assert_same_run(run(expected), run(model))
+
+
+WRITERS: dict[str, dict[str, Any]] = {
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("targets", [["q_proj"], ["k_proj"]])
+def test_an_initialisation_that_changes_the_base_is_refused_and_undone(
+    name: str, targets: list[str]
+) -> None:
+    base = build(quantize=False)
+    if targets == ["k_proj"]:
+        base = base.unload()
+        base.peft_config.clear() if hasattr(base, "peft_config") else None
+        base = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    expected = copy.deepcopy(base)
+    model = poros.prepare(base)
+    for each in (expected, model):
+        run(each)
+    before = picture(model)
+    config = LoraConfig(r=4, target_modules=targets, **WRITERS[name])
+    with pytest.raises(PreparedModelError, match=r"layers\.0: .*leaves the base as it is"):
+        model.add_adapter("late", config)
+    assert changes(before, picture(model)) == {}
+    assert "late" not in model.peft_config
     assert_same_run(run(expected), run(model))
 
 

@@ -438,8 +438,11 @@ def test_a_refused_batch_is_known_to_trainers_that_look_for_one() -> None:
     ("value", "meant"), [(8, "8GiB"), (24.5, "24.5GiB"), ("8", "8GiB"), (8192, "8192MiB")]
 )
 def test_a_number_that_cannot_be_bytes_is_asked_about(value: Any, meant: str) -> None:
-    with pytest.raises(PolicyError, match=rf"vram_budget: .* did you mean '{meant}'\?"):
+    question = rf"vram_budget: .* did you mean '{meant}'\?"
+    with pytest.raises(PolicyError, match=question):
         poros.StreamingPolicy(vram_budget=value)
+    with pytest.raises(PolicyError, match=question):
+        poros.plan(build().config, vram_budget=value, **SHAPE)
     assert poros.StreamingPolicy(vram_budget=meant).vram_budget == meant
 
 

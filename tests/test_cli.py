@@ -267,6 +267,7 @@ def test_plan_refuses_what_cannot_be_planned(checkpoint: Path, tmp_path: Path) -
     for options, expected in (
         (("--seq", "16", "--vram", "8 apples"), "8 apples"),
         (("--seq", "16", "--vram", "1kB"), "floor"),
+        (("--seq", "16", "--vram", "8"), "did you mean '8GiB'?"),
         (("--seq", "0"), "positive whole number"),
         (("--seq", "16", "--vram", "-1GiB"), "-1GiB"),
         (("--seq", "16", "--vram", "nan"), "nan"),

@@ -38,6 +38,7 @@ FUZZ_PARTS = (
 NOT_HASHED = {
     *("poros.api", "poros.budget", "poros.calls", "poros.cli", "poros.config", "poros.copies"),
     *("poros.demo", "poros.demo_data", "poros.demo_report", "poros.errors", "poros.guards"),
+    "poros.newcomers",
     *("poros.digests", "poros.disk", "poros.load_options", "poros.load_settings"),
     *("poros.loading", "poros.mapped", "poros.memory", "poros.output", "poros.paper"),
     *("poros.planner", "poros.quantized", "poros.saving", "poros.skeleton", "poros.telemetry"),

@@ -107,7 +107,8 @@ class StoreWriter:
             The folder. If another writer came first with the same bytes, it is theirs.
 
         Raises:
-            StoreWriteError: If the disk is full, or another store came first. Nothing is left.
+            StoreWriteError: If the disk is full, another store came first, or a part of a 4-bit
+                weight is not what the loader wrote. Nothing is left.
             ValueError: If ``about`` is not plain JSON.
         """
         files = files or {}

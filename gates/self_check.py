@@ -13,7 +13,9 @@ states are put back, no gradient is accumulated, and the extra memory is one blo
 the optimizer state takes later.
 
 Neither slots, streams and copies nor the recomputation take part, so a fault in them cannot hide
-itself. The bytes themselves are compared with a SHA-256 of what they were before they were moved.
+itself. The bytes themselves are compared with a SHA-256 of what they were before they were moved:
+those of 4-bit weights that ``poros.load`` has packed, as soon as the model is prepared, with what
+they were before that.
 
 Note: Layers that do not repeat themselves
     On a GPU the backward of fused attention does not repeat itself over long sequences: two
@@ -27,7 +29,7 @@ Note: Layers that do not repeat themselves
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -86,6 +88,10 @@ class SelfCheck:
         self._device = takeover.device
         self._takeover = takeover
         self._digests = _digests(takeover)
+        self._packed = _damaged_before(takeover, self._digests)
+        """What ``poros.load`` has packed and is not what it was; None once that has been said."""
+        if self._packed is not None and mode == "strict":
+            raise ParityError(self._packed)
         self._unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
         self.proved_otherwise: dict[str, bool] = {}
         self.not_provable: list[str] = []
@@ -198,6 +204,9 @@ class SelfCheck:
             self._report_proofs()
 
     def _damaged_bytes(self, block: int) -> str | None:
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            return packed
         where = self._differs(block, self._takeover.host.read(block))
         if where is not None:
             return (
@@ -355,3 +364,18 @@ def _digests(takeover: Takeover) -> dict[str, bytes]:
     if takeover.digests is None:
         raise ValueError("expected a takeover with digests, found self_check switched off")
     return takeover.digests.results()
+
+
+def _damaged_before(takeover: Takeover, found: Mapping[str, bytes]) -> str | None:
+    """What has changed between a loader's source and ``poros.prepare``, if anything has."""
+    damaged = takeover.digests.damaged(found) if takeover.digests is not None else None
+    if damaged is None:
+        return None
+    name, expected = damaged
+    return (
+        f"{name}: expected SHA-256 {expected.hex()} as of what poros.load has put into host "
+        f"memory, found {found[name].hex()} there: bytes have changed on the way or since, by "
+        "nothing that PyTorch counts. Load the model again; if that does not help, the memory of "
+        "this machine is at fault. An edit of your own has to be one that PyTorch counts: in place "
+        "on the tensor itself, not through .data or NumPy"
+    )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros.digests import PackedDigests
 from poros.errors import CheckpointFormatError, quoted
 from poros.host import HostSlab, HostStore
 from poros.layout import BlockLayout, TensorSpec, is_small
@@ -78,6 +79,7 @@ class Intake:
         self._find_layers = find_layers
         self._quantizer = quantizer
         self._is_mapped = is_mapped
+        self._packed = PackedDigests()
         self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._is_4bit: set[str] = set()
@@ -175,13 +177,15 @@ class Intake:
         }
         state = self._quantizer.quantize_into(
             tensor,
-            name=self._where(name),
+            name=name,
+            where=self._where(name),
             quant_type=format.quant_type,
             blocksize=format.blocksize,
             packed=targets[name],
             absmax=targets[f"{name}.absmax"],
             nested_absmax=targets.get(f"{name}.nested_absmax"),
             wait=False,
+            digests=self._packed,
         )
         return targets[name], state
 
@@ -196,6 +200,16 @@ class Intake:
         if not is_packed:
             self._require_finite(name, tensor)
         return _copied(tensor, self._target(name, tensor))
+
+    def keep_part(
+        self, name: str, tensor: torch.Tensor, *, is_packed: bool = False
+    ) -> torch.Tensor:
+        """As ``keep``, for a part of a 4-bit weight: hashed while it is copied."""
+        hashed = self._packed.add(name, tensor)
+        try:
+            return self.keep(name, tensor, is_packed=is_packed)
+        finally:
+            hashed.result()  # the checkpoint may take the pages back
 
     def require_packed(
         self, name: str, packed: torch.Tensor, state: Any, shape: Sequence[int]
@@ -259,6 +273,19 @@ class Intake:
                 tensor.data = self.keep(name, tensor.data)
             else:
                 self._require_finite(name, tensor)
+        self._note_digests(model)
+
+    def packed_digests(self) -> Mapping[str, bytes]:
+        """Of the parts of 4-bit weights, as they were before they were written to memory."""
+        return self._packed.results()
+
+    def _note_digests(self, model: nn.Module) -> None:
+        """Leave them on the store, for ``poros.prepare`` and for whoever writes it to a disk."""
+        digests, noted = self.packed_digests(), self.finished.as_packed
+        for name, tensor in _named_tensors(model):
+            for part, each in part_tensors(name, tensor, with_constants=True).items():
+                if part in digests:
+                    noted.note(part, tensor if part == name else each, digests[part])
 
     def dense(self, name: str, tensor: torch.Tensor) -> CheckpointFormatError:
         """The error for a weight that came without the state that its packed form needs."""

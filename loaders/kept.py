@@ -23,6 +23,9 @@ from poros.loaders.quantize import NESTED_BLOCKSIZE, Quantizer
 from poros.loaders.store import OpenStore
 
 _REMEDY = "write the store again"
+PARTS_SHA256 = "parts_sha256"
+"""What a store calls the digests of the parts of its 4-bit weights."""
+
 _STATE_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -30,8 +33,8 @@ def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor],
     """What of a loaded model is in no slab, and how to put it together again.
 
     Returns:
-        Tensors by name; and as JSON values the names of all dense tensors, and dtype and block size
-        of each 4-bit weight.
+        Tensors by name; and as JSON values the names of all dense tensors, dtype and block size of
+        each 4-bit weight, and digests of its parts.
     """
     rest: dict[str, torch.Tensor] = {}
     dense: list[str] = []
@@ -48,7 +51,8 @@ def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor],
         for part, each in part_tensors(name, tensor, with_constants=True).items():
             if not intake.is_placed(part, each):
                 rest[part] = each.detach()
-    return rest, {"dense": dense, "weights": weights}
+    digests = {name: each.hex() for name, each in intake.packed_digests().items()}
+    return rest, {"dense": dense, "weights": weights, PARTS_SHA256: digests}
 
 
 def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
@@ -85,6 +89,7 @@ class KeptIntake(Intake):
         self._host = host
         self._rest = opened.rest()
         self._dense, self._weights = self._named(opened.manifest.about)
+        self._digests = self._hashed(opened.manifest.about)
 
     def names(self) -> list[str]:
         """The parameters and buffers that can be fetched."""
@@ -149,6 +154,19 @@ class KeptIntake(Intake):
                 f"expected the names of its tensors, found {quoted(error)}"
             ) from error
         return dense, weights
+
+    def packed_digests(self) -> Mapping[str, bytes]:
+        return self._digests
+
+    def _hashed(self, about: Mapping[str, Any]) -> Mapping[str, bytes]:
+        """Digests of the parts of 4-bit weights; none in a store of an older release."""
+        try:
+            found = about.get(PARTS_SHA256, {})
+            return {str(name): bytes.fromhex(digest) for name, digest in found.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise self._defect(
+                f"expected SHA-256 of the parts of its weights, found {quoted(error)}"
+            ) from error
 
     def _part(self, name: str) -> torch.Tensor:
         # What did not fit its planned place is kept with the rest.

@@ -15,18 +15,25 @@ Note: Two pieces in flight
     The packed bytes come back to a page-locked buffer, from which a thread writes them to their
     place while the next piece is under way. Page-locked buffers are used again only when the copy
     out of them, or the write, is over; the host waits for that.
+
+Note: Hashed where it is made
+    What bitsandbytes gives is hashed there and not where it is written: packed bytes come back from
+    a device a second time for that, so that no copy of them is taken on trust.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from poros.errors import CheckpointFormatError
+from poros.digests import PackedDigests
+from poros.errors import CheckpointFormatError, ParityError
 from poros.streams import Event, StreamContext, streams_for
 
 if TYPE_CHECKING:
@@ -34,6 +41,9 @@ if TYPE_CHECKING:
 
 NESTED_BLOCKSIZE = 256
 """Elements of absmax that share one nested absmax; fixed in bitsandbytes."""
+
+Hash = Callable[[torch.Tensor, Callable[[], None] | None], Future[None]]
+"""Hashes the next piece, which arrives when the function given has returned."""
 
 _CHUNK_NUM_BYTES = {"cpu": 1 << 19, "cuda": 16 << 20}
 
@@ -79,15 +89,18 @@ class _Buffer:
     """Behind it the compute stream no longer reads ``device``."""
     packed: torch.Tensor
     """Page-locked, for what comes back."""
+    again: torch.Tensor
+    """The same, to be hashed."""
     arrived: Event = None
     """Behind it the copy out of ``host`` is over."""
-    written: Future[None] | None = None
+    pending: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until what came back is where it belongs."""
-        written, self.written = self.written, None
-        if written is not None:
-            written.result()
+        """Until what came back is hashed and where it belongs."""
+        pending, self.pending = self.pending, []
+        wait_for_all(pending)
+        for each in pending:
+            each.result()
 
 
 class Quantizer:
@@ -132,13 +145,15 @@ class Quantizer:
         absmax: torch.Tensor,
         nested_absmax: torch.Tensor | None,
         wait: bool = True,
+        where: str | None = None,
+        digests: PackedDigests | None = None,
     ) -> "QuantState":
         """Quantize ``tensor`` and write packed bytes and statistics into the given tensors.
 
         Args:
             tensor: On the host; float32, float16 or bfloat16, cast to the dtype to load in already.
                 Any shape; if it is not contiguous, a contiguous copy is made.
-            name: For the message of an error.
+            name: Of the tensor.
             quant_type: ``nf4`` or ``fp4``.
             blocksize: Elements that share one absmax, as bitsandbytes allows.
             packed: Host tensor as ``QuantizedForm.packed``.
@@ -147,6 +162,8 @@ class Quantizer:
                 quantization.
             wait: Return when all bytes are in ``packed``. Else the last are on their way; call
                 ``flush`` before anyone reads them.
+            where: What it is, for the message of an error; None is ``name``.
+            digests: Gets what is written, before it is, by the names that the parts have.
 
         Returns:
             The state of the quantized tensor, on the host; it refers to ``absmax`` and
@@ -158,6 +175,7 @@ class Quantizer:
 
         Raises:
             CheckpointFormatError: If the tensor holds NaN or infinity and that is not allowed.
+            ParityError: If scales change while they are put together.
             ValueError: If the given tensors do not fit ``tensor``.
         """
         import bitsandbytes.functional as bnb
@@ -174,7 +192,14 @@ class Quantizer:
             _require_like("nested_absmax", nested_absmax, expected.nested_absmax)
         with torch.no_grad(), self._on_default_stream():
             try:
-                scales = self._quantize_pieces(tensor, name, quant_type, blocksize, packed)
+                scales = self._quantize_pieces(
+                    tensor,
+                    where or name,
+                    quant_type,
+                    blocksize,
+                    packed,
+                    partial(digests.add, name) if digests is not None else None,
+                )
                 if wait:
                     self.flush()
             except BaseException:
@@ -191,20 +216,31 @@ class Quantizer:
                 code=bnb.get_4bit_type(quant_type, device="cpu"),
                 quant_type=quant_type,
             )
-            if nested_absmax is None:
-                absmax.copy_(scales)
-                return state
-            offset = scales.mean()
-            nested, state2 = bnb.quantize_blockwise(scales - offset, blocksize=NESTED_BLOCKSIZE)
-            absmax.copy_(nested)
-            nested_absmax.copy_(state2.absmax)
-            state2.absmax = nested_absmax
-            state2.code = state2.code.cpu()
-            state.offset, state.state2, state.nested = offset.cpu(), state2, True
+            made = {"absmax": scales}
+            if nested_absmax is not None:
+                offset = scales.mean()
+                nested, state2 = bnb.quantize_blockwise(scales - offset, blocksize=NESTED_BLOCKSIZE)
+                made = {"absmax": nested, "nested_absmax": state2.absmax}
+                made |= {"offset": offset, "nested_code": state2.code}
+            if digests is not None:
+                for part, each in made.items():
+                    digests.add(f"{name}.{part}", each)
+            absmax.copy_(made["absmax"])
+            if nested_absmax is not None:
+                nested_absmax.copy_(state2.absmax)
+                state2.absmax = nested_absmax
+                state2.code = state2.code.cpu()
+                state.offset, state.state2, state.nested = offset.cpu(), state2, True
             return state
 
     def _quantize_pieces(
-        self, tensor: torch.Tensor, name: str, quant_type: str, blocksize: int, packed: torch.Tensor
+        self,
+        tensor: torch.Tensor,
+        where: str,
+        quant_type: str,
+        blocksize: int,
+        packed: torch.Tensor,
+        hash: Hash | None,
     ) -> torch.Tensor:
         """Fill ``packed``; returns the float32 absmax of every block, on the device."""
         flat = tensor.reshape(-1)
@@ -214,6 +250,7 @@ class Quantizer:
         num_blocks = -(-num_elements // blocksize)
         scales = torch.empty(num_blocks, dtype=torch.float32, device=self.device)
         extremes: list[torch.Tensor] = []
+        is_same: list[torch.Tensor] = []
         starts = range(0, num_elements, chunk)
         staged = self._stage(flat, 0, chunk)
         for index, start in enumerate(starts):
@@ -223,36 +260,56 @@ class Quantizer:
             values, piece_scales = torch.ops.bitsandbytes.quantize_4bit.default(
                 piece, blocksize, quant_type, torch.uint8
             )
-            scales[start // blocksize :][: piece_scales.numel()].copy_(piece_scales)
+            place = scales[start // blocksize :][: piece_scales.numel()]
+            place.copy_(piece_scales)
+            is_same.append((place.view(torch.int32) == piece_scales.view(torch.int32)).all())
             if self._is_staged:
                 self._buffers[index % 2].released = self._streams.record()
             if start + chunk < num_elements:
                 staged = self._stage(flat, index + 1, chunk)
-            self._bring_back(values.view(-1), packed_bytes[start // 2 :][: values.numel()], index)
+            target = packed_bytes[start // 2 :][: values.numel()]
+            self._bring_back(values.view(-1), target, index, hash)
         if extremes and not self.allow_nonfinite:
-            require_finite(torch.stack(extremes), name)
+            require_finite(torch.stack(extremes), where)
+        if is_same and not bool(torch.stack(is_same).all()):
+            raise ParityError(
+                f"{where}: expected the scales of its pieces, found others after they were put "
+                "together. Load it again; if that does not help, the memory of this machine is at "
+                "fault"
+            )
         return scales
 
-    def _bring_back(self, values: torch.Tensor, target: torch.Tensor, index: int) -> None:
+    def _bring_back(
+        self, values: torch.Tensor, target: torch.Tensor, index: int, hash: Hash | None
+    ) -> None:
         """Write packed bytes to host memory: from a device in a thread, behind the next piece.
 
         Host memory is touched for the first time here, which takes as long as the copy.
         """
         if not self._is_staged:
+            if hash is not None:
+                hash(values, None)
             target.copy_(values)
             return
         buffer = self._buffers[index % 2]
         buffer.wait()
-        packed = buffer.packed[: values.numel()]
+        packed, again = (each[: values.numel()] for each in (buffer.packed, buffer.again))
         packed.copy_(values, non_blocking=True)
-        # The copy back is behind the quantization on the same stream.
+        if hash is not None:
+            again.copy_(values, non_blocking=True)
+        # The copies back are behind the quantization on the same stream.
         arrived = self._streams.record()
 
-        def write() -> None:
+        def arrive() -> None:
             self._streams.synchronize(arrived)
+
+        def write() -> None:
+            arrive()
             target.copy_(packed)
 
-        buffer.written = self._writer.submit(write)
+        buffer.pending.append(self._writer.submit(write))
+        if hash is not None:
+            buffer.pending.append(hash(again, arrive))
 
     def flush(self) -> None:
         """Wait until the bytes of every call with ``wait=False`` are where they belong."""
@@ -284,6 +341,7 @@ class Quantizer:
                     self._streams.allocate(num_bytes),
                     self._streams.record(),
                     # Packed bytes are at most half of those that they come from.
+                    torch.empty(num_bytes // 2, dtype=torch.uint8, pin_memory=pinned),
                     torch.empty(num_bytes // 2, dtype=torch.uint8, pin_memory=pinned),
                 )
                 for _ in range(2)

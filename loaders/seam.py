@@ -328,13 +328,14 @@ class _Deserialize(_Operation):
 
     def _keep(self, name: str, weight: Any) -> None:
         state = weight.quant_state
+        keep = self._intake.keep_part
         # Packed bytes may be stored as floats, and as floats they mean nothing.
-        weight.data = self._intake.keep(name, weight.data, is_packed=True)
-        state.absmax = self._intake.keep(f"{name}.absmax", state.absmax)
-        state.code = state.code.clone()
+        weight.data = keep(name, weight.data, is_packed=True)
+        state.absmax = keep(f"{name}.absmax", state.absmax)
+        state.code = keep(f"{name}.code", state.code)
         if state.nested:
-            state.state2.absmax = self._intake.keep(f"{name}.nested_absmax", state.state2.absmax)
-            state.state2.code = state.state2.code.clone()
+            state.state2.absmax = keep(f"{name}.nested_absmax", state.state2.absmax)
+            state.state2.code = keep(f"{name}.nested_code", state.state2.code)
 
 
 def _params4bit(planned: Any, packed: torch.Tensor, state: Any, module: Any) -> Any:

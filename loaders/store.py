@@ -12,9 +12,10 @@ on pages" in ``poros.layout``): they are read into memory, or mapped, without be
 
 Note: Nothing is used that was not checked
     Whatever is read is hashed meanwhile (``poros.loaders.filling``), and ``OpenStore.check``
-    compares it with the manifest before the model is given out. Slabs that stay in the file are
-    hashed when they are first read (``poros.disk``). A file that the manifest does not name is not
-    looked at.
+    compares it with the manifest before the model is given out. What happens to 4-bit weights in
+    memory after that, ``poros.prepare`` sees by the digests of their parts. Slabs that stay in the
+    file are hashed when they are first read (``poros.disk``). A file that the manifest does not
+    name is not looked at.
 """
 
 import json

@@ -107,7 +107,8 @@ class StoreWriter:
             The folder. If another writer came first with the same bytes, it is theirs.
 
         Raises:
-            StoreWriteError: If the disk is full, or another store came first. Nothing is left.
+            StoreWriteError: If the disk is full, another store came first, or a part of a 4-bit
+                weight is not what the loader wrote. Nothing is left.
             ValueError: If ``about`` is not plain JSON.
         """
         files = files or {}
@@ -120,10 +121,13 @@ class StoreWriter:
                 pieces = [memoryview(rest_header(rest)), *map(as_bytes, rest.values())]
                 _write(self._partial / REST, pieces)
                 with ThreadPoolExecutor(max_workers=num_threads()) as pool:
-                    digests = [
-                        digest_of([as_bytes(each.bytes), _padding(each.layout)], pool)
-                        for each in self.host.slabs
-                    ]
+                    digests = []
+                    for slab in self.host.slabs:
+                        parts = {each.name: slab.tensor(each) for each in slab.layout.tensors}
+                        self._require_as_packed(parts, pool)
+                        slab_pieces = [as_bytes(slab.bytes), _padding(slab.layout)]
+                        digests.append(digest_of(slab_pieces, pool))
+                    self._require_as_packed(rest, pool)
                     rest_digest = digest_of(pieces, pool)
                 manifest = Manifest(
                     self._layouts,
@@ -166,6 +170,19 @@ class StoreWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _require_as_packed(
+        self, tensors: Mapping[str, torch.Tensor], pool: ThreadPoolExecutor
+    ) -> None:
+        """Refuse bytes that are not those that were to be written, before they get a digest."""
+        name = self.host.as_packed.damaged(tensors, pool)
+        if name is not None:
+            raise StoreWriteError(
+                f"{shown(self.directory)}: {quoted(name, is_bare=True)}: expected the SHA-256 of "
+                "what was quantized or read, found another in the store: bytes changed on their "
+                "way there. Nothing was left; write it again, and if that does not help, the "
+                "memory of this machine is at fault"
+            )
 
     def _require_place(self) -> None:
         if self.directory.exists() and any(self.directory.iterdir()):

@@ -164,6 +164,8 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
             ``allow_unvalidated`` is False.
         PreparedModelError: If the model is prepared already, with another policy.
         HostMemoryError: If host memory for the base cannot be had.
+        ParityError: If a 4-bit weight is not what ``poros.load`` has packed and nobody has written
+            to it; with ``self_check="strict"``.
 
         In each case the model is as it was before the call.
 

@@ -56,7 +56,7 @@ class RematerializationError(PorosError, RuntimeError):
 
 
 class ParityError(PorosError, RuntimeError):
-    """The streamed step is not bit for bit the resident step."""
+    """The streamed step is not bit for bit the resident step, or its bytes are not the model's."""
 
 
 class SlotStateError(PorosError, RuntimeError):

@@ -43,6 +43,12 @@ class Part(NamedTuple):
     def put(self, tensor: torch.Tensor) -> None:
         setattr(self.holder, self.attribute, tensor)
 
+    @property
+    def owner(self) -> torch.Tensor:
+        """The tensor of the model whose object stays and counts writes; ``.data`` is a new one."""
+        owner: torch.Tensor = self.holder if self.attribute == "data" else self.get()
+        return owner
+
 
 @dataclass(eq=False)
 class FrozenTensor:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros.digests import AsPacked
 from poros.errors import HostMemoryError
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.memory import explain_pin_budget
@@ -169,6 +170,7 @@ class HostStore:
     """Frozen bytes that are not in memory (``poros.disk``)."""
     disk_stall_ms: float = 0.0
     """For how long training waited for them."""
+    as_packed: AsPacked = field(default_factory=AsPacked)
 
     @classmethod
     def allocate(cls, layouts: Sequence[BlockLayout]) -> "HostStore":

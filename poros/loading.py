@@ -108,7 +108,9 @@ def load(
         CheckpointFormatError: If the checkpoint is malformed or does not fit its configuration.
         HostMemoryError: If the model does not fit in host memory; nothing has been read then.
         PolicyError: If an option cannot be honoured, or the store was made with others.
-        StoreWriteError: If the store cannot be written; nothing of it is left.
+        ParityError: If scales change while a weight is quantized.
+        StoreWriteError: If the store cannot be written, or bytes change on their way into it;
+            nothing of it is left.
         UnsupportedModelError: If it is no causal language model, has an adapter beside it, or is
             quantized in another way.
 

@@ -297,7 +297,7 @@ class Takeover:
             sources = left.at_rest([part.get() for part, _ in wanted])
             for (part, spec), source in zip(wanted, sources, strict=True):
                 if self.digests is not None:
-                    self.digests.add(part.name, source)
+                    self.digests.add(part.name, source, left.as_packed.of(part.owner))
                 if slab.holds(part.get(), spec):
                     continue
                 target = slab.tensor(spec)
@@ -308,7 +308,12 @@ class Takeover:
                 part.put(target)
             for each in tensors:
                 if each.is_4bit:
-                    self._place(constant_parts(each.name, each.tensor), host)
+                    constants = constant_parts(each.name, each.tensor)
+                    for part in constants:
+                        expected = left.as_packed.of(part.owner)
+                        if self.digests is not None and expected is not None:
+                            self.digests.add(part.name, part.get(), expected)
+                    self._place(constants, host)
 
     def _move_small(self) -> None:
         """Norms, biases and buffers of the layers."""

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import poros
 from poros import disk, mapped
 from poros.disk import DiskStore
-from poros.errors import CheckpointFormatError
+from poros.errors import CheckpointFormatError, ParityError
 from poros.gates import tiny
 from poros.host import left_store
 from poros.layout import PAGE_NUM_BYTES, slab_offsets
@@ -170,7 +170,9 @@ def test_control_without_hashing_it_would_train(
     flip(store, 3)
     for module in (disk, mapped):
         monkeypatch.setattr(module, "require_digests", lambda *_: None)
-    step(prepared(half(store)))  # nor does the self-check notice: both arms read the same
+    step(prepared(half(store), self_check="off"))
+    with pytest.raises(ParityError, match="expected SHA-256"):  # it knows what was written
+        prepared(half(store))
 
 
 @pytest.mark.parametrize("damage", [partial(flip, first=0), cut, rewrite])

@@ -7,9 +7,11 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 
-from poros.errors import CheckpointFormatError
+from poros.digests import PackedDigests, digest
+from poros.errors import CheckpointFormatError, ParityError
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.loaders.quantize import Quantizer, quantized_form, require_finite
+from poros.streams import EagerStreams
 from tests.support import same_bits
 
 CPU = torch.device("cpu")
@@ -60,6 +62,7 @@ def in_pieces(
     quant_storage: torch.dtype = torch.uint8,
     num_blocks: int = 3,
     quantizer: Quantizer | None = None,
+    digests: PackedDigests | None = None,
 ) -> Result:
     """What the quantizer makes of it, in pieces of a few blocks."""
     form = quantized_form(
@@ -80,6 +83,7 @@ def in_pieces(
         packed=packed,
         absmax=absmax,
         nested_absmax=nested,
+        digests=digests,
     )
     assert state.absmax is absmax
     assert nested is None or state.state2.absmax is nested
@@ -336,3 +340,38 @@ class TestOnTheGpu:
         tensor[60, 95] = float("nan")
         with pytest.raises(CheckpointFormatError, match=r"^w: expected finite weights"):
             in_pieces(tensor, quantizer=Quantizer(device, chunk_num_bytes=1024))
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
+@pytest.mark.parametrize("is_staged", [True, False], ids=["staged", "in place"])
+def test_the_digests_are_those_of_the_parts(double_quant: bool, is_staged: bool) -> None:
+    streams = EagerStreams(CPU) if is_staged else None
+    digests = PackedDigests()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
+    result = in_pieces(
+        draw(96, 64), double_quant=double_quant, quantizer=quantizer, digests=digests
+    )
+    parts = {
+        "w" if name == "packed" else f"w.{name}": each for name, each in result.parts().items()
+    }
+    del parts["w.code"]  # made where it stays
+    assert digests.results() == {name: digest(each.contiguous()) for name, each in parts.items()}
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
+def test_a_scale_that_changes_while_they_are_put_together_is_found(
+    double_quant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, flips = torch.Tensor.copy_, list[int]()
+
+    def faulty(self: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = copy(self, other, *args, **kwargs)
+        if other.numel() == 4 and other.dtype == torch.float32:
+            self.view(torch.int32)[1] ^= 0x30
+            flips.append(0)
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "copy_", faulty)
+    with pytest.raises(ParityError, match=r"w: expected the scales"):
+        in_pieces(draw(96, 64), double_quant=double_quant, num_blocks=4)
+    assert flips

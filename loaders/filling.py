@@ -129,7 +129,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, file: Path) -> N
 
 
 def require_digest(file: Path, expected: str, found: str, name: str | None = None) -> None:
-    """Refuse bytes whose SHA-256 is another than when they were written.
+    """Refuse bytes whose digest is another than when they were written.
 
     Raises:
         CheckpointFormatError: With file and name.
@@ -137,7 +137,7 @@ def require_digest(file: Path, expected: str, found: str, name: str | None = Non
     if expected != found:
         raise defect(
             file,
-            f"expected SHA-256 {quoted(expected, is_bare=True)}, found {found}: bytes changed "
+            f"expected digest {quoted(expected, is_bare=True)}, found {found}: bytes changed "
             "since it was written",
             tensor=name,
             remedy=REMEDY,

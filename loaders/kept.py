@@ -23,7 +23,7 @@ from poros.loaders.quantize import NESTED_BLOCKSIZE, Quantizer
 from poros.loaders.store import OpenStore
 
 _REMEDY = "write the store again"
-PARTS_SHA256 = "parts_sha256"
+PARTS_DIGESTS = "parts_digests"
 """What a store calls the digests of the parts of its 4-bit weights."""
 
 _STATE_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
@@ -52,7 +52,7 @@ def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor],
             if not intake.is_placed(part, each):
                 rest[part] = each.detach()
     digests = {name: each.hex() for name, each in intake.packed_digests().items()}
-    return rest, {"dense": dense, "weights": weights, PARTS_SHA256: digests}
+    return rest, {"dense": dense, "weights": weights, PARTS_DIGESTS: digests}
 
 
 def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
@@ -161,11 +161,11 @@ class KeptIntake(Intake):
     def _hashed(self, about: Mapping[str, Any]) -> Mapping[str, bytes]:
         """Digests of the parts of 4-bit weights; none in a store of an older release."""
         try:
-            found = about.get(PARTS_SHA256, {})
+            found = about.get(PARTS_DIGESTS, {})
             return {str(name): bytes.fromhex(digest) for name, digest in found.items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise self._defect(
-                f"expected SHA-256 of the parts of its weights, found {quoted(error)}"
+                f"expected digests of the parts of its weights, found {quoted(error)}"
             ) from error
 
     def _part(self, name: str) -> torch.Tensor:

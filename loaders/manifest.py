@@ -1,4 +1,4 @@
-"""What a store says of itself: the layout and SHA-256 of each slab, and who made it from what.
+"""What a store says of itself: the layout and digest of each slab, and who made it from what.
 
 A manifest is a JSON object with a SHA-256 of its own text, so no bit of it can change unseen. What
 it says is checked all the same before anything is sized or placed by it.
@@ -25,7 +25,7 @@ PARTIAL = ".partial"
 """How the name of a folder ends that somebody is still writing, or was when they were killed."""
 
 FORMAT = "poros store"
-VERSION = 2
+VERSION = 3
 
 _MAX_INT = 2**62
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -38,11 +38,11 @@ class Manifest:
 
     layouts: Sequence[BlockLayout]
     """One per decoder layer."""
-    slab_sha256: Sequence[str]
+    slab_digests: Sequence[str]
     """The digest (``poros.digests``) of each slab, padded with zeros to a page."""
     rest: Mapping[str, tuple[str, tuple[int, ...]]]
     """Dtype and shape of each tensor that is in no slab."""
-    rest_sha256: str
+    rest_digest: str
     """The digest of the whole file."""
     files: Mapping[str, str]
     """SHA-256 of the small files of the source, by name."""
@@ -54,7 +54,7 @@ class Manifest:
         return (*self._bytes(),) == (*other._bytes(),)
 
     def _bytes(self) -> Iterable[object]:
-        return self.layouts, self.slab_sha256, self.rest, self.rest_sha256, self.files
+        return self.layouts, self.slab_digests, self.rest, self.rest_digest, self.files
 
 
 def write_manifest(manifest: Manifest) -> bytes:
@@ -69,16 +69,16 @@ def write_manifest(manifest: Manifest) -> bytes:
         "slabs": [
             {
                 "num_bytes": layout.num_bytes,
-                "sha256": digest,
+                "digest": digest,
                 "tensors": [
                     [each.name, _NAMES[each.dtype], list(each.shape), each.offset]
                     for each in layout.tensors
                 ],
             }
-            for layout, digest in zip(manifest.layouts, manifest.slab_sha256, strict=True)
+            for layout, digest in zip(manifest.layouts, manifest.slab_digests, strict=True)
         ],
         "rest": {name: [dtype, list(shape)] for name, (dtype, shape) in manifest.rest.items()},
-        "rest_sha256": manifest.rest_sha256,
+        "rest_digest": manifest.rest_digest,
         "files": dict(manifest.files),
         "about": dict(manifest.about),
     }
@@ -182,7 +182,7 @@ def sha256(pieces: Iterable[bytes]) -> str:
 
 
 def _parse(store: dict[str, Any]) -> Manifest:
-    expected = {"format", "version", "slabs", "rest", "rest_sha256", "files", "about"}
+    expected = {"format", "version", "slabs", "rest", "rest_digest", "files", "about"}
     if store.keys() != expected:
         raise ValueError(f"the keys {sorted(store)}")
     layouts = [_layout(each) for each in store["slabs"]]
@@ -200,9 +200,9 @@ def _parse(store: dict[str, Any]) -> Manifest:
         raise TypeError("no description")
     return Manifest(
         layouts,
-        [_text(each["sha256"]) for each in store["slabs"]],
+        [_text(each["digest"]) for each in store["slabs"]],
         {name: (_NAMES[dtype], shape) for name, (dtype, shape) in rest.items()},
-        _text(store["rest_sha256"]),
+        _text(store["rest_digest"]),
         {name: _text(digest) for name, digest in store["files"].items()},
         store["about"],
     )

@@ -96,7 +96,7 @@ class OpenStore:
         }
         header = memoryview(bytearray(self._header.data_offset))
         parts = [header, *map(as_bytes, found.values())]
-        self._reading().read(descriptor, file, [Run(0, parts, self.manifest.rest_sha256)])
+        self._reading().read(descriptor, file, [Run(0, parts, self.manifest.rest_digest)])
         return found
 
     def text(self, name: str) -> bytes:
@@ -131,7 +131,7 @@ class OpenStore:
                 zip(
                     host.slabs,
                     slab_offsets(self.layouts),
-                    self.manifest.slab_sha256,
+                    self.manifest.slab_digests,
                     strict=False,
                 )
             )
@@ -158,7 +158,7 @@ class OpenStore:
             )
 
     def verify(self) -> None:
-        """Read every byte and compare its SHA-256 with the manifest; nothing is kept.
+        """Read every byte and compare its digest with the manifest; nothing is kept.
 
         Raises:
             CheckpointFormatError: At the first slab or file that differs, by name.
@@ -175,12 +175,12 @@ class OpenStore:
 
             file = self.path / REST
             found = digest(rest, file, 0, os.fstat(rest).st_size)
-            require_digest(file, self.manifest.rest_sha256, found)
+            require_digest(file, self.manifest.rest_digest, found)
             for index, (start, layout, expected) in enumerate(
                 zip(
                     slab_offsets(self.layouts),
                     self.layouts,
-                    self.manifest.slab_sha256,
+                    self.manifest.slab_digests,
                     strict=True,
                 )
             ):
@@ -255,7 +255,7 @@ def open_store(
 
     Args:
         directory: What ``StoreWriter.commit`` returned.
-        verify: Also read every byte and compare its SHA-256.
+        verify: Also read every byte and compare its digest.
         limits: On what its files may ask for; None are the defaults.
 
     Raises:

@@ -426,7 +426,7 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
         opened.slabs,
         opened.data_offset,
         layouts,
-        opened.manifest.slab_sha256,
+        opened.manifest.slab_digests,
         opened.identity,
     )
 

@@ -227,7 +227,7 @@ def require_digests(
         found = digest_of([memory[start : start + num_bytes]], pool)
         if found != expected:
             raise CheckpointFormatError(
-                f"{path}: expected SHA-256 {expected} of a layer of the frozen base, found "
+                f"{path}: expected digest {expected} of a layer of the frozen base, found "
                 f"{found}: bytes changed since it was written. {_REMEDY}"
             )
 

@@ -36,7 +36,7 @@ class SmallTensors:
         layers: For each layer the frozen tensors that stay, and those that stream: the nested
             absmax of these stay.
         device: Where.
-        digests: Whether to compare a SHA-256 of each with that of its source.
+        digests: Whether to compare a digest of each with that of its source.
 
     Attributes:
         moves: What stays, with its new bytes.

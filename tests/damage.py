@@ -170,6 +170,6 @@ def rest(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
         save_file(found, path)
         forms = {name: [kind, list(shape)] for name, (kind, shape) in describe_rest(found).items()}
         digest = digest_of([memoryview(path.read_bytes())])
-        manifest(lambda store: store.update(rest=forms, rest_sha256=digest))(folder)
+        manifest(lambda store: store.update(rest=forms, rest_digest=digest))(folder)
 
     return rewrite

@@ -348,7 +348,7 @@ STORES = [
     stored(
         "a digest with escapes",
         manifest(lambda s: s["files"].update({CONFIG: "\x1b[2J\n" * 999})),
-        r"SHA-256 \\x1b\[2J\\n",
+        r"digest \\x1b\[2J\\n",
     ),
     stored("no config in it", manifest(lambda s: s["files"].pop(CONFIG)), "how it was made"),
     stored(

@@ -216,10 +216,10 @@ def _seal(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     file = folder / "rest.safetensors"
     try:
         store = json.loads((folder / "manifest.json").read_bytes())["store"]
-        if {"rest", "rest_sha256"} <= store.keys():
+        if {"rest", "rest_digest"} <= store.keys():
             forms = describe_rest(load_file(file)).items()
             store["rest"] = {name: [kind, list(shape)] for name, (kind, shape) in forms}
-            store["rest_sha256"] = digest_of([memoryview(file.read_bytes())])
+            store["rest_digest"] = digest_of([memoryview(file.read_bytes())])
     except Exception:  # of an earlier change
         return
     _write_sealed(folder / "manifest.json", store)

@@ -156,7 +156,7 @@ def test_a_fingerprint_is_of_the_content_only(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         with Checkpoint.open(tmp_path / folder) as checkpoint:
             found.append((checkpoint.fingerprint(), checkpoint.seen()))
-    assert found[0][0] == found[1][0] and found[0][0].startswith("sha256:")
+    assert found[0][0] == found[1][0] and found[0][0].startswith("xxh3:")
     assert found[0][1] != found[1][1]  # other files
 
 

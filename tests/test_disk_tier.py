@@ -52,7 +52,7 @@ def reopened(store: Path, num_layers: int) -> DiskStore:
             opened.slabs,
             opened.data_offset,
             opened.layouts,
-            opened.manifest.slab_sha256,
+            opened.manifest.slab_digests,
             opened.identity,
         )
 

@@ -110,7 +110,7 @@ def test_what_a_store_remembers(checkpoints: dict[str, Path], tmp_path: Path) ->
     assert about["versions"]["torch"] == torch.__version__
     assert about["device"] == "cpu" and about["num_threads"] == torch.get_num_threads()
     assert about["quantization"] == quantization().to_dict() and about["dtype"] == "bfloat16"
-    assert about["source"].startswith("sha256:")
+    assert about["source"].startswith("xxh3:")
 
 
 @pytest.mark.parametrize(

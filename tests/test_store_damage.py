@@ -156,7 +156,7 @@ def test_one_bit_of_the_checkpoint_makes_it_another(
     source, store = copy_of(checkpoint, tmp_path / "source"), tmp_path / "store"
     load(source, store=store)
     edit(source, is_time_kept=is_time_kept)
-    with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint sha256"):
+    with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint xxh3"):
         load(source, store=store)
 
 

@@ -34,6 +34,8 @@ class Evidence:
     kwargs: dict[str, Any]
     """Mappings among them are copies from before the call."""
     inputs: list[torch.Tensor]
+    are_leaves: list[bool]
+    """Of the inputs: whether autocast, where it keeps casts, keeps theirs."""
     input_versions: list[int]
     """How often each was edited in place, as PyTorch counts."""
     parameters: list[nn.Parameter]
@@ -76,6 +78,7 @@ class Evidence:
             args=args,
             kwargs={**kwargs, **{key: type(kwargs[key])(held) for key, held in before.items()}},
             inputs=list(call.tensors),
+            are_leaves=[each.is_leaf for each in call.tensors],
             input_versions=_versions(call.tensors),
             parameters=list(call.parameters),
             trained={id(each) for each in layer.parameters() if each.requires_grad},

@@ -100,7 +100,12 @@ class Runs:
             kernels: What has to repeat itself; None leaves it to the user's settings.
         """
         leaves = _leaves(evidence.inputs)
-        args, kwargs = _arguments(evidence, leaves)
+        with torch.enable_grad():
+            given = {
+                id(each): leaves[id(each)] if is_leaf else leaves[id(each)][...]
+                for each, is_leaf in zip(evidence.inputs, evidence.are_leaves, strict=True)
+            }
+        args, kwargs = _arguments(evidence, given)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         attention = AttentionKernels(deterministic=kernels is not None)

@@ -118,7 +118,7 @@ class GraphAudit:
             number = numbers.get(id(use.leaf))
             if number is None:
                 raise self._stranger(use)
-            if use.is_cast and number >= len(inputs):
+            if use.is_cast:
                 casts.append(len(order))
                 made = use.node._sequence_nr()
                 are_early |= first_casts.get(id(use.leaf), made) != made

@@ -224,8 +224,9 @@ class LayerCall:
             early.learn(state, len(stand_ins), used, are_early=self.uses.are_early)
         if self.shared_casts is not None:
             sources = [*self.tensors, *self.parameters]
-            order = self.uses.order
-            self.shared_casts.require_single([sources[order[place]] for place in self.uses.casts])
+            cast = [sources[self.uses.order[place]] for place in self.uses.casts]
+            # Autocast keeps its casts of leaves only, as which most inputs do not come.
+            self.shared_casts.require_single([each for each in cast if each.is_leaf])
         self._result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.

@@ -103,6 +103,10 @@ PROGRAMS: dict[str, Program] = {
     "noise drawn in parameter hooks": Program(
         before=(Hook(kind="parameter", does="add_noise", layer=-1),)
     ),
+    "projections of an input that is no leaf, in one autocast region": Program(
+        subject=Subject(architecture="prophetnet", quantize=False, targets="mlp", lowest=1),
+        steps=(Step(autocast="shared"),),
+    ),
     "a loss on hidden states, the optimizer in backward": Program(
         steps=(Step(forwards=(Forward(), Forward(terms=(Term(kind="hidden", tag=2),)))),),
         optimizer="in_backward",

@@ -136,8 +136,8 @@ def hand_in(
         # An input that is used once has its gradient before any parameter has, without an alias.
         if number >= num_inputs or number in several:
             source = sources[number]
-            goes_through = through_cast and number >= num_inputs and place in uses.casts
-            alias = through_cast(source) if goes_through else source[...]
+            is_cast = number >= num_inputs and place in uses.casts
+            alias = through_cast(source) if through_cast and is_cast else source[...]
             if number in several:
                 aliases[number].append(alias)
             else:

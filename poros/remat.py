@@ -233,12 +233,6 @@ class LayerCall:
         self._staying = self.layer.staying()
         return results
 
-    def alias_of(self, place: int, parameter: torch.Tensor) -> torch.Tensor:
-        """``parameter``, as it is handed in for the use at that place in ``order``."""
-        if self.shared_casts is None or place not in self._casts:
-            return parameter[...]
-        return self.shared_casts.through(parameter)
-
     @staticmethod
     def _dead_ends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [NotThrough.apply(each) if each.requires_grad else each for each in tensors]

@@ -13,7 +13,7 @@ states are put back, no gradient is accumulated, and the extra memory is one blo
 the optimizer state takes later.
 
 Neither slots, streams and copies nor the recomputation take part, so a fault in them cannot hide
-itself. The bytes themselves are compared with a SHA-256 of what they were before they were moved:
+itself. The bytes themselves are compared with digests of what they were before they were moved:
 those of 4-bit weights that ``poros.load`` has packed, as soon as the model is prepared, with what
 they were before that.
 
@@ -373,7 +373,7 @@ def _damaged_before(takeover: Takeover, found: Mapping[str, bytes]) -> str | Non
         return None
     name, expected = damaged
     return (
-        f"{name}: expected SHA-256 {expected.hex()} as of what poros.load has put into host "
+        f"{name}: expected digest {expected.hex()} as of what poros.load has put into host "
         f"memory, found {found[name].hex()} there: bytes have changed on the way or since, by "
         "nothing that PyTorch counts. Load the model again; if that does not help, the memory of "
         "this machine is at fault. An edit of your own has to be one that PyTorch counts: in place "

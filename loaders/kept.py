@@ -159,7 +159,7 @@ class KeptIntake(Intake):
         return self._digests
 
     def _hashed(self, about: Mapping[str, Any]) -> Mapping[str, bytes]:
-        """Digests of the parts of 4-bit weights; none in a store of an older release."""
+        """Digests of the parts of 4-bit weights; those that the store has."""
         try:
             found = about.get(PARTS_DIGESTS, {})
             return {str(name): bytes.fromhex(digest) for name, digest in found.items()}

@@ -178,7 +178,7 @@ class StoreWriter:
         name = self.host.as_packed.damaged(tensors, pool)
         if name is not None:
             raise StoreWriteError(
-                f"{shown(self.directory)}: {quoted(name, is_bare=True)}: expected the SHA-256 of "
+                f"{shown(self.directory)}: {quoted(name, is_bare=True)}: expected the digest of "
                 "what was quantized or read, found another in the store: bytes changed on their "
                 "way there. Nothing was left; write it again, and if that does not help, the "
                 "memory of this machine is at fault"

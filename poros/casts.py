@@ -47,24 +47,25 @@ class SharedCasts:
         """Casts that were there before, each with its parameter."""
 
     def require_single(self, casts: Sequence[torch.Tensor]) -> None:
-        """Raise if the layer itself casts one of its parameters more than once.
+        """Raise if the layer itself casts a leaf more than once: a parameter, or an input.
 
         Args:
-            casts: The parameters, one for each cast.
+            casts: The leaves, one for each cast.
 
         Raises:
             UnsupportedModelError: If it does.
         """
         counts = Counter(map(id, casts))
-        for parameter in casts:
-            count = counts[id(parameter)]
+        for leaf in casts:
+            count = counts[id(leaf)]
             if count > 1:
                 raise UnsupportedModelError(
-                    f"{self._name}: expected each adapter parameter to be used once under "
-                    f"autocast, found one of shape {tuple(parameter.shape)} used {count} "
-                    "times (a module that is called twice?). A resident run casts such a parameter "
-                    "once and sums its gradients in the low precision; a streamed run cannot. "
-                    "Train without autocast"
+                    f"{self._name}: expected each adapter parameter, and each input that is a "
+                    "leaf, to be used once under autocast, found one of shape "
+                    f"{tuple(leaf.shape)} used {count} times (a module that is called twice, or "
+                    "several projections of one input?). A resident run casts such a tensor once "
+                    "and sums its gradients in the low precision; a streamed run cannot. Train "
+                    "without autocast"
                 )
 
     def through(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -187,7 +187,7 @@ def test_a_nibble_flipped_by_load_is_found(
     assert len(flips) == 1
     model = with_lora(base)
     before = part_of(model, kind).clone()
-    with pytest.raises(ParityError, match=r"layers\.1\.mlp\.up_proj.*expected SHA-256.*found"):
+    with pytest.raises(ParityError, match=r"layers\.1\.mlp\.up_proj.*expected digest.*found"):
         poros.prepare(model)
     assert not any(map(is_streamed, model.modules()))
     assert torch.equal(part_of(model, kind), before)

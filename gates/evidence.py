@@ -9,12 +9,13 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
 from poros.gates.compare import differing
@@ -273,9 +274,12 @@ def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
 
 def _copied(cache: Cache) -> Cache:
     """A cache of its own over the same tensors; those of a layer that is resident have a graph."""
+    caches = [cache]
+    if isinstance(cache, EncoderDecoderCache):
+        caches = [cache.self_attention_cache, cache.cross_attention_cache]
     held = {
         id(each): each
-        for layer in cache.layers
+        for layer in chain.from_iterable(each.layers for each in caches)
         for each in tree_leaves(list(vars(layer).values()))
         if isinstance(each, torch.Tensor) and each.requires_grad
     }

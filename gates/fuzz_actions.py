@@ -278,10 +278,13 @@ def _(action: Enable, arm: "Arm") -> bool:
     base = arm.model.get_base_model()
     if action.what == "input_grads":
         base.enable_input_require_grads()
-    elif action.what == "checkpointing" and not arm.is_resident:
-        # The resident run keeps its graph: PyTorch's checkpointing restores less of the forward's
-        # state than a streamed layer does (no settings, no training flags).
+    elif action.what == "checkpointing":
         base.gradient_checkpointing_enable({"use_reentrant": False})
+        if arm.is_resident:
+            # It keeps its graph, but for that all is as it is with checkpointing. PyTorch's own
+            # restores less of the forward's state than a streamed layer does.
+            for layer in arm.layers:
+                layer.gradient_checkpointing = False
     return True
 
 

@@ -7,6 +7,7 @@ one that did not.
 
 import gc
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -390,6 +391,9 @@ def run_arm(
         random.seed(program.seed)
         torch.manual_seed(program.seed)
         arm = Arm(program, model)
+        if "torch._dynamo" in sys.modules:
+            # What it has compiled for other models counts for the limits of recompiling.
+            torch._dynamo.reset()
         try:
             arm.run(prepare)
             if finish is not None:

@@ -133,15 +133,17 @@ def hand_in(
     sources = list(given)
     for place in reversed(range(len(uses.order))):
         number = uses.order[place]
-        # An input that is used once has its gradient before any parameter has, without an alias.
-        if number >= num_inputs or number in several:
-            source = sources[number]
-            is_cast = number >= num_inputs and place in uses.casts
-            alias = through_cast(source) if through_cast and is_cast else source[...]
-            if number in several:
-                aliases[number].append(alias)
-            else:
-                given[number] = alias
+        source = sources[number]
+        if through_cast is not None and place in uses.casts and source.is_leaf:
+            alias = through_cast(source)  # autocast keeps its casts of leaves only
+        elif number >= num_inputs or number in several:
+            alias = source[...]
+        else:
+            continue  # it has its gradient before any parameter has, without an alias
+        if number in several:
+            aliases[number].append(alias)
+        else:
+            given[number] = alias
     repeated = {}
     for number, places in several.items():
         # Made after all aliases, so that none of them is waited for out of turn.

@@ -337,15 +337,17 @@ class Takeover:
     def settle(self, layer: nn.Module) -> None:
         """Bring what has come to ``layer`` since to the device: an adapter that was added.
 
-        PEFT puts it where the base rests. ``restore`` brings it to where the base goes then.
+        ``restore`` brings it to where the base goes then, wherever PEFT has put it.
         """
         require_proven(layer, self._kinds)
-        streamed = {id(each.tensor) for block in self.blocks for each in block}
+        known = {id(each.tensor) for block in self.blocks for each in block}
+        known |= {id(part.owner) for part, _ in self._moved if part.owner.device == self.device}
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            if id(tensor) not in streamed and tensor.device != self.device:
+            if id(tensor) not in known:
                 for part in FrozenTensor(name, tensor).parts():
                     self._moved.append((part, self._base_origin))
-                    _put(part, part.get().to(self.device))
+                    if part.get().device != self.device:
+                        _put(part, part.get().to(self.device))
 
     def _place(self, parts: Iterable[Part], device: torch.device) -> None:
         for part in parts:

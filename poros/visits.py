@@ -88,9 +88,13 @@ class Visits:
 
         keeper = _Keeper(self, note)
         try:
-            self._open.append(note)
-            yield require_alone
-            require_alone()
+            try:
+                self._open.append(note)
+                yield require_alone
+                require_alone()
+            finally:
+                self.end(note)
         finally:
+            # An interruption may strike as the first clean-up begins.
             self.end(note)
             del keeper

@@ -2,8 +2,12 @@
 
 import sys
 from collections.abc import Callable, Collection
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+_ROOT = Path(__file__).parents[1]
+_OURS = tuple(f"{_ROOT}/{each}/" for each in ("poros", "loaders", "gates", "tests"))
 
 
 class Interrupts:
@@ -43,10 +47,21 @@ class Interrupts:
         return False
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self._files):
+        if not self._counts(frame):
             return None
         frame.f_trace_opcodes = self._kind == "opcode"
         return self._step
+
+    def _counts(self, frame: FrameType) -> bool:
+        name = frame.f_code.co_filename
+        if not name.endswith("contextlib.py"):
+            return name.endswith(self._files)
+        # What a library's own context managers leave behind is not for Poros to mend.
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code.co_filename.endswith("contextlib.py"):
+            caller = caller.f_back
+        is_ours = caller is not None and caller.f_code.co_filename.startswith(_OURS)
+        return is_ours and "contextlib.py" in self._files
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == self._kind:

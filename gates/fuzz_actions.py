@@ -283,7 +283,8 @@ def _(action: Enable, arm: "Arm") -> bool:
         if arm.is_resident:
             # It keeps its graph, but for that all is as it is with checkpointing. PyTorch's own
             # restores less of the forward's state than a streamed layer does.
-            for layer in arm.layers:
+            layers: list[Any] = list(arm.layers)
+            for layer in layers:
                 layer.gradient_checkpointing = False
     return True
 

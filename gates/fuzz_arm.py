@@ -153,6 +153,10 @@ class Arm:
             if self.program.optimizer == "in_backward":
                 # A resident run has by then updated some adapters of the layer that was left.
                 raise
+            # Of what hooks inside that layer do, a streamed run has done more by then.
+            torch.manual_seed(self.program.seed)
+            self.seen.clear()
+            self.sums.clear()
             losses = []
             self.record.add(f"{where}: caught", 1)
             self._zero_gradients()

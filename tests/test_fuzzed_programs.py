@@ -123,6 +123,19 @@ PROGRAMS: dict[str, Program] = {
     "two backwards, the optimizer in backward, a bank of vectors": Program(
         subject=Subject(kind="vblora"), steps=(Step(backward="twice"),), optimizer="in_backward"
     ),
+    "noise drawn in a layer that a hook on a parameter leaves": Program(
+        before=(
+            Hook(kind="global_backward", does="add_noise", part="self_attn.o_proj"),
+            Hook(kind="parameter", does="raise", tag=1),
+        )
+    ),
+    "checkpointing, and a backward hook that fails": Program(
+        before=(Enable(what="checkpointing"), Hook(kind="backward", does="raise"))
+    ),
+    "checkpointing, and no adapter that is trained": Program(
+        before=(Enable(what="checkpointing"),),
+        steps=(Step(before=(Adapter(verb="disable"),)),),
+    ),
     "a hook that fails in a layer, the optimizer in backward": Program(
         before=(Hook(kind="tensor", does="raise", part="self_attn.q_proj.lora_B.default"),),
         optimizer="in_backward",

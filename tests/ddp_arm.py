@@ -1,6 +1,7 @@
 """One rank of the DDP tests, run as a script: trains each cell resident and streamed, saves bits.
 
-Usage: python ddp_arm.py FOLDER CELL... with RANK, LOCAL_RANK and WORLD_SIZE in the environment.
+Usage: python ddp_arm.py FOLDER CELL... with RANK, LOCAL_RANK and WORLD_SIZE in the environment,
+and DDP_BACKEND if it is not gloo: with nccl each rank has a GPU of its own.
 What a cell gives goes to FOLDER/CELL-ARM-RANK.pt.
 """
 
@@ -25,6 +26,12 @@ UNUSED = "second"
 ARMS = ("resident", "streamed", "alone")
 
 Bits = dict[str, torch.Tensor]
+
+BACKEND = os.environ.get("DDP_BACKEND", "gloo")
+
+
+def device_of(rank: int) -> torch.device:
+    return torch.device("cuda", rank) if BACKEND == "nccl" else torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,11 @@ def run_loop(model: Any, cell: Cell, rank: int, *, is_wrapped: bool = True) -> B
     adapters = trainable(model)
     ddp = DistributedDataParallel(model, **cell.options) if is_wrapped else model
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2)
-    batches = tiny.make_batches(NUM_STEPS * cell.accumulation, num_tokens=12, seed=rank)
+    device = device_of(rank)
+    batches = [
+        {key: value.to(device) for key, value in batch.items()}
+        for batch in tiny.make_batches(NUM_STEPS * cell.accumulation, num_tokens=12, seed=rank)
+    ]
     torch.manual_seed(100 + rank)
     ddp.train()
     found: Bits = {}
@@ -95,7 +106,7 @@ def run_loop(model: Any, cell: Cell, rank: int, *, is_wrapped: bool = True) -> B
             is_last = micro == cell.accumulation - 1
             hold_back = cell.no_sync and not is_last and is_wrapped
             with ddp.no_sync() if hold_back else nullcontext():
-                with torch.autocast("cpu", torch.bfloat16, enabled=cell.autocast):
+                with torch.autocast(device.type, torch.bfloat16, enabled=cell.autocast):
                     loss = ddp(**batches[step * cell.accumulation + micro]).loss
                 (loss / cell.accumulation).backward()
             found[f"{where}: loss"] = loss.detach().clone()
@@ -108,8 +119,9 @@ def run_loop(model: Any, cell: Cell, rank: int, *, is_wrapped: bool = True) -> B
             found[f"step {step}: weight {name}"] = parameter.detach().clone()
             for key, value in optimizer.state[parameter].items():
                 found[f"step {step}: {key} of {name}"] = value.clone()
-    found["RNG"] = torch.get_rng_state()
-    return found
+    is_cuda = device.type == "cuda"
+    found["RNG"] = torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
+    return {name: each.cpu() for name, each in found.items()}
 
 
 def run_trainer(model: Any, folder: Path) -> Bits:
@@ -136,9 +148,12 @@ def main(folder: Path, cells: list[str]) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Before there is a process group: in one, transformers saves on the first rank only.
+    device = device_of(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     models = {(name, arm): build(CELLS[name], rank) for name in cells for arm in ARMS}
     dist.init_process_group(
-        "gloo",
+        BACKEND,
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=world,
@@ -147,7 +162,9 @@ def main(folder: Path, cells: list[str]) -> None:
     for (name, arm), model in models.items():
         cell = CELLS[name]
         if arm == "streamed":
-            poros.prepare(model)
+            poros.prepare(model, device=str(device))
+        else:
+            model.to(device)
         if cell.trainer:
             found = run_trainer(model, folder / arm) if arm != "alone" else {}
         else:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
@@ -47,6 +48,24 @@ def test_compiled_layers_are_exact_and_compiled_once() -> None:
     assert counters["stats"]["unique_graphs"] == num_graphs
     # The control: the compiler changes bits, so an eager run would have been noticed.
     assert compare_trajectories(expected, run(build(0.0))) != []
+
+
+@pytest.mark.gpu
+def test_compiled_layers_are_exact_on_a_gpu() -> None:
+    batches = tiny.make_batches(2, num_tokens=8, padded=False)
+    on_gpu = [{key: value.cuda() for key, value in batch.items()} for batch in batches]
+    found = []
+    for is_streamed in (False, True):
+        torch._dynamo.reset()
+        model = build(0.0)
+        model = poros.prepare(model, device="cuda") if is_streamed else model.cuda()
+        for layer in model.get_base_model().model.layers:
+            layer.compile(backend="aot_eager")
+        # Fused attention need not repeat itself in backward.
+        with sdpa_kernel(SDPBackend.MATH):
+            found.append(train(model, on_gpu, TrainingSpec(num_steps=2)))
+    assert compare_trajectories(*found) == []
+    assert poros.runtime(model).self_check["status"] == "passed"
 
 
 LENGTHS = {

@@ -36,6 +36,7 @@ from poros.gates.reference import (
     start_digests,
     train,
 )
+from poros.gates.switches import current_settings, set_settings
 from poros.ring import SlotState
 
 pytestmark = pytest.mark.gpu
@@ -275,14 +276,24 @@ def test_a_model_loaded_on_the_cpu_trains_like_a_resident_one(checkpoint: Path) 
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
 
 
-def test_a_trainer_run_is_bitwise_equal(tmp_path: Path) -> None:
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """TrainingArguments(tf32=True) sets them for the whole process."""
+    before = current_settings()
+    yield
+    set_settings(before)
+
+
+@pytest.mark.parametrize("tf32", [None, True])
+def test_a_trainer_run_is_bitwise_equal(tf32: bool | None, tmp_path: Path, settings: None) -> None:
+    options = FULL | ({} if tf32 is None else {"tf32": tf32})
     two_slots = partial(poros.prepare, slots=2)
     arms = Arms.make(tmp_path, torch.float32, str(DEVICE))
-    expected = arms.run("resident", **FULL)
+    expected = arms.run("resident", **options)
     check_not_vacuous(expected)
-    assert compare_trajectories(expected, arms.run("streamed", two_slots, **FULL)) == []
+    assert compare_trajectories(expected, arms.run("streamed", two_slots, **options)) == []
     assert arms.log_history("streamed") == arms.log_history("resident")
-    resumed = arms.run("resumed", two_slots, arms.checkpoint("streamed", RESUME_AT), **FULL)
+    resumed = arms.run("resumed", two_slots, arms.checkpoint("streamed", RESUME_AT), **options)
     assert arms.log_history("resumed") == arms.log_history("resident")
     for name, weight in expected.steps[-1].weights.items():
         assert same_bits(weight, resumed.steps[-1].weights[name]), name

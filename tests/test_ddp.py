@@ -139,3 +139,13 @@ def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("cell", REST)
 def test_other_ways_of_running_ddp(rest: Path, cell: str) -> None:
     assert_exact(rest, cell)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDP_BACKEND", "nccl")
+    cells = ["default", "no_sync", "every_backward", "autocast"]
+    launch(tmp_path, cells)
+    for cell in cells:
+        assert_exact(tmp_path, cell)

@@ -36,6 +36,11 @@ class Place(NamedTuple):
     result itself."""
 
 
+def place_of(use: Use) -> Place:
+    """Where it is."""
+    return Place(use.path, None if use.node is None else use.edge)
+
+
 class Uses(NamedTuple):
     """How one graph of a layer uses its sources: its inputs, then its trainable parameters."""
 
@@ -123,8 +128,7 @@ class GraphAudit:
                 made = use.node._sequence_nr()
                 are_early |= first_casts.get(id(use.leaf), made) != made
             order.append(number)
-            edge = None if use.node is None else use.edge
-            places.setdefault(number, []).append(Place(use.path, edge))
+            places.setdefault(number, []).append(place_of(use))
         several = {number: tuple(each) for number, each in places.items() if len(each) > 1}
         return Uses(tuple(order), several, tuple(casts), are_early)
 

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from poros.arrival import operator_at
-from poros.audit import Place, Uses
+from poros.arrival import arrivals, operator_at
+from poros.audit import Place, Uses, place_of
 from poros.errors import PreparedModelError, RematerializationError
 
 Gradients = Sequence[torch.Tensor | None]
@@ -57,21 +57,30 @@ class Repeated:
             leaf: What stands in the recomputation for what is used several times.
 
         Raises:
-            RematerializationError: If the recomputation does not use it where the forward did.
+            RematerializationError: If the recomputation does not use it as often as the forward.
         """
         self.terms = [None] * len(self._places)
-        for number, (path, edge) in enumerate(self._places):
+        for number, (path, edge) in enumerate(self._uses(results, leaf)):
             if edge is None:
                 self.terms[number] = gradients[path[0]]
-                continue
-            node = operator_at(path, results)
-            if _leaf_behind(node, edge) is not leaf:
-                raise RematerializationError(
-                    f"{self._name}: expected the graph of the forward, found another in its "
-                    f"recomputation (a tensor of shape {tuple(leaf.shape)} is used elsewhere); the "
-                    "layer depends on state that is not its input"
-                )
-            self._keep(number, node, edge)
+            else:
+                self._keep(number, operator_at(path, results), edge)
+
+    def _uses(self, results: Sequence[torch.Tensor], leaf: torch.Tensor) -> Sequence[Place]:
+        """Where the recomputation uses it: mostly where the forward did."""
+        if all(
+            edge is None or _leaf_behind(operator_at(path, results), edge) is leaf
+            for path, edge in self._places
+        ):
+            return self._places
+        found = [place_of(use) for use in arrivals(results) if use.leaf is leaf]
+        if len(found) != len(self._places):
+            raise RematerializationError(
+                f"{self._name}: a tensor of shape {tuple(leaf.shape)} was used "
+                f"{len(self._places)} times in the forward and {len(found)} times in its "
+                "recomputation; the layer depends on state that is not its input"
+            )
+        return found
 
     def _keep(self, number: int, node: Any, edge: int) -> None:
         terms = self.terms

@@ -131,7 +131,7 @@ def skip_an_adapter_unaudited(patch: Patch) -> None:
         GraphAudit,
         "uses",
         lambda self, results, inputs, stand_ins, *_: Uses(
-            (0,) * len(inputs), tuple(range(len(stand_ins))), ()
+            tuple(range(len(inputs), len(inputs) + len(stand_ins))), {}, ()
         ),
     )
 

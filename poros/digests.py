@@ -6,8 +6,8 @@ arrive. The digest of one tensor is XXH3 of its bytes.
 
 Note: Accidents, not attacks
     A digest says whether bytes are those that were written. Whoever can change a file can write
-    its manifest anew, so a cryptographic hash would protect from nothing more, at a tenth of the
-    speed of XXH3, which is that of reading from memory.
+    its manifest anew, so a cryptographic hash would protect from nothing more. On one busy core
+    SHA-256 made 1.2 GB/s and XXH3 10.
 
 Note: Sources, not copies
     What ``PackedDigests`` hashes while a model is loaded, and ``SourceDigests`` while it is taken

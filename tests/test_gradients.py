@@ -4,10 +4,11 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from snapshots import (
     assert_same_run,
     assert_same_step,
@@ -20,6 +21,7 @@ from snapshots import (
     run,
     step,
 )
+from transformers import BartConfig, BartForCausalLM
 
 import poros
 from poros.errors import ParityError
@@ -137,14 +139,14 @@ def test_losses_on_hidden_states_are_exact(which: str) -> None:
     assert changes(*found) == {}
 
 
+def in_one_sum(terms: list[Any]) -> list[Any]:
+    first, *others = terms
+    return [sum(others, first), *[None] * len(others)]
+
+
 def test_control_the_terms_of_an_input_in_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     genuine = Repeated.take
-
-    def one_sum(self: Repeated) -> list[torch.Tensor | None]:
-        first, *others = genuine(self)
-        return [sum(others, first), *[None] * len(others)]  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Repeated, "take", one_sum)
+    monkeypatch.setattr(Repeated, "take", lambda self: in_one_sum(genuine(self)))
     found = []
     for model in (build(), poros.prepare(build(), self_check="off")):
         loss, _ = loss_on_states(model, LOSSES["everything"])
@@ -152,6 +154,53 @@ def test_control_the_terms_of_an_input_in_one_sum(monkeypatch: pytest.MonkeyPatc
         found.append(outcome(model))
     assert changes(*found)
     assert_same_run(run(build()), run(poros.prepare(build())))  # a loss on the outputs hides it
+
+
+class Decoder(NamedTuple):
+    """A decoder whose layers all read the states of an encoder, through two projections each."""
+
+    model: Model
+    states: torch.Tensor
+
+    @classmethod
+    def make(cls) -> "Decoder":
+        torch.manual_seed(0)
+        config = BartConfig(
+            vocab_size=64,
+            d_model=32,
+            decoder_layers=3,
+            decoder_attention_heads=2,
+            decoder_ffn_dim=32,
+            max_position_embeddings=32,
+            is_decoder=True,
+            add_cross_attention=True,
+        )
+        lora = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(BartForCausalLM(config), lora)
+        return cls(model, torch.randn(1, 5, 32).requires_grad_())
+
+    def step(self) -> dict[str, object]:
+        torch.manual_seed(1)
+        self.model.train()
+        ids = torch.arange(8)[None]
+        out = self.model(input_ids=ids, labels=ids, encoder_hidden_states=self.states)
+        out.loss.backward()
+        assert self.states.grad is not None and self.states.grad.any()
+        return {"states": digest(self.states.grad), **outcome(self.model)}
+
+
+def test_states_that_all_layers_read_get_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Decoder.make().step()
+
+    def found(self_check: str) -> dict[str, object]:
+        decoder = Decoder.make()
+        poros.prepare(decoder.model, allow_unvalidated=True, self_check=self_check)
+        return decoder.step()
+
+    assert changes(expected, found("strict")) == {}
+    genuine = Repeated.take
+    monkeypatch.setattr(Repeated, "take", lambda self: in_one_sum(genuine(self)))
+    assert changes(expected, found("off"))
 
 
 def test_a_lost_term_is_found_by_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,24 @@ def test_control_a_clean_up_that_is_not_made_up_for(
     raise AssertionError("no interruption left anything behind")
 
 
+def test_a_second_interruption_as_the_clean_up_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undone at once, although the interruption, and with it the frame of the visit, lives on."""
+    visits, undone = Visits(), []
+    genuine = visits.end
+    strikes = iter([KeyboardInterrupt])
+
+    def end(note: Any) -> None:
+        for error in strikes:
+            raise error
+        genuine(note)
+
+    monkeypatch.setattr(visits, "end", end)
+    with pytest.raises(KeyboardInterrupt) as held, visits.begin("x", lambda: undone.append(1)):
+        raise KeyboardInterrupt
+    assert held.value.__traceback__ is not None
+    assert undone == [1]
+
+
 def test_a_visit_within_a_visit_is_refused() -> None:
     model = AdversarialPrepare()(build(num_layers=4), slots=4)
     runtimes = [runtime_of(each) for each in layers_of(model)]

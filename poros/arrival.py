@@ -41,7 +41,7 @@ class Use(NamedTuple):
     """The operator that uses the leaf; None if the leaf is itself a result."""
     edge: int
     """Which of the gradients that the operator gives is the leaf's."""
-    path: "Path"
+    path: Path
     """The way to the operator. Graphs of equal form have it in common."""
 
     @property

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from poros.arrival import arrivals, operator_at
-from poros.audit import Place, Uses, place_of
+from poros.audit import Place, Uses
 from poros.errors import PreparedModelError, RematerializationError
 
 Gradients = Sequence[torch.Tensor | None]
@@ -60,20 +60,34 @@ class Repeated:
             RematerializationError: If the recomputation does not use it as often as the forward.
         """
         self.terms = [None] * len(self._places)
-        for number, (path, edge) in enumerate(self._uses(results, leaf)):
-            if edge is None:
-                self.terms[number] = gradients[path[0]]
+        for number, (node, edge) in enumerate(self._uses(results, leaf)):
+            if node is None:
+                self.terms[number] = gradients[edge]
             else:
-                self._keep(number, operator_at(path, results), edge)
+                self._keep(number, node, edge)
 
-    def _uses(self, results: Sequence[torch.Tensor], leaf: torch.Tensor) -> Sequence[Place]:
-        """Where the recomputation uses it: mostly where the forward did."""
-        if all(
-            edge is None or _leaf_behind(operator_at(path, results), edge) is leaf
+    def _uses(
+        self, results: Sequence[torch.Tensor], leaf: torch.Tensor
+    ) -> Sequence[tuple[Any, int]]:
+        """The operators of the recomputation that use it, mostly those of the forward.
+
+        Returns:
+            Each with the number of its edge; None with the number of a result that is the leaf.
+        """
+        nodes = [
+            (None, path[0]) if edge is None else (operator_at(path, results), edge)
             for path, edge in self._places
+        ]
+        if all(
+            each.edge is None or _leaf_behind(node, edge) is leaf
+            for each, (node, edge) in zip(self._places, nodes, strict=True)
         ):
-            return self._places
-        found = [place_of(use) for use in arrivals(results) if use.leaf is leaf]
+            return nodes
+        found = [
+            (use.node, use.edge if use.node is not None else use.path[0])
+            for use in arrivals(results)
+            if use.leaf is leaf
+        ]
         if len(found) != len(self._places):
             raise RematerializationError(
                 f"{self._name}: a tensor of shape {tuple(leaf.shape)} was used "

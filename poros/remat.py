@@ -33,7 +33,7 @@ the same memory through ``.data``) between a forward and its backward is not see
 autograd.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -186,10 +186,13 @@ class LayerCall:
         )
         versions = [each._version for each in inputs]
         early = self.layer.audit.early
-        state = (tuple(map(id, self.parameters)), self._adapter_state, self.ambient.training)
-        # What a compiler makes of a layer does not go through autocast's cache.
         shares_casts = self.shared_casts is not None
-        is_watched = shares_casts and not self.layer.is_compiled and early.are_possible(state)
+        state: Hashable = None
+        is_watched = False
+        # What a compiler makes of a layer does not go through autocast's cache.
+        if shares_casts and not self.layer.is_compiled:
+            state = (tuple(map(id, self.parameters)), self._adapter_state, self.ambient.training)
+            is_watched = early.are_possible(state)
         num_nodes = -torch._C._autograd._get_sequence_nr()
         with (
             self.layer.visit(Phase.FORWARD, adapters) as slot,

@@ -162,7 +162,7 @@ def main(folder: Path, cells: list[str]) -> None:
     for (name, arm), model in models.items():
         cell = CELLS[name]
         if arm == "streamed":
-            poros.prepare(model, device=str(device))
+            poros.prepare(model, device=str(device), slots=2)
         else:
             model.to(device)
         if cell.trainer:

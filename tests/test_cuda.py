@@ -281,7 +281,7 @@ def settings() -> Iterator[None]:
     """TrainingArguments(tf32=True) sets them for the whole process."""
     before = current_settings()
     yield
-    set_settings(before)
+    set_settings(before, ExitStack())  # never closed: they stay
 
 
 @pytest.mark.parametrize("tf32", [None, True])

@@ -315,7 +315,7 @@ def _(action: Probe, arm: "Arm") -> bool:
         once()
         num_recorded = sum(1 for _ in arm.record.entries)
         counts.append(num_alive() - num_recorded)
-    arm.record.add(f"growth of step {arm.step_index}", counts[-1] - counts[1])
+    arm.record.add(f"growth of step {arm.step_index}", max(0, counts[-1] - counts[1]))
     return True
 
 

@@ -10,7 +10,7 @@ states are put back, no gradient is accumulated, no hook of a parameter runs.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,6 +109,8 @@ class Runs:
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         attention = AttentionKernels(deterministic=kernels is not None)
+        # A compiler traces what a mode does, and does not come to an end with some adapters.
+        is_traced = runtime_of(evidence.layer).is_compiled and self._device.type == "cpu"
         with (
             unchanged_flags(),
             _repeating(kernels),
@@ -117,7 +119,8 @@ class Runs:
             with evidence.state(self._device):
                 token = _active_collector.set(record)
                 try:
-                    with _repeating(kernels), attention:  # ``state`` has put the flag back
+                    # ``state`` has put the flag back.
+                    with _repeating(kernels), nullcontext() if is_traced else attention:
                         result = forward(*args, **kwargs)
                 finally:
                     _active_collector.reset(token)
@@ -220,7 +223,8 @@ class _Deterministic:
         return getattr(self._runtime, name)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with AttentionKernels(deterministic=True):
+        is_traced = self._runtime.is_compiled and self._runtime.device.type == "cpu"
+        with nullcontext() if is_traced else AttentionKernels(deterministic=True):
             return self._runtime.run(args, kwargs)
 
 

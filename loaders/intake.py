@@ -295,6 +295,14 @@ class Intake:
             "check that config.json and weights belong together"
         )
 
+    def packed(self, name: str) -> CheckpointFormatError:
+        """The error for a 4-bit weight where the configuration wants a dense one."""
+        return CheckpointFormatError(
+            f"{self._where(name)}: expected a dense weight, as config.json says "
+            "(llm_int8_skip_modules?), found a 4-bit one; check that config.json and weights "
+            "belong together"
+        )
+
     def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """What a tensor of the planned model takes: itself, or its packed form and scales."""
         if _is_4bit(tensor):

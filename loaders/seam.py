@@ -186,6 +186,11 @@ class _Quantizing(_Receiving, Bnb4BitHfQuantizer):
         super().preprocess_model(model, dtype=dtype, **kwargs)
         self._plan(model, dtype)
 
+    def _process_model_before_weight_loading(self, model: Any, *_: Any, **kwargs: Any) -> None:
+        # "All on the CPU" is where Poros loads to. With llm_int8_enable_fp32_cpu_offload,
+        # transformers would take it for what the user wants to be left dense.
+        super()._process_model_before_weight_loading(model, **{**kwargs, "device_map": None})
+
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         needed = super().param_needs_quantization(model, param_name, **kwargs)
         return bool(needed) or self._is_placed(model, param_name)
@@ -314,6 +319,8 @@ class _Deserialize(_Operation):
     def _require_state(self, name: str, parts: dict[str, Any], model: Any) -> None:
         planned = model.get_parameter_or_buffer(name)
         if type(planned).__name__ != "Params4bit":
+            if len(parts) > 1:
+                raise self._intake.packed(name)
             return
         tensors = {key: each[0] if isinstance(each, list) else each for key, each in parts.items()}
         if len(tensors) == 1:

@@ -86,7 +86,8 @@ class GraphAudit:
         Raises:
             UnsupportedModelError: If a leaf is neither an input nor a stand-in.
         """
-        key = (tuple([each.requires_grad for each in inputs]), tuple(map(id, stand_ins)), form)
+        ends = [each.requires_grad for each in (*inputs, *results)]
+        key = (tuple(ends), len(inputs), tuple(map(id, stand_ins)), form)
         known = self._uses.get(key) if form is not None else None
         if known is None:
             known = self._walk(results, inputs, stand_ins, first_casts or {})

@@ -20,7 +20,8 @@ from poros.errors import PreparedModelError
 logger = logging.getLogger(__name__)
 
 _MERGING = ("merge_adapter", "merge_and_unload", "unload", "unmerge_adapter")
-_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+_CHECKPOINTING = "_set_gradient_checkpointing"
+"""What every way of switching it on goes through. That also has the inputs require gradients."""
 
 
 class Guards:
@@ -48,9 +49,7 @@ class Guards:
                     self._put(module, method, _refuse_merging(method))
                 self._put(module, "_create_and_replace", initialisation(module))
             if isinstance(module, PreTrainedModel):
-                for method in _CHECKPOINTING:
-                    if hasattr(module, method):
-                        self._put(module, method, _skip_checkpointing(method))
+                self._put(module, _CHECKPOINTING, _skip_checkpointing(module))
 
         for module in ancestors[-1][1].modules():
             if isinstance(module, BaseTunerLayer):
@@ -103,8 +102,14 @@ def _refuse_compiling(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _skip_checkpointing(method: str) -> Callable[..., None]:
-    def skip(*args: Any, **kwargs: Any) -> None:
-        logger.info("poros: %s ignored: every streamed layer is recomputed already", method)
+def _skip_checkpointing(module: PreTrainedModel) -> Callable[..., None]:
+    genuine = getattr(type(module), _CHECKPOINTING)
+
+    # Without a parameter called "value", by which transformers knows an older form.
+    def skip(enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        if enable:
+            logger.info("poros: checkpointing ignored: every streamed layer is recomputed already")
+        else:
+            genuine(module, enable, *args, **kwargs)
 
     return skip

@@ -290,6 +290,13 @@ class _Reading:
             why.num_bytes / 1e9,
         )
         what = f"the weights of {quoted(os.fspath(self._source), is_bare=True)}"
+        quantization = settled.found or settled.wanted
+        if getattr(quantization, "llm_int8_enable_fp32_cpu_offload", False):
+            raise UnsupportedModelError(
+                f"{what}: expected llm_int8_enable_fp32_cpu_offload=False for a model that cannot "
+                "be streamed, found True. transformers would quantize nothing that lies in host "
+                f"memory, which is all. It cannot be streamed because: {why}"
+            )
         require_host_memory(why.num_bytes, what)
         asked = self._asked
         # As it was read, with the quantization that was taken out of the other one.

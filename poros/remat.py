@@ -33,8 +33,8 @@ the same memory through ``.data``) between a forward and its backward is not see
 autograd.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -267,6 +267,27 @@ class LayerCall:
             )
         return results
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Raise if hooks inside the layer draw random numbers, and hooks on its adapters may.
+
+        A resident run hands an adapter its gradient between two operators of the layer, so that
+        they would draw in turn. Here all operators come first.
+        """
+        if not any(
+            each._backward_hooks or each._post_accumulate_grad_hooks for each in self.parameters
+        ):
+            yield
+            return
+        before = RngStash.capture(self.layer.device)
+        yield
+        if not before.equals(RngStash.capture(self.layer.device)):
+            raise RematerializationError(
+                f"{self.layer.name}: expected hooks on its adapters, or hooks inside it that draw "
+                "random numbers in backward, found both. They would draw in another order than in "
+                "a resident run; take one sort off, or have it draw from a generator of its own"
+            )
+
     def unpack_results(self, values: Sequence[Any]) -> Any:
         """Result, written and recorded values, with ``values`` in the places of their tensors."""
         return unpack(self._result, values)
@@ -397,7 +418,8 @@ class RematerializeLayer(torch.autograd.Function):
                 ends, starts = zip(*pairs, strict=True)
                 for number, each in call.repeated.items():
                     each.watch(results, gradients, sources[number])
-                found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+                with call.in_turn():
+                    found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
         call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():

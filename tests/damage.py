@@ -120,6 +120,16 @@ def config(**changes: Any) -> Break:
     return document(CONFIG, **changes)
 
 
+def quantized(**changes: Any) -> Break:
+    """Change the quantization_config of a checkpoint."""
+
+    def change(folder: Path) -> None:
+        found = json.loads((folder / CONFIG).read_text())["quantization_config"]
+        config(quantization_config={**found, **changes})(folder)
+
+    return change
+
+
 def state(weight: str, **changes: Any) -> Break:
     """Change fields of the JSON in the state of a 4-bit weight; ``...`` takes one away."""
 

@@ -22,6 +22,7 @@ from tests.damage import (
     kept_config,
     manifest,
     put,
+    quantized,
     renamed,
     rest,
     sparse,
@@ -254,6 +255,11 @@ ADAPTERS = [
 STATES = [
     packed("as they should be", lambda f: None, None),
     packed("single, as they should be", lambda f: None, None, base="4bit single"),
+    packed(
+        "packed where the configuration is dense",
+        quantized(llm_int8_skip_modules=["lm_head", "down_proj"]),
+        "expected a dense weight, as config.json says",
+    ),
     packed("NaN offset", state(DOWN, nested_offset=NAN), "NaN is not JSON"),
     packed("endless offset", state(DOWN, nested_offset=1e999), "Infinity is not JSON"),
     packed("offset is a text", state(DOWN, nested_offset="0"), "a finite nested_offset"),

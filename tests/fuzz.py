@@ -208,6 +208,9 @@ def _run_forward(model: Any) -> str:
 def _compared(model: Any, place: Path, base: str) -> dict[str, Any]:
     from tests.loaded import differences, quantization, standard
 
+    used = getattr(model.config, "quantization_config", None)
+    if getattr(used, "llm_int8_enable_fp32_cpu_offload", False):
+        return {"outcome": ", from_pretrained makes other weights on a CPU"}
     try:
         expected = standard(place, None if base.startswith("4bit") else quantization())
     except Exception:

@@ -13,6 +13,7 @@ import pytest
 from poros.gates import fuzz
 from poros.gates.fuzz_program import (
     Adapter,
+    Compile,
     EditAdapter,
     EditBase,
     Enable,
@@ -20,6 +21,7 @@ from poros.gates.fuzz_program import (
     Forward,
     Hook,
     Policy,
+    Probe,
     Program,
     SetAttention,
     SetDropout,
@@ -155,6 +157,32 @@ PROGRAMS: dict[str, Program] = {
     "the optimizer in backward, two forwards in one autocast region": Program(
         steps=(Step(forwards=(Forward(), Forward(batch=1)), autocast="shared"),),
         optimizer="in_backward",
+    ),
+    "as many operators, and another number of results": Program(
+        subject=Subject(architecture="prophetnet", targets="mlp"),
+        steps=(Step(forwards=(Forward(attentions=True),)), Step()),
+    ),
+    "noise in hooks on adapters and on an activation": Program(
+        before=(Hook(kind="parameter", does="add_noise"),),
+        steps=(
+            Step(before=(Hook(kind="tensor", does="add_noise", part="self_attn.q_proj", tag=1),)),
+        ),
+    ),
+    "checkpointing asked for, which has the embeddings require gradients": Program(
+        subject=Subject(targets="mlp"),
+        steps=(
+            Step(
+                before=(Hook(does="capture", part="self_attn.o_proj"), Enable("checkpointing")),
+                forwards=PENALIZED,
+            ),
+        ),
+    ),
+    "DoRA in compiled layers, checked": Program(
+        subject=Subject(kind="dora"), steps=(Step(before=(Compile(),)),)
+    ),
+    "a compiled layer measured for leaks": Program(
+        policy=Policy(streams="adversarial"),
+        steps=(Step(before=(Probe("step"), Compile(), Evaluate()), between=(Evaluate(),)),),
     ),
 }
 

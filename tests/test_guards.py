@@ -146,11 +146,12 @@ def test_moving_to_the_same_device_is_harmless(level: str, model: Any) -> None:
 
 @pytest.mark.parametrize("level", ["PEFT model", "tuner", "causal LM", "inner model"])
 @pytest.mark.parametrize("method", ["activation_checkpointing", "gradient_checkpointing"])
-def test_enabling_checkpointing_is_a_logged_no_op(
+def test_enabling_checkpointing_changes_what_comes_in_and_no_layer(
     level: str, method: str, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = picture(model)
     module = LEVELS[level](model)
+    twin = build()
     if not hasattr(model.get_base_model(), f"{method}_enable"):
         pytest.skip(f"this transformers has no {method}_enable")
     with caplog.at_level(logging.INFO, "poros"):
@@ -158,9 +159,16 @@ def test_enabling_checkpointing_is_a_logged_no_op(
         getattr(module, f"{method}_enable")({"use_reentrant": True})
         getattr(module, f"{method}_enable")(**{f"{method}_kwargs": {"use_reentrant": False}})
     assert sum("checkpointing" in each.getMessage() for each in caplog.records) == 3
-    assert changes(before, picture(model)) == {}
     assert not model.get_base_model().is_gradient_checkpointing
-    twin = build()
+    # A resident model's embeddings require gradients from then on, which a loss may look at.
+    getattr(LEVELS[level](twin), f"{method}_enable")({"use_reentrant": False})
+    embedded = [each.get_input_embeddings()(torch.arange(4)) for each in (twin, model)]
+    assert embedded[0].requires_grad and embedded[1].requires_grad
+    for each in (twin, model):
+        each.get_input_embeddings()._forward_hooks.clear()
+    assert {
+        name for name in changes(before, picture(model)) if "require_grads" not in name
+    } == set()
     assert_same_run(run(twin), run(model))
     getattr(module, f"{method}_disable")()
     assert_same_run(run(twin), run(model))

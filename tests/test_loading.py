@@ -20,6 +20,7 @@ from tests.loaded import (
     NORM,
     checkpoints,
     copy_of,
+    described,
     differences,
     is_mapped,
     quantization,
@@ -116,6 +117,28 @@ def test_modules_to_skip(checkpoint: Any, skipped: list[str]) -> None:
     model = load(path, quantization=config)
     assert differences(model, standard(path, config)) == []
     assert unplaced(model) == []
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["4-bit already", "dense"])
+def test_offload_to_a_cpu_is_no_reason_to_stay_dense(
+    checkpoint: Any, tmp_path: Path, is_packed: bool
+) -> None:
+    """With it, transformers quantizes nothing that it is told to put on a CPU, which is all here.
+
+    Of packed weights it then makes others, at random.
+    """
+    path, config = checkpoint(), quantization(llm_int8_enable_fp32_cpu_offload=True)
+    expected = standard(path, quantization())
+    if is_packed:
+        expected.config.quantization_config.llm_int8_enable_fp32_cpu_offload = True
+        expected.save_pretrained(path := tmp_path)
+        model = load(path)
+    else:
+        model = load(path, quantization=config)
+    assert model.config.quantization_config.llm_int8_enable_fp32_cpu_offload
+    ours, theirs = described(model), described(expected)
+    about = {"config", "hf_quantizer", "attributes", "name_or_path", "_name_or_path"}
+    assert [key for key in ours.keys() - about if ours[key] != theirs[key]] == []
 
 
 @pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float32"])

@@ -1,7 +1,6 @@
 """``prepare``, ``restore`` and ``runtime``: the public verbs."""
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -181,12 +180,8 @@ def prepare_with(
     *,
     streams: StreamContext | None = None,
     journal: list[Action] | None = None,
-    origins: Mapping[str, str] | None = None,
 ) -> ModelT:
-    """``prepare`` with the stream context given, and a journal of every action if wanted.
-
-    ``origins`` is for copies of a prepared model: see ``Takeover``.
-    """
+    """``prepare`` with the stream context given, and a journal of every action if wanted."""
     existing = _find(model)
     if existing is not None:
         if existing.policy == policy:
@@ -200,15 +195,7 @@ def prepare_with(
         inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
         device = streams.device if streams is not None else _choose_device(model, policy)
         settle(device)
-        takeover = Takeover(
-            model,
-            inventory,
-            policy,
-            streams or streams_for(device),
-            prepare_with,
-            journal,
-            origins or {},
-        )
+        takeover = Takeover(model, inventory, policy, streams or streams_for(device), journal)
         try:
             runtime = _supervise(takeover, inventory, policy)
         except BaseException:

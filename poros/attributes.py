@@ -46,7 +46,7 @@ _LEFT_OUT = frozenset(
         "in_features",
         "out_features",
         "use_cache",
-        # The guards of ``poros.guards``, which come and go with a copy of the model.
+        # The guards of ``poros.guards``.
         "merge",
         "unmerge",
     }

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from poros.ambient import AutocastRegions
 from poros.audit import GraphAudit
 from poros.boundaries import Boundaries, Parked
-from poros.calls import require_harmless
+from poros.calls import refuse_copy, require_harmless
 from poros.casts import is_region_within
 from poros.channels import RECORDABLE, recorded_outputs
 from poros.compiled import CompiledForward, refuse_outer_graph
@@ -436,10 +436,7 @@ class StreamedLayerMixin:
         self.__dict__["gradient_checkpointing"] = wanted
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise PreparedModelError(
-            f"{runtime_of(self).name} is streamed and cannot be copied or pickled: a copy would "
-            "share the slots of the original. Call poros.restore(model) first"
-        )
+        refuse_copy(runtime_of(self).name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__reduce_ex__(2)

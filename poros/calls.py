@@ -1,6 +1,7 @@
-"""Moves and casts that a streamed layer has to refuse."""
+"""Calls that a prepared model and its layers have to refuse: moves, casts, copies."""
 
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import torch
 
@@ -22,3 +23,12 @@ def require_harmless(
                 f"{moved.dtype} on {moved.device}. The streamed base would not follow. Call "
                 "poros.restore(model), move or cast it, then prepare again"
             )
+
+
+def refuse_copy(what: str) -> NoReturn:
+    """Raise on a copy or a pickle of ``what``."""
+    raise PreparedModelError(
+        f"expected to copy or pickle a model that is not prepared, found {what}, whose base is in "
+        "host memory once and streams through slots of its own. Call poros.restore(model) first, "
+        "and poros.prepare on what you copied"
+    )

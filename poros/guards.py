@@ -6,15 +6,15 @@ not changed anything yet; ``Guards.remove`` takes them off again.
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from poros.calls import require_harmless
+from poros.calls import refuse_copy, require_harmless
 from poros.errors import PreparedModelError
 
 logger = logging.getLogger(__name__)
@@ -34,16 +34,15 @@ class Guards:
         self,
         ancestors: Sequence[tuple[str, nn.Module]],
         device: torch.device,
-        copiers: Mapping[str, Callable[..., Any]],
         initialisation: Callable[[BaseTuner], Callable[..., Any]],
     ) -> None:
         """Guard the modules above the layers, outermost first; the outermost can be copied."""
-        for method, copier in copiers.items():
-            self._put(ancestors[0][1], method, copier)
         for name, module in ancestors:
             where = name or type(module).__name__
             self._put(module, "_apply", _ApplyGuard(module, where, device))
             self._put(module, "compile", _refuse_compiling)
+            for method in ("__deepcopy__", "__reduce_ex__"):
+                self._put(module, method, _refuse_copying(where))
             if isinstance(module, BaseTuner):
                 for method in _MERGING:
                     self._put(module, method, _refuse_merging(method))
@@ -90,6 +89,13 @@ def _refuse_merging(method: str) -> Callable[..., Any]:
             f"{method}: expected a model whose base is in place, found a prepared one (its base is "
             "in the host store). Call poros.restore(model) first"
         )
+
+    return refuse
+
+
+def _refuse_copying(where: str) -> Callable[..., NoReturn]:
+    def refuse(_: object) -> NoReturn:
+        refuse_copy(f"{where} of a prepared one")
 
     return refuse
 

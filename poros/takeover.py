@@ -8,8 +8,8 @@ Note: Reversible, instance only
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ from poros.ambient import AutocastRegions
 from poros.block import LayerRuntime, attach, detach, runtime_of, streamed_class
 from poros.boundaries import Boundaries
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.copies import Prepare, copiers
 from poros.digests import SourceDigests
 from poros.discover import Inventory, is_adapter_module, staying_places
 from poros.frozen import (
@@ -59,10 +58,7 @@ class Takeover:
         inventory: What it found.
         policy: How to stream.
         streams: The device's streams, or a stand-in.
-        prepare: Prepares a copy of the model.
         journal: See ``BlockManager``.
-        origins: Devices to restore tensors to, by name, where that is not where they are: those of
-            the prepared model that ``model`` is a copy of.
 
     Raises:
         CheckpointFormatError: If layers stay in a file that is not what was loaded; the model is
@@ -77,14 +73,11 @@ class Takeover:
         inventory: Inventory,
         policy: StreamingPolicy,
         streams: StreamContext,
-        prepare: Prepare,
         journal: list[Action] | None,
-        origins: Mapping[str, str],
     ) -> None:
         self.device = streams.device
         self._streams = streams
         self._journal = journal
-        self._origins = origins
         self.model = weakref.ref(model)
         self._base = weakref.ref(inventory.base)
         self._layers_name = inventory.layers_name
@@ -93,7 +86,6 @@ class Takeover:
         self._small = inventory.small
         self._kinds = inventory.kinds
         self.block_size = policy.block_size
-        self._copiers = copiers(self, policy, prepare)
         self.visits = Visits()
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
@@ -238,11 +230,6 @@ class Takeover:
                 return [(id(each.parameter), each.parameter.dtype) for each in found]
         return []
 
-    @property
-    def origins(self) -> dict[str, str]:
-        """Where each tensor that has moved came from, by name."""
-        return {part.name: str(origin) for part, origin in self._moved}
-
     def revert(self) -> None:
         """Make the model what it was. The slots and the page locks are gone afterwards.
 
@@ -253,19 +240,6 @@ class Takeover:
         self._undo.close()
         self.host.unpin()
         self.boundaries.unpin()
-
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        """The model as if it were not prepared, its base at rest in host memory. For copying it."""
-        model = self.model()
-        layers = [layer for reference in self._layers if (layer := reference()) is not None]
-        held = [(layer, runtime_of(layer), type(layer)) for layer in layers]
-        self._undo.close()
-        try:
-            yield
-        finally:
-            if model is not None:
-                self._engage(held, model)
 
     def _move_back(self) -> None:
         # All new places first: if one cannot be had, nothing has moved.
@@ -303,7 +277,7 @@ class Takeover:
                 target = slab.tensor(spec)
                 with torch.no_grad():
                     target.copy_(source)
-                self._base_origin = self._origin(part)
+                self._base_origin = part.get().device
                 self._moved.append((part, self._base_origin))
                 part.put(target)
             for each in tensors:
@@ -318,7 +292,7 @@ class Takeover:
     def _move_small(self) -> None:
         """Norms, biases and buffers of the layers."""
         for part, copy in self.small.moves:
-            self._moved.append((part, self._origin(part)))
+            self._moved.append((part, part.get().device))
             _put(part, copy)
         self.small.moves.clear()
 
@@ -351,21 +325,11 @@ class Takeover:
 
     def _place(self, parts: Iterable[Part], device: torch.device) -> None:
         for part in parts:
-            before, origin = part.get(), self._origin(part)
+            before = part.get()
             if before.device != device:
                 after = before.to(device)
-                self._moved.append((part, origin))
+                self._moved.append((part, before.device))
                 _put(part, after)
-            elif origin != device:
-                self._moved.append((part, origin))
-
-    def _origin(self, part: Part) -> torch.device:
-        """Where ``restore`` brings ``part``: an origin of another machine may not be here."""
-        here = part.get().device
-        origin = torch.device(self._origins.get(part.name, here))
-        if origin.type == "cuda" and (origin.index or 0) >= torch.cuda.device_count():
-            return here
-        return origin
 
     def _make_runtimes(
         self, inventory: Inventory
@@ -442,9 +406,7 @@ class Takeover:
         self._hide_from_ddp(model)
         guards = Guards()
         self._undo.callback(guards.remove)
-        guards.install(
-            ancestors, self.device, self._copiers, partial(Initialisation, renew=self._renewer())
-        )
+        guards.install(ancestors, self.device, partial(Initialisation, renew=self._renewer()))
 
     def _hide_from_ddp(self, model: nn.Module) -> None:
         """DDP would broadcast the frozen tensors at its start, writing to the host copies.

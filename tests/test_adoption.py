@@ -191,13 +191,10 @@ def test_a_failed_prepare_leaves_the_store_on_the_model() -> None:
     assert poros.runtime(model)._takeover.is_adopted
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_copies_of_the_model_have_bytes_of_their_own(prepared: bool) -> None:
-    # A 4-bit weight does not survive a pickle of a model that is not prepared.
-    base = loaded(quantize=prepared)
+def test_copies_of_the_model_have_bytes_of_their_own() -> None:
+    # A 4-bit weight does not survive a pickle of a model.
+    base = loaded(quantize=False)
     model = adapted(base)
-    if prepared:
-        poros.prepare(model)
     store = left_store(base)
     assert store is not None
     start, end = store.slabs[0].bytes.data_ptr(), store.slabs[-1].bytes.data_ptr()
@@ -209,14 +206,14 @@ def test_copies_of_the_model_have_bytes_of_their_own(prepared: bool) -> None:
         pickle.loads(pickle.dumps(model)),
         torch.load(buffer, weights_only=False),
     ]
-    expected = run(adapted(loaded(quantize=prepared)))
+    expected = run(adapted(loaded(quantize=False)))
     for twin in twins:
         assert left_store(twin.get_base_model()) is None
         weights = [each.data_ptr() for each in layers_of(twin).parameters()]
         assert not [each for each in weights if start <= each <= end]
-        assert_same_run(expected, run(twin if prepared else poros.prepare(twin)))
+        assert_same_run(expected, run(poros.prepare(twin)))
     assert left_store(base) is store
-    assert_same_run(expected, run(model if prepared else poros.prepare(model)))
+    assert_same_run(expected, run(poros.prepare(model)))
 
 
 def test_a_trained_bias_leaves_its_slab() -> None:

@@ -5,7 +5,6 @@ are not in backward, so most tests run it as plain matrix products, and one asks
 deterministic kernels, whatever it then chooses.
 """
 
-import copy
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -258,16 +257,6 @@ def test_prepare_moves_the_base_to_the_host_and_restore_back(checkpoint: Path, o
     assert {str(each.device) for each in (*model.parameters(), *model.buffers())} == {origin}
     assert hash_digests(start_digests(model)) == hash_digests(before)
     assert compare_mappings(streamed, answers(model.to(DEVICE))) == []
-
-
-def test_a_copy_is_restored_to_where_the_original_was(checkpoint: Path) -> None:
-    model = poros.prepare(load(checkpoint), device=str(DEVICE), slots=2)
-    twin = poros.restore(copy.deepcopy(model))
-    assert {str(each.device) for each in (*twin.parameters(), *twin.buffers())} == {str(DEVICE)}
-    assert hash_digests(start_digests(twin)) == hash_digests(start_digests(load(checkpoint)))
-    expected = train(load(checkpoint), BATCHES, SPEC)
-    assert compare_trajectories(expected, train(twin, BATCHES, SPEC)) == []
-    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
 
 
 def test_a_model_loaded_on_the_cpu_trains_like_a_resident_one(checkpoint: Path) -> None:

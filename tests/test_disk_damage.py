@@ -191,7 +191,6 @@ def test_while_it_trains(store: Path, tmp_path: Path, damage: Callable[[Path], N
         "training": lambda: step(model),
         "restore": lambda: poros.restore(model),
         "saving the base": lambda: base.save_pretrained(tmp_path / "base"),
-        "a deep copy": lambda: copy.deepcopy(model),
         "a tensor of it": lambda: look(base, tmp_path),
     }
     for name, use in uses.items():

@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -254,46 +255,37 @@ def test_kbit_preparation_after_prepare_is_never_silent(
         optimizer.step()
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
+COPIES: dict[str, Callable[[Any], object]] = {
+    "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": lambda model: saved_and_loaded(model),
+    "pickle": pickle.dumps,
+    "torch.save": lambda module: torch.save(module, io.BytesIO()),
+    "a container": lambda module: copy.deepcopy({"model": module}),
+    "an optimizer beside it": lambda module: pickle.dumps((torch.optim.Adam, module)),
 }
 
 
-def saved_and_loaded(model: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_of_the_prepared_model_is_a_prepared_model(how: str, model: Any) -> None:
-    before = picture(model, identity=False)  # guards and runtime are put back as new objects
-    twin = COPIES[how](model)
-    assert changes(before, picture(model, identity=False)) == {}
-    assert poros.runtime(twin) is not poros.runtime(model)
-    assert poros.runtime(twin).policy == poros.runtime(model).policy
-    assert changes(bits_of(model), bits_of(twin)) == {}
-    assert_still_exact(twin)
-    assert_still_exact(model)
-
-
-@pytest.mark.parametrize("level", [level for level in LEVELS if level != "PEFT model"])
-def test_copies_and_pickles_of_a_part_are_refused(level: str, model: Any) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_are_refused(level: str, how: str, model: Any) -> None:
+    """Of the model and of every part that holds a layer; nothing has changed then."""
     before = picture(model)
-    module = LEVELS[level](model)
-    attempts: list[Callable[[], object]] = [
-        lambda: copy.deepcopy(module),
-        lambda: pickle.dumps(module),
-        lambda: torch.save(module, io.BytesIO()),
-    ]
-    for attempt in attempts:
-        with pytest.raises(PreparedModelError, match=r"copied or pickled.*poros\.restore"):
-            attempt()
-        assert changes(before, picture(model)) == {}
+    with pytest.raises(PreparedModelError, match=r"expected to copy or pickle.*poros\.restore"):
+        COPIES[how](LEVELS[level](model))
+    assert changes(before, picture(model)) == {}
+
+
+def test_a_model_whose_copy_was_refused_trains_exactly(model: Any) -> None:
+    for attempt in COPIES.values():
+        with pytest.raises(PreparedModelError):
+            attempt(model)
     assert_still_exact(model)
+
+
+def test_a_new_process_is_not_given_a_prepared_model(model: Any) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=print, args=(model,))
+    with pytest.raises(PreparedModelError, match="expected to copy or pickle"):
+        process.start()
 
 
 def test_copies_and_pickles_of_the_restored_model_work(model: Any) -> None:

@@ -49,7 +49,7 @@ LAYERS = [
     {"manager"},
     {"remat", "adapters", "discover"},
     {"block"},
-    {"adoption", "guards", "copies", "newcomers", "takeover", "saving"},
+    {"adoption", "guards", "newcomers", "takeover", "saving"},
     {"load_options", "load_settings", "skeleton", "rehearsal", "advice", "budget"},
     {"api", "trainer", "loading", "planner", "speeds"},
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},

@@ -36,7 +36,7 @@ FUZZ_PARTS = (
 )
 # Decide no bit of either arm: messages, commands, audits after the fact, and the registry itself.
 NOT_HASHED = {
-    *("poros.api", "poros.budget", "poros.calls", "poros.cli", "poros.config", "poros.copies"),
+    *("poros.api", "poros.budget", "poros.calls", "poros.cli", "poros.config"),
     *("poros.demo", "poros.demo_data", "poros.demo_report", "poros.errors", "poros.guards"),
     "poros.newcomers",
     *("poros.digests", "poros.disk", "poros.load_options", "poros.load_settings"),

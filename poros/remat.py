@@ -38,7 +38,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import FunctionCtx
 
 from poros.ambient import AmbientState, adapter_state
 from poros.audit import GraphAudit, Uses
@@ -46,9 +45,10 @@ from poros.boundaries import Parked
 from poros.casts import SharedCasts
 from poros.channels import SideChannels
 from poros.early import first_casts
-from poros.errors import PreparedModelError, RematerializationError
+from poros.errors import RematerializationError
 from poros.handover import NotThrough, Repeated, hand_in, sealed
 from poros.pack import pack, unpack
+from poros.retained import Remains, is_packed_by_others, saved_tensors, without_slot
 from poros.rng import RngStash
 from poros.small import StayingState
 from poros.tree import Adapter, ModuleTree, shares_memory
@@ -149,6 +149,10 @@ class LayerCall:
     def needs_gradient(self) -> bool:
         return bool(self.parameters) or any(each.requires_grad for each in self.tensors)
 
+    def has_hooks(self) -> bool:
+        """Whether code of the user may see tensors from inside the layer."""
+        return not self._tree.has_fixed_graph()
+
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
         args = tuple(unpack(each, tensors) for each in self._args)
@@ -173,7 +177,7 @@ class LayerCall:
 
     def forward(self) -> list[torch.Tensor]:
         """The forward: run, and keep what the recomputation must reproduce, values aside."""
-        is_fixed = self._tree.has_fixed_graph()
+        is_fixed = not self.has_hooks()
         # Tensors from inside are taken by hooks; a compiler would trace what is done about it too.
         is_open = not is_fixed and not self.layer.is_compiled
         inputs = self._dead_ends(self.tensors) if is_open else _leaves(self.tensors)
@@ -198,7 +202,7 @@ class LayerCall:
             self.layer.visit(Phase.FORWARD, adapters) as slot,
             self.ambient.without_autocast_cache(),
             torch.enable_grad(),
-            _without_slot(slot) if is_open or _is_packed_by_others() else nullcontext(),
+            without_slot(slot) if is_open or is_packed_by_others() else nullcontext(),
             first_casts(stand_ins if is_watched else ()) as firsts,
         ):
             results = self.run(inputs)
@@ -396,7 +400,7 @@ class RematerializeLayer(torch.autograd.Function):
                 f"{call.layer.name}: expected a backward without create_graph, found one that asks "
                 "for gradients of gradients, which recomputation does not give"
             )
-        tensors = _saved_tensors(ctx, call.layer.name)
+        tensors = saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
         with call.layer.visit(Phase.BACKWARD, call.adapters):
             if call.parked is not None:
@@ -441,7 +445,11 @@ def rematerialize(call: LayerCall) -> Any:
     )
     if casts is not None:
         casts.require_current()
+    remains = Remains(results) if call.layer.is_compiled and call.has_hooks() else None
     outputs = RematerializeLayer.apply(call, results, kept, *given)
+    if remains is not None:
+        del results
+        remains.require_none(call.layer.name)
     # Autograd keeps them from here on, and lets go of them after backward.
     call.tensors = ()
     return call.result(outputs)
@@ -451,58 +459,6 @@ def _leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [
         sealed(each.detach().requires_grad_()) if each.requires_grad else each for each in tensors
     ]
-
-
-def _is_packed_by_others() -> bool:
-    """Whether the caller wants to keep saved tensors elsewhere (``save_on_cpu``).
-
-    Not those of a graph that is dropped: packed, they would keep each other.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _without_slot(slot: torch.Tensor) -> AbstractContextManager[None]:
-    """A graph made inside keeps nothing of ``slot``, and says so if it is needed.
-
-    What a hook computes beside the layer, from detached tensors, keeps what it needs.
-    """
-    memory = slot.untyped_storage().data_ptr()
-
-    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-        if tensor.untyped_storage().data_ptr() == memory:
-            return None
-        # Detached, so that a node that keeps its own result does not keep itself.
-        return tensor.detach(), tensor._version
-
-    def unpack(kept: tuple[torch.Tensor, int] | None) -> torch.Tensor:
-        if kept is None:
-            raise PreparedModelError(
-                "expected gradients to flow through the outputs of layers only, found a backward "
-                "through a tensor taken from inside a layer (by a hook?). It cannot be recomputed; "
-                "take the tensor from what a layer returns"
-            )
-        tensor, version = kept
-        if tensor._version != version:
-            raise RematerializationError(
-                "expected the tensors of a backward as they were in the forward, found one of "
-                f"shape {tuple(tensor.shape)} from inside a layer that was edited in place"
-            )
-        return tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _saved_tensors(ctx: FunctionCtx, name: str) -> tuple[torch.Tensor, ...]:
-    try:
-        return ctx.saved_tensors  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise RematerializationError(
-            f"{name}: its input, another tensor it was given or one of its adapters was edited in "
-            "place between forward and backward (an optimizer step in between?), so the forward "
-            f"cannot be recomputed; edit it after backward. PyTorch says: {error}"
-        ) from error
 
 
 def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:

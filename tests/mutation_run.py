@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CORE = (
     *("ambient", "arrival", "attributes", "audit", "block", "boundaries", "calls", "casts"),
-    *("channels", "early", "frozen", "handover", "manager", "output", "pack", "remat", "ring"),
-    *("rng", "settings", "small", "streams", "tree", "visits", "walk", "within"),
+    *("channels", "early", "frozen", "handover", "manager", "output", "pack", "remat", "retained"),
+    *("ring", "rng", "settings", "small", "streams", "tree", "visits", "walk", "within"),
 )
 QUICK = ("test_remat", "test_gradients", "test_hooks", "test_casts", "test_arrival", "test_manager")
 OTHERS = (

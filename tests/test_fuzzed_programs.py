@@ -21,7 +21,6 @@ from poros.gates.fuzz_program import (
     Forward,
     Hook,
     Policy,
-    Probe,
     Program,
     SetAttention,
     SetDropout,
@@ -177,12 +176,12 @@ PROGRAMS: dict[str, Program] = {
             ),
         ),
     ),
+    "a loss on a tensor from inside a compiled layer": Program(
+        before=(Hook(does="capture", part="self_attn.o_proj"),),
+        steps=(Step(before=(Compile(),), forwards=PENALIZED), Step(forwards=PENALIZED)),
+    ),
     "DoRA in compiled layers, checked": Program(
         subject=Subject(kind="dora"), steps=(Step(before=(Compile(),)),)
-    ),
-    "a compiled layer measured for leaks": Program(
-        policy=Policy(streams="adversarial"),
-        steps=(Step(before=(Probe("step"), Compile(), Evaluate()), between=(Evaluate(),)),),
     ),
 }
 

@@ -37,6 +37,7 @@ LAYERS = [
         "paper",
         "pack",
         "resident",
+        "retained",
         "ring",
         "rng",
         "settings",

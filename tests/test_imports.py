@@ -33,6 +33,7 @@ LAYERS = [
         "host",
         "kernels",
         "kinds",
+        "labels",
         "memory",
         "paper",
         "pack",

@@ -21,7 +21,7 @@ from benchmarks.loops import make_optimizer
 from benchmarks.report import Summary, TextRow, numbers
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
-from poros.streams import CudaStreams, EagerStreams, Event
+from poros.streams import CudaStreams, EagerStreams, Event, gb_per_s
 
 COLUMNS = (
     *("model", "quantization", "layers", "batch", "seq", "rank", "pass", "kind", "step", "phase"),
@@ -144,7 +144,7 @@ def summarize(rows: Sequence[TextRow]) -> list[Summary]:
 
 
 def _rate(row: TextRow) -> float:
-    return float(row["num_bytes"]) / float(row["ms"]) / 1e6
+    return gb_per_s(int(float(row["num_bytes"])), float(row["ms"]))
 
 
 def _step(model: Any, batch: Any, optimizer: Any, device: torch.device) -> float:

@@ -35,7 +35,7 @@ from poros.digests import AsPacked
 from poros.errors import HostMemoryError
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.memory import explain_pin_budget
-from poros.streams import Event, StreamContext
+from poros.streams import Event, StreamContext, gb_per_s
 
 logger = logging.getLogger(__name__)
 
@@ -431,7 +431,7 @@ def _copy_rate(source: torch.Tensor, device: torch.device) -> float:
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)
-    return source.numel() / best / 1e9
+    return gb_per_s(source.numel(), 1e3 * best)
 
 
 def _unregister(memory: mmap.mmap, pointer: int, device: torch.device) -> None:

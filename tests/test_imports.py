@@ -16,7 +16,7 @@ MAX_LINES = 500
 
 # A module may import, at module level, its own layer and those before it; cycles are refused apart.
 LAYERS = [
-    {"errors", "config", "layout", "output", "walk", "within"},
+    {"errors", "config", "devices", "layout", "output", "walk", "within"},
     {
         "ambient",
         "arrival",

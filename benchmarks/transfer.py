@@ -123,7 +123,7 @@ def summarize(rows: Sequence[TextRow]) -> list[Summary]:
         if not own:
             continue
         rates = sorted(_rate(row) for row in own)
-        alone = [float(row["num_bytes"]) / float(row["copying_ms"]) / 1e6 for row in own]
+        alone = [_rate(row, "copying_ms") for row in own]
         line = {
             "phase": phase,
             "copies": own[0]["num_copies"],
@@ -143,8 +143,8 @@ def summarize(rows: Sequence[TextRow]) -> list[Summary]:
     return lines
 
 
-def _rate(row: TextRow) -> float:
-    return gb_per_s(int(float(row["num_bytes"])), float(row["ms"]))
+def _rate(row: TextRow, time: str = "ms") -> float:
+    return gb_per_s(float(row["num_bytes"]), float(row[time]))
 
 
 def _step(model: Any, batch: Any, optimizer: Any, device: torch.device) -> float:

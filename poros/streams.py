@@ -43,7 +43,7 @@ class Timings:
     """For how long the compute stream had nothing to do but wait for a copy."""
 
 
-def gb_per_s(num_bytes: int, ms: float) -> float:
+def gb_per_s(num_bytes: float, ms: float) -> float:
     """The rate of copies that took ``ms``; 0 if there were none."""
     return num_bytes / ms / 1e6 if ms else 0.0
 

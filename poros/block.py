@@ -7,7 +7,6 @@ Note: Interception
     up by name and read the signature of its forward.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,8 +35,6 @@ from poros.small import Staying, StayingState
 from poros.tree import Adapter, ModuleTree
 from poros.visits import Visits
 from poros.walk import Phase
-
-logger = logging.getLogger(__name__)
 
 Check = Callable[[int, LayerCall, Callable[[], Any], tuple[Any, Any]], Any]
 

@@ -196,7 +196,7 @@ def test_a_program_that_was_found_once(name: str, judge: fuzz.Judge) -> None:
 def test_new_programs_end_equal_or_refused_in_time(judge: fuzz.Judge) -> None:
     """About a minute; the same programs at every run."""
     tally = fuzz.Tally(0)
-    for program in fuzz.draw(0, NUM_DRAWN):
+    for program in fuzz.draw(0, NUM_DRAWN, compiled=False):
         verdict = judge(program)
         tally.add(program, verdict, fuzz.shrunk_failure(program, verdict, judge, tally))
     assert tally.num_programs == NUM_DRAWN

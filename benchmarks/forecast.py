@@ -13,6 +13,7 @@ from benchmarks import memory
 from benchmarks.work import Work
 from poros.config import MIN_SLOTS
 from poros.rehearsal import shapes_of
+from poros.streams import gb_per_s
 from poros.terms import Speeds
 
 
@@ -66,7 +67,7 @@ def copy_rate(runtime: Any, device: torch.device, repeats: int = 3) -> float:
         for slab in slabs:
             target[: len(slab)].copy_(slab, non_blocking=True)
         memory.synchronize(device)
-        rates.append(sum(map(len, slabs)) / (time.perf_counter() - began) / 1e9)
+        rates.append(gb_per_s(sum(map(len, slabs)), 1e3 * (time.perf_counter() - began)))
     return statistics.median(rates)
 
 

@@ -21,7 +21,7 @@ from benchmarks.loops import make_optimizer
 from benchmarks.report import Summary, TextRow, numbers
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
-from poros.streams import CudaStreams, EagerStreams, Event
+from poros.streams import CudaStreams, EagerStreams, Event, gb_per_s
 
 COLUMNS = (
     *("model", "quantization", "layers", "batch", "seq", "rank", "pass", "kind", "step", "phase"),
@@ -123,7 +123,7 @@ def summarize(rows: Sequence[TextRow]) -> list[Summary]:
         if not own:
             continue
         rates = sorted(_rate(row) for row in own)
-        alone = [float(row["num_bytes"]) / float(row["copying_ms"]) / 1e6 for row in own]
+        alone = [_rate(row, "copying_ms") for row in own]
         line = {
             "phase": phase,
             "copies": own[0]["num_copies"],
@@ -143,8 +143,8 @@ def summarize(rows: Sequence[TextRow]) -> list[Summary]:
     return lines
 
 
-def _rate(row: TextRow) -> float:
-    return float(row["num_bytes"]) / float(row["ms"]) / 1e6
+def _rate(row: TextRow, time: str = "ms") -> float:
+    return gb_per_s(float(row["num_bytes"]), float(row[time]))
 
 
 def _step(model: Any, batch: Any, optimizer: Any, device: torch.device) -> float:

@@ -178,17 +178,6 @@ def _draw_chunk(strategy: Any, seed: int) -> list[Program]:
     return found
 
 
-def fuzz_here(seed: int, number: int, judge: Judge, *, compiled: bool = False) -> Tally:
-    """Run the first ``number`` programs of ``seed`` in this process."""
-    tally = Tally(seed)
-    started = time.monotonic()
-    for program in draw(seed, number, compiled=compiled):
-        verdict = judge(program)
-        tally.seconds = time.monotonic() - started
-        tally.add(program, verdict, shrunk_failure(program, verdict, judge, tally))
-    return tally
-
-
 def shrunk_failure(
     program: Program, verdict: "Verdict", judge: Judge, tally: Tally
 ) -> Shrunk | None:

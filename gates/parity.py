@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from poros.devices import default_device
 from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
 from poros.gates import tiny
 from poros.gates.arms import Prepare, compare_arms, poros_prepare
@@ -124,7 +125,7 @@ def check_architecture(
         UnsupportedModelError: If there is no such architecture or adapter, or it cannot be built
             small.
     """
-    device = device or _default_device()
+    device = device or default_device().type
     row = kind_of(adapter)
     if autocast_dtype is None and dtype is not torch.float32 and not row.without_autocast:
         autocast_dtype = dtype
@@ -194,7 +195,7 @@ def check_model_dir(
     from poros.loading import load
 
     path = Path(path)
-    device = device or _default_device()
+    device = device or default_device().type
     row = kind_of(adapter)
     autocast_dtype = None if row.without_autocast or dtype is torch.float32 else dtype
     quantization = "nf4" if row.on_4bit else None
@@ -261,7 +262,3 @@ def _with_policy(prepare: Prepare | None, device: str, policy: Mapping[str, Any]
     # Named, because the default device of a policy may not be that of the resident arm.
     options = {"allow_unvalidated": True, "device": device, **policy}
     return partial(prepare or poros_prepare(), **options)
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,6 @@ beside the reading and beside whatever is done until then.
 """
 
 import mmap
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +16,7 @@ import torch
 from poros.digests import cut, hash_piece, join, num_threads
 from poros.errors import HostMemoryError, quoted
 from poros.loaders.header import defect
+from poros.reads import read_into
 
 REMEDY = "write the store again"
 
@@ -54,7 +54,7 @@ class Filling:
 
         def fill(piece: list[memoryview], offset: int) -> Future[bytes]:
             for view in piece:
-                read_into(descriptor, view, offset, file)
+                _fill(descriptor, view, offset, file)
                 offset += len(view)
             return self._hashers.submit(hash_piece, piece)
 
@@ -102,30 +102,26 @@ def new_bytes(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def read_into(descriptor: int, target: memoryview, offset: int, file: Path) -> None:
+def _fill(descriptor: int, target: memoryview, offset: int, file: Path) -> None:
     """Fill ``target`` from ``offset`` of an open file.
 
     Raises:
         CheckpointFormatError: If the system reports an error or the file ends too early.
     """
-    done = 0
-    while done < len(target):
-        try:
-            count = os.preadv(descriptor, [target[done:]], offset + done)
-        except OSError as error:
-            raise defect(
-                file,
-                f"expected to read {len(target) - done} bytes at {offset + done}, found: "
-                f"{error.strerror}",
-                remedy="check the disk, or write the store again",
-            ) from error
-        if not count:
-            raise defect(
-                file,
-                f"expected {len(target) - done} more bytes at {offset + done}, found the end",
-                remedy=REMEDY,
-            )
-        done += count
+    try:
+        done = read_into(descriptor, target, offset)
+    except OSError as error:
+        raise defect(
+            file,
+            f"expected to read {len(target)} bytes at {offset}, found: {error.strerror}",
+            remedy="check the disk, or write the store again",
+        ) from error
+    if done < len(target):
+        raise defect(
+            file,
+            f"expected {len(target) - done} more bytes at {offset + done}, found the end",
+            remedy=REMEDY,
+        )
 
 
 def require_digest(file: Path, expected: str, found: str, name: str | None = None) -> None:

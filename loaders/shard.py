@@ -27,9 +27,9 @@ from poros.loaders.header import (
     read_header,
     shown,
 )
+from poros.reads import read_into
 
 _MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
-_READ_AT_ONCE_NUM_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,22 @@ class Shard:
             HostMemoryError: If there is no memory for it.
         """
         flat = new_bytes(entry.num_bytes)
-        target, done = as_bytes(flat), 0
         descriptor, _ = open_regular(self.file)
         try:
-            while done < entry.num_bytes:
-                piece = target[done : done + _READ_AT_ONCE_NUM_BYTES]
-                done += self._read_some(descriptor, piece, name, entry, done)
+            is_whole = read_into(descriptor, as_bytes(flat), entry.offset) == entry.num_bytes
+            reason = None if is_whole else "the end of the file"
+        except OSError as error:
+            reason = str(error.strerror)
         finally:
             os.close(descriptor)
+        if reason is not None:
+            raise defect(
+                self.file,
+                f"expected to read {entry.num_bytes} bytes at {entry.offset}, found "
+                f"{reason}: the disk fails, or the file was cut off meanwhile",
+                tensor=name,
+                remedy="check the disk and fetch the file again",
+            )
         return flat.view(entry.dtype).view(entry.shape)
 
     def drop_pages(self, entry: TensorEntry) -> None:
@@ -151,24 +159,6 @@ class Shard:
             return found
         finally:
             os.close(descriptor)
-
-    def _read_some(
-        self, descriptor: int, target: memoryview, name: str, entry: TensorEntry, done: int
-    ) -> int:
-        try:
-            count = os.preadv(descriptor, [target], entry.offset + done)
-            reason = "the end of the file"
-        except OSError as error:
-            count, reason = 0, str(error.strerror)
-        if not count:
-            raise defect(
-                self.file,
-                f"expected to read {entry.num_bytes} bytes at {entry.offset}, found "
-                f"{reason}: the disk fails, or the file was cut off meanwhile",
-                tensor=name,
-                remedy="check the disk and fetch the file again",
-            )
-        return count
 
 
 def _map(descriptor: int, header: Header) -> mmap.mmap:

@@ -9,10 +9,11 @@ from torch import nn
 from poros.block import is_streamed, runtime_of
 from poros.budget import Budget
 from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.devices import default_device, usable_device
 from poros.discover import Inventory, is_adapter_module, take_inventory
-from poros.errors import PolicyError, PreparedModelError
+from poros.errors import PreparedModelError
 from poros.settings import settle
-from poros.streams import StreamContext, streams_for
+from poros.streams import StreamContext, gb_per_s, streams_for
 from poros.takeover import Takeover
 from poros.walk import Action
 
@@ -107,7 +108,7 @@ class Runtime:
             "disk_stall_ms": takeover.host.disk_stall_ms,
             "offloaded_num_bytes": takeover.boundaries.num_bytes,
             "h2d_ms": timings.copy_ms,
-            "h2d_gb_per_s": timings.num_bytes / timings.copy_ms / 1e6 if timings.copy_ms else 0.0,
+            "h2d_gb_per_s": gb_per_s(timings.num_bytes, timings.copy_ms),
             "stall_ms": timings.stall_ms,
             "fallbacks": takeover.host.fallbacks + takeover.boundaries.fallbacks,
         }
@@ -285,20 +286,10 @@ def _find(model: nn.Module) -> Runtime | None:
 
 def _choose_device(model: nn.Module, policy: StreamingPolicy) -> torch.device:
     if policy.device is not None:
-        why = "only CPUs and CUDA devices are supported"
-        try:
-            # An empty tensor checks that the device exists and fills in its index.
-            device = torch.empty(0, device=policy.device).device
-            if device.type in ("cpu", "cuda"):
-                return device
-        except (RuntimeError, AssertionError) as error:
-            why = str(error).partition("\n")[0]
-        raise PolicyError(f"device: expected a usable device, found {policy.device!r} ({why})")
+        return usable_device(policy.device)
     for module in model.modules():
         if is_adapter_module(module):
             for parameter in module.parameters():
                 if parameter.device.type == "cuda":
                     return parameter.device
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return default_device()

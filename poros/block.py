@@ -7,7 +7,6 @@ Note: Interception
     up by name and read the signature of its forward.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from poros.channels import RECORDABLE, recorded_outputs
 from poros.compiled import CompiledForward, refuse_outer_graph
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.frozen import LayerBindings
+from poros.labels import labelled, short_name
 from poros.manager import BlockManager
 from poros.remat import LayerCall, rematerialize
 from poros.resident import ResidentBlocks
@@ -35,8 +35,6 @@ from poros.small import Staying, StayingState
 from poros.tree import Adapter, ModuleTree
 from poros.visits import Visits
 from poros.walk import Phase
-
-logger = logging.getLogger(__name__)
 
 Check = Callable[[int, LayerCall, Callable[[], Any], tuple[Any, Any]], Any]
 
@@ -84,6 +82,7 @@ class LayerRuntime:
         boundaries: Boundaries | None,
     ) -> None:
         self.name = name
+        self._short_name = short_name(name)
         self.device = device
         self.bindings = bindings
         self.owner: Any = None
@@ -215,7 +214,8 @@ class LayerRuntime:
                 self.bindings.swap_in()
                 for adapter in adapters:
                     adapter.owner[adapter.key] = adapter.stand_in
-                yield slot.buffer
+                with labelled(phase.value, self._short_name):
+                    yield slot.buffer
                 require_alone()
                 self.bindings.require_twins()
                 self._require_unwritten(version, slot.buffer._version)

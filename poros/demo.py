@@ -31,6 +31,7 @@ from poros.demo_data import (
     write_checkpoint,
 )
 from poros.demo_report import DemoReport, frozen_layer_num_bytes
+from poros.devices import default_device
 from poros.errors import PorosError, quoted
 from poros.output import require_folder
 
@@ -351,7 +352,7 @@ def _load_base(report: DemoReport) -> Any:
 def _choose_device(device: str | None) -> str:
     has_gpu = torch.cuda.is_available()
     if device is None:
-        return "cuda" if has_gpu else "cpu"
+        return default_device().type
     if device not in ("cpu", "cuda") or (device == "cuda" and not has_gpu):
         found = "one" if has_gpu else "none"
         raise PorosError(

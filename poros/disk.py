@@ -37,6 +37,7 @@ from poros.errors import CheckpointFormatError
 from poros.host import Arena, HostSlab, HostStore, NamedTensor
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
 from poros.mapped import SlabFile, Stretch, is_same_file, num_written_pages, require_digests
+from poros.reads import read_into
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ logger = logging.getLogger(__name__)
 NUM_STAGING = 3
 """Buffers: one being copied to the device, one full, one being read."""
 
-_READ_AT_ONCE_NUM_BYTES = 64 * 2**20
 _JOIN_S = 60.0
 
 
@@ -386,14 +386,9 @@ def _open(file: Path) -> tuple[int, bool]:
 
 def _fill(descriptor: int, job: _Job) -> None:
     array: Any = job.staging.slab.bytes.numpy()
-    target = memoryview(array)[: job.num_bytes]
-    done = 0
-    while done < job.num_bytes:
-        piece = target[done : done + _READ_AT_ONCE_NUM_BYTES]
-        count = os.preadv(descriptor, [piece], job.offset + done)
-        if not count:
-            raise EOFError(f"the end of the file at {job.offset + done}")
-        done += count
+    done = read_into(descriptor, memoryview(array)[: job.num_bytes], job.offset)
+    if done < job.num_bytes:
+        raise EOFError(f"the end of the file at {job.offset + done}")
 
 
 def _check(file: Path, descriptor: int, job: _Job) -> None:

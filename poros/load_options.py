@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from poros.devices import default_device, usable_device
 from poros.errors import PolicyError, quoted
 from poros.loaders.intake import Format
 from poros.loaders.source import Place
@@ -224,24 +225,7 @@ def quantizing_device(device: torch.device | str | None) -> torch.device:
     Raises:
         PolicyError: If there is no such device.
     """
-    if device is None:
-        is_available = torch.cuda.is_available()
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if is_available
-            else torch.device("cpu")
-        )
-    try:
-        # An empty tensor checks that the device exists and fills in its index.
-        found = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise PolicyError(
-            f"device: expected a usable device, found {quoted(device)} "
-            f"({quoted(str(error).splitlines()[0], is_bare=True)})"
-        ) from error
-    if found.type not in ("cpu", "cuda"):
-        raise PolicyError(f"device: expected a CPU or CUDA device, found {quoted(device)}")
-    return found
+    return default_device() if device is None else usable_device(device)
 
 
 def device_name(device: torch.device) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from poros.errors import SlotStateError
 from poros.host import HostStore
+from poros.labels import labelled
 from poros.ring import DeviceRing, Slot, SlotState
 from poros.streams import StreamContext
 from poros.walk import Action, Phase, loads, missing, predict
@@ -67,8 +68,10 @@ class BlockManager:
             raise _bad_state("prefetch", block, slot, "free, loading or ready")
         # Until the copy is queued the slot holds nothing, should queueing it fail.
         slot.state, slot.block = SlotState.FREE, None
-        source = self._host.lend(block)
-        slot.ready = self._streams.copy(slot.buffer[: source.numel()], source, after=slot.released)
+        with labelled("copy block", str(block)):
+            source = self._host.lend(block)
+            target = slot.buffer[: source.numel()]
+            slot.ready = self._streams.copy(target, source, after=slot.released)
         self._host.lent_until(block, slot.ready)
         slot.state, slot.block = SlotState.LOADING, block
         self.num_loads += 1

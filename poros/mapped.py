@@ -29,6 +29,7 @@ from poros.digests import Identity, digest_of, identity_of, num_threads
 from poros.errors import CheckpointFormatError
 from poros.host import Arena, HostSlab
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
+from poros.reads import read_into
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _REMEDY = (
@@ -115,7 +116,7 @@ class SlabFile:
             CheckpointFormatError: If it cannot be read, or is not what was written.
         """
         size = align(num_bytes, PAGE_NUM_BYTES)
-        slab = HostSlab(BlockLayout((), size), Arena(size, is_shareable=False))
+        slab = HostSlab(BlockLayout((), size), Arena(size, is_memory_file=False))
         target = memoryview(slab.arena.memory)
         self._read_into(target, start)
         self._require(identity_of(os.fstat(self._descriptor)))
@@ -178,19 +179,16 @@ class SlabFile:
             )
 
     def _read_into(self, target: memoryview, start: int) -> None:
-        done = 0
-        while done < len(target):
-            at = self.offset + start + done
-            try:
-                count = os.preadv(self._descriptor, [target[done:]], at)
-                if not count:
-                    raise EOFError(f"the end of the file at {at}")
-            except (OSError, EOFError) as error:
-                raise CheckpointFormatError(
-                    f"{self.path}: expected to read a layer of the frozen base, found: {error}. "
-                    f"{_REMEDY}"
-                ) from error
-            done += count
+        at = self.offset + start
+        try:
+            done = read_into(self._descriptor, target, at)
+            if done < len(target):
+                raise EOFError(f"the end of the file at {at + done}")
+        except (OSError, EOFError) as error:
+            raise CheckpointFormatError(
+                f"{self.path}: expected to read a layer of the frozen base, found: {error}. "
+                f"{_REMEDY}"
+            ) from error
 
     def _populate(self, place: int, num_bytes: int) -> None:
         """Have the system map pages, which reports what touching them would end the process for."""

@@ -9,6 +9,7 @@ Note: No strangers
 from collections.abc import Sequence
 
 from poros.host import HostStore
+from poros.labels import labelled
 from poros.ring import Slot, SlotState
 from poros.streams import StreamContext
 from poros.walk import Phase
@@ -27,11 +28,12 @@ class ResidentBlocks:
         self._streams = streams
         self._slots: dict[int, Slot] = {}
         for block in blocks:
-            source = host.lend(block)
-            buffer = streams.allocate(source.numel())
-            # See "Fresh memory is not idle memory" in poros.streams.
-            slot = Slot(block, buffer, released=streams.record(), block=block)
-            slot.ready = streams.copy(buffer, source, after=slot.released)
+            with labelled("copy block", str(block)):
+                source = host.lend(block)
+                buffer = streams.allocate(source.numel())
+                # See "Fresh memory is not idle memory" in poros.streams.
+                slot = Slot(block, buffer, released=streams.record(), block=block)
+                slot.ready = streams.copy(buffer, source, after=slot.released)
             host.lent_until(block, slot.ready)
             slot.state = SlotState.READY
             self._slots[block] = slot

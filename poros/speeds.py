@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.errors import PolicyError, UnsupportedModelError
+from poros.devices import usable_device
+from poros.errors import UnsupportedModelError
 from poros.host import HostSlab
 from poros.layout import BlockLayout
-from poros.streams import StreamContext, streams_for
+from poros.streams import StreamContext, gb_per_s, streams_for
 from poros.terms import Speeds
 
 logger = logging.getLogger(__name__)
@@ -56,20 +57,18 @@ def measure_speeds(
     """
     streams = streams_for(_usable(device))
     return Speeds(
-        copy_gb_per_s=copy_num_bytes / _copy_ms(streams, copy_num_bytes) / 1e6,
+        copy_gb_per_s=gb_per_s(copy_num_bytes, _copy_ms(streams, copy_num_bytes)),
         tflop_per_s=_product_rate(streams, _largest_linear(layers), num_tokens),
     )
 
 
 def _usable(device: torch.device | str | None) -> torch.device:
-    try:
-        return torch.empty(0, device="cuda" if device is None else device).device
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).partition("\n")[0]
-        raise PolicyError(
-            f"device: expected {device or 'a CUDA device'} to measure on, found none ({why}); give "
-            "the rates as they are known (--copy-gb-per-s, --tflop-per-s), or device 'cpu'"
-        ) from error
+    return usable_device(
+        "cuda" if device is None else device,
+        expected=f"a {'CUDA ' if device is None else ''}device to measure on",
+        remedy="; give the rates as they are known (--copy-gb-per-s, --tflop-per-s), or device "
+        "'cpu'",
+    )
 
 
 def _copy_ms(streams: StreamContext, num_bytes: int) -> float:

@@ -43,6 +43,11 @@ class Timings:
     """For how long the compute stream had nothing to do but wait for a copy."""
 
 
+def gb_per_s(num_bytes: float, ms: float) -> float:
+    """The rate of copies that took ``ms``; 0 if there were none."""
+    return num_bytes / ms / 1e6 if ms else 0.0
+
+
 class StreamContext(ABC):
     """The copy stream and the compute stream of one device.
 

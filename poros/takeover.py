@@ -43,7 +43,7 @@ from poros.ring import DeviceRing
 from poros.small import SmallTensors
 from poros.streams import StreamContext, Timings
 from poros.visits import Visits
-from poros.walk import Action
+from poros.walk import Action, divide
 
 logger = logging.getLogger(__name__)
 
@@ -172,14 +172,11 @@ class Takeover:
 
     def _make_room(self, num_slots: int, keep_last: int) -> None:
         layouts = [slab.layout for slab in self.host.slabs]
-        num_kept = min(keep_last // self.block_size, len(layouts))
-        if keep_last >= len(self._layers):
-            num_kept = len(layouts)
-        num_streamed = len(layouts) - num_kept
-        in_ring = max(MIN_SLOTS, num_slots - num_kept)
+        num_layers = len(self._layers)
+        num_streamed, _, ring_slots = divide(num_layers, self.block_size, num_slots, keep_last)
         # Before anything is lent: from here on the store knows which copies it has to wait for.
         self.host.start(self._streams)
-        ring = DeviceRing(layouts[:num_streamed], in_ring, self._streams)
+        ring = DeviceRing(layouts[:num_streamed], ring_slots, self._streams)
         resident = ResidentBlocks(self.host, range(num_streamed, len(layouts)), self._streams)
         self.ring, self.resident = ring, resident
         self.manager = BlockManager(self.host, ring, self._streams, self._journal, num_streamed)

@@ -35,6 +35,7 @@ from poros.config import MIN_SLOTS
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.layout import BlockLayout, slot_sizes
 from poros.paper import StepCost
+from poros.walk import divide
 
 _MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256
 """bitsandbytes keeps smaller states in float32, and one float32 scale per block of others."""
@@ -271,21 +272,17 @@ class _Formula:
 
     def plan(self, slots: int, keep_last: int, offload: bool) -> MemoryPlan:
         """For layers to keep as in ``StreamingPolicy``: rounded down to whole blocks, or all."""
-        if keep_last < self.num_layers:
-            first_kept = max(0, len(self.blocks) - keep_last // self.block_size)
-            keep_last = self.block_size * (len(self.blocks) - first_kept)
-        else:
-            first_kept, keep_last = 0, self.num_layers
+        first_kept, num_resident, ring_slots = divide(
+            self.num_layers, self.block_size, slots, keep_last
+        )
+        keep_last = min(self.block_size * num_resident, self.num_layers)
         num_recomputed = min(first_kept * self.block_size, self.num_layers)
         kept = self.num_layers - num_recomputed
-        resident = [block.num_bytes for block in self.blocks[first_kept:]]
-        ring, ring_slots = self.blocks[:first_kept], max(0, min(slots - len(resident), first_kept))
-        if ring:
-            ring_slots = max(min(MIN_SLOTS, len(ring)), ring_slots)
+        ring, resident = self.blocks[:first_kept], self.blocks[first_kept:]
         peak = max(self._later_step(kept, offload), key=lambda each: sum(each.values()))
         terms = {
             "slots": sum(slot_sizes(ring, ring_slots)) if ring else 0,
-            "kept blocks": sum(resident),
+            "kept blocks": sum(block.num_bytes for block in resident),
             "adapters": self.shapes.adapters,
             "optimizer": self.optimizer.state,
             **peak,
@@ -303,7 +300,7 @@ class _Formula:
         boundaries = num_recomputed * self.cost.boundary if offload else 0
         return MemoryPlan(
             terms=terms,
-            num_slots=ring_slots + len(resident),
+            num_slots=ring_slots + num_resident,
             keep_last=keep_last,
             offload_boundaries=offload,
             num_blocks=len(self.blocks),

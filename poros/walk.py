@@ -16,6 +16,8 @@ from enum import Enum
 from itertools import chain
 from typing import NamedTuple
 
+from poros.config import MIN_SLOTS
+
 
 class Phase(Enum):
     """What a visit belongs to, which is all that predicts the next ones."""
@@ -34,6 +36,35 @@ class Action(NamedTuple):
     kind: str
     """``prefetch`` queues a copy; ``acquire`` waits for it; ``release`` ends the compute."""
     block: int
+
+
+class Division(NamedTuple):
+    """Which blocks pass through how many slots, and which stay on the device."""
+
+    num_streamed: int
+    """Blocks that pass through slots: the first ones."""
+    num_resident: int
+    """Blocks that stay: the last ones, whose layers keep their graph."""
+    ring_slots: int
+    """Slots for those that stream."""
+
+
+def divide(num_layers: int, block_size: int, num_slots: int, keep_last: int) -> Division:
+    """Divide the blocks as ``StreamingPolicy`` says.
+
+    Args:
+        num_layers: In blocks of ``block_size``; the last block may have fewer.
+        block_size: Layers of a block.
+        num_slots: All slots, those of blocks that stay included.
+        keep_last: Layers to keep: rounded down to whole blocks, or all.
+    """
+    num_blocks = -(-num_layers // block_size)
+    num_resident = min(keep_last // block_size, num_blocks)
+    if keep_last >= num_layers:
+        num_resident = num_blocks
+    num_streamed = num_blocks - num_resident
+    ring_slots = min(max(MIN_SLOTS, num_slots - num_resident), num_streamed)
+    return Division(num_streamed, num_resident, ring_slots)
 
 
 def predict(block: int, phase: Phase, num_blocks: int) -> Iterator[int]:

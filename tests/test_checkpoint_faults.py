@@ -106,7 +106,7 @@ def test_through_a_mapping_it_would_end_the_process(tmp_path: Path) -> None:
 def test_a_read_that_fails_in_the_middle(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poros.loaders.shard._READ_AT_ONCE_NUM_BYTES", MIB)
+    monkeypatch.setattr("poros.reads._AT_ONCE_NUM_BYTES", MIB)
     calls, original = 0, os.preadv
 
     def preadv(descriptor: int, buffers: object, offset: int) -> int:

@@ -194,7 +194,10 @@ def test_a_program_that_was_found_once(name: str, judge: fuzz.Judge) -> None:
 
 def test_new_programs_end_equal_or_refused_in_time(judge: fuzz.Judge) -> None:
     """About a minute; the same programs at every run."""
-    tally = fuzz.fuzz_here(0, NUM_DRAWN, judge)
+    tally = fuzz.Tally(0)
+    for program in fuzz.draw(0, NUM_DRAWN, compiled=False):
+        verdict = judge(program)
+        tally.add(program, verdict, fuzz.shrunk_failure(program, verdict, judge, tally))
     assert tally.num_programs == NUM_DRAWN
     report = [f"{each.kind}\n{each.detail}\n{each.program!r}" for each in tally.findings]
     assert tally.ends["failed"] == 0, "\n\n".join(report)

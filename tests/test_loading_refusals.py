@@ -175,7 +175,7 @@ def test_a_missing_part_of_a_4bit_weight(checkpoint: Any, tmp_path: Path) -> Non
         ({"quantization": "int8"}, "quantization: expected 'nf4'"),
         ({"quantization": BitsAndBytesConfig(load_in_8bit=True)}, "quantization: expected 'nf4'"),
         ({"device": "nowhere"}, "device: expected a usable device"),
-        ({"device": "meta"}, "device: expected a CPU or CUDA device"),
+        ({"device": "meta"}, "device: expected a usable device, found 'meta' .only CPUs and CUDA"),
     ],
 )
 def test_options_that_cannot_work(checkpoint: Any, options: dict[str, Any], message: str) -> None:

@@ -43,6 +43,7 @@ NOT_HASHED = {
     *("poros.loading", "poros.mapped", "poros.memory", "poros.output", "poros.paper"),
     *("poros.planner", "poros.quantized", "poros.saving", "poros.skeleton", "poros.telemetry"),
     *("poros.terms", "poros.advice", "poros.kinds", "poros.rehearsal", "poros.speeds"),
+    *("poros.devices", "poros.labels", "poros.reads"),
     *("poros.gates.registry", "poros.gates.registry_table", "poros.gates.report"),
     *("poros.gates.trainer_parity", "poros.gates.self_check", "poros.gates.evidence"),
     *("poros.gates.attention", "poros.gates.proof", "poros.gates.switches", "poros.gates.fuzz"),

@@ -80,7 +80,8 @@ def test_measured_rates_are_those_of_the_forecast() -> None:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(PolicyError, match="device: expected apples to measure on"):
+    message = r"device: expected a device to measure on, found 'apples'.*device 'cpu'"
+    with pytest.raises(PolicyError, match=message):
         planner().measure(seq_len=16, device="apples")
     with pytest.raises(PolicyError, match="seq_len"):
         planner().measure(seq_len=0, device="cpu")

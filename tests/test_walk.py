@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poros.walk import Action, Phase, count, missing, predict, training_visits, walk
+from poros.walk import Action, Phase, count, divide, missing, predict, training_visits, walk
 
 Visit = tuple[int, Phase]
 
@@ -264,3 +264,28 @@ def test_missing_looks_no_further_than_it_must() -> None:
     assert list(missing([2, None], 0, endless())) == []
     assert list(missing([0, None], 0, endless())) == [1]
     assert list(missing([0, 1], 0, endless())) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "division"),
+    [
+        # layers, layers a block, slots, layers to keep -> blocks that stream and stay, slots
+        ((6, 1, 2, 0), (6, 0, 2)),
+        ((6, 1, 5, 2), (4, 2, 3)),
+        ((6, 2, 2, 0), (3, 0, 2)),
+        ((6, 2, 3, 3), (2, 1, 2)),  # three layers are one whole block
+        ((6, 2, 2, 4), (1, 2, 1)),  # one block needs but one slot
+        ((5, 2, 2, 1), (3, 0, 2)),  # the last block has one layer, and is not rounded up to
+        ((5, 2, 2, 2), (2, 1, 2)),
+        ((5, 2, 2, 5), (0, 3, 0)),  # all layers: the short block too
+        ((5, 2, 9, 0), (3, 0, 3)),
+        ((6, 1, 2, 4), (2, 4, 2)),  # two slots for those that stream, whatever stays
+        ((3, 4, 2, 2), (1, 0, 1)),
+        ((3, 4, 2, 3), (0, 1, 0)),
+        ((3, 1, 2, 7), (0, 3, 0)),
+    ],
+)
+def test_kept_layers_are_rounded_to_blocks(
+    asked: tuple[int, int, int, int], division: tuple[int, int, int]
+) -> None:
+    assert divide(*asked) == division

@@ -1,0 +1,180 @@
+"""What a trace of ``torch.profiler`` says by itself: visits of layers and copies of blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+from snapshots import NUM_LAYERS, batches, bits_of, build, changes, layers_of
+from torch.profiler import ProfilerActivity, profile
+
+import poros
+from poros.api import prepare_with
+from poros.config import StreamingPolicy
+from poros.labels import labelled, short_name
+from poros.streams import EagerStreams
+from poros.walk import Action
+
+PREFIX = "poros::"
+
+
+def step(model: Any) -> None:
+    torch.manual_seed(5)
+    model.train()
+    model(**batches()[0]).loss.backward()
+
+
+def evaluate(model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(**batches()[0])
+
+
+def labels(trace: profile) -> list[str]:
+    """In the order of time."""
+    found: list[Any] = [each for each in trace.events() or () if each.name.startswith(PREFIX)]
+    return [each.name for each in sorted(found, key=lambda each: each.time_range.start)]
+
+
+def of_visits(names: list[str]) -> list[str]:
+    return [each for each in names if not each.startswith(f"{PREFIX}copy")]
+
+
+def of_copies(names: list[str]) -> list[str]:
+    return [each for each in names if each.startswith(f"{PREFIX}copy")]
+
+
+def profiled(run: Any, model: Any) -> list[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        run(model)
+    return labels(trace)
+
+
+def streamed(dropout: float = 0.05, **policy: Any) -> tuple[Any, list[Action]]:
+    journal: list[Action] = []
+    model = prepare_with(
+        build(dropout=dropout),
+        StreamingPolicy(self_check="off", **policy),
+        streams=EagerStreams(torch.device("cpu")),
+        journal=journal,
+    )
+    return model, journal
+
+
+def forward_and_backward() -> list[str]:
+    layers = range(NUM_LAYERS)
+    return [
+        *(f"{PREFIX}forward layers.{index}" for index in layers),
+        *(f"{PREFIX}backward layers.{index}" for index in reversed(layers)),
+    ]
+
+
+def test_a_trace_shows_each_visit_and_each_copy_in_order() -> None:
+    model, journal = streamed(slots=2)
+    assert not journal
+    found = profiled(step, model)
+    assert of_visits(found) == forward_and_backward()
+    copies = [each.block for each in journal if each.kind == "prefetch"]
+    assert len(copies) > NUM_LAYERS
+    assert of_copies(found) == [f"{PREFIX}copy block {block}" for block in copies]
+    # The copy that a visit begins with, and the one ahead of it, are queued before the layer runs.
+    assert found[:3] == [
+        f"{PREFIX}copy block 0",
+        f"{PREFIX}copy block 1",
+        PREFIX + "forward layers.0",
+    ]
+
+
+def test_an_evaluation_is_named_as_one() -> None:
+    model, _ = streamed(slots=2)
+    found = of_visits(profiled(evaluate, model))
+    assert found == [f"{PREFIX}inference layers.{index}" for index in range(NUM_LAYERS)]
+
+
+def test_kept_layers_have_a_forward_and_their_blocks_one_copy() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        model, _ = streamed(keep_last=NUM_LAYERS)
+    whole = [f"{PREFIX}copy block {block}" for block in range(NUM_LAYERS)]
+    assert labels(trace) == whole
+    # Their backward is a resident layer's, not a visit.
+    assert profiled(step, model) == forward_and_backward()[:NUM_LAYERS]
+
+
+def test_what_a_layer_computes_is_inside_of_its_label() -> None:
+    model, _ = streamed(slots=2)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        step(model)
+    events: list[Any] = list(trace.events() or ())
+    ranges = [each.time_range for each in events if each.name in forward_and_backward()]
+    products = [each for each in events if each.name == "bitsandbytes::gemm_4bit"]
+    assert products and len(ranges) == 2 * NUM_LAYERS
+    for each in products:
+        at = each.time_range
+        assert any(one.start <= at.start and at.end <= one.end for one in ranges), each
+
+
+def test_a_model_that_does_not_stream_has_no_labels() -> None:
+    assert profiled(step, build()) == []
+    model, _ = streamed(slots=2)
+    assert profiled(step, poros.restore(model)) == []
+
+
+def test_a_profiler_changes_no_bit() -> None:
+    plain, _ = streamed(slots=2)
+    step(plain)
+    model, _ = streamed(slots=2)
+    assert profiled(step, model)
+    assert changes(bits_of(plain), bits_of(model)) == {}
+
+
+def test_a_profiler_changes_nothing_of_a_compiled_layer() -> None:
+    def graphs(is_profiled: bool) -> list[str]:
+        model, _ = streamed(dropout=0.0, slots=2)
+        found: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            found.append(graph.code)
+            return graph.forward
+
+        for layer in layers_of(model):
+            layer.compile(backend=backend)
+        if is_profiled:
+            assert of_visits(profiled(step, model)) == forward_and_backward()
+        else:
+            step(model)
+        return found
+
+    expected = graphs(is_profiled=False)
+    assert len(expected) == 2  # of the forward and of the recomputation
+    assert graphs(is_profiled=True) == expected
+
+
+def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    monkeypatch.setattr("poros.labels.record_function", refuse)
+    model, _ = streamed(slots=2)
+    step(model)
+    with pytest.raises(AssertionError, match=r"poros::inference layers\.0"):
+        profiled(evaluate, model)
+
+
+def test_an_exception_ends_a_range() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        with pytest.raises(ValueError, match="within"), labelled("forward", "layers.0"):
+            raise ValueError("within")
+        torch.ones(3).sum()
+    (found,) = [each for each in trace.events() or () if each.name == "poros::forward layers.0"]
+    assert not any("sum" in str(each.name) for each in found.cpu_children)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("base_model.model.model.layers.12", "layers.12"),
+        ("transformer.h.3", "h.3"),
+        ("layers.0", "layers.0"),
+    ],
+)
+def test_short_names(name: str, short: str) -> None:
+    assert short_name(name) == short

@@ -30,7 +30,6 @@ from poros.frozen import LayerBindings
 from poros.labels import labelled, short_name
 from poros.manager import BlockManager
 from poros.remat import LayerCall, rematerialize
-from poros.resident import ResidentBlocks
 from poros.small import Staying, StayingState
 from poros.tree import Adapter, ModuleTree
 from poros.visits import Visits
@@ -50,7 +49,7 @@ class LayerRuntime:
         name: Its qualified name.
         block: The block it travels in.
         device: Where it runs.
-        blocks: Moves the blocks, or holds them if they stay.
+        manager: Moves the blocks.
         bindings: Its frozen tensors.
         is_adapter_module: Whether PEFT put a module there.
         staying_places: Where a layer holds what stays on the device, given what streams.
@@ -68,7 +67,7 @@ class LayerRuntime:
         name: str,
         block: int,
         device: torch.device,
-        blocks: BlockManager | ResidentBlocks,
+        manager: BlockManager,
         bindings: LayerBindings,
         *,
         is_adapter_module: Callable[[nn.Module], bool],
@@ -97,7 +96,8 @@ class LayerRuntime:
         self.is_compiled = False
         self._index = index
         self.block = block
-        self._blocks: BlockManager | ResidentBlocks | None = blocks
+        self._manager = manager
+        self._is_housed = True
         self._is_adapter_module = is_adapter_module
         self._staying_places = staying_places
         self._settle = settle
@@ -126,8 +126,8 @@ class LayerRuntime:
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         self._cast_trained_biases()
-        if isinstance(self._blocks, ResidentBlocks):
-            return self._keep(args, kwargs, self._blocks)
+        if self._manager.is_pinned(self.block):
+            return self._keep(args, kwargs)
         call = LayerCall(self, args, kwargs, tree)
         if not call.parameters:
             self._refuse_frozen_adapters()
@@ -139,13 +139,11 @@ class LayerRuntime:
             self._refuse_shared_casts(call)
         return self.check(self._index, call, run, given) if self.check else run()
 
-    def _keep(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], blocks: ResidentBlocks
-    ) -> Any:
-        """The forward with its graph, as a resident layer's: see "No strangers"."""
-        with self.visit(Phase.FORWARD, ()):
+    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward with its graph, as a resident layer's: see "No strangers" in poros.ring."""
+        with self.visit(Phase.FORWARD, ()) as slab:
             if self.check_bytes is not None:
-                self.check_bytes(self._index, blocks.slot(self.block).buffer)
+                self.check_bytes(self._index, slab)
             return self.run(args, kwargs)
 
     def _pass(self, call: LayerCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -204,11 +202,11 @@ class LayerRuntime:
         """
         self._visits.end_all()
         self.bindings.require_at_rest()
-        blocks = self._housed()
-        undo = partial(_end_visit, blocks, self.block, self.bindings, adapters)
+        self._require_housed()
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
         with self._visits.begin(self.name, undo) as require_alone:
             try:
-                slot = blocks.acquire(self.block, phase)
+                slot = self._manager.acquire(self.block, phase)
                 staying = self._staying.state()
                 version = slot.buffer._version
                 self.bindings.swap_in()
@@ -237,10 +235,10 @@ class LayerRuntime:
         """The layer with its frozen tensors on the device, and nothing run; its block's bytes."""
         self._visits.end_all()
         self.bindings.require_at_rest()
-        blocks = self._housed()
-        undo = partial(_end_visit, blocks, self.block, self.bindings, ())
+        self._require_housed()
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, ())
         with self._visits.begin(self.name, undo):
-            slot = blocks.acquire(self.block, Phase.INFERENCE)
+            slot = self._manager.acquire(self.block, Phase.INFERENCE)
             self.bindings.swap_in()
             yield slot.buffer
             self.bindings.require_twins()
@@ -281,22 +279,21 @@ class LayerRuntime:
         """The name of a tensor that stays on the device and is not what it was ``before``."""
         return self._staying.changed(before)
 
-    def _housed(self) -> BlockManager | ResidentBlocks:
-        if self._blocks is None:
+    def _require_housed(self) -> None:
+        if not self._is_housed:
             raise PreparedModelError(
                 f"{self.name}: expected a place on the device for its block, found none: making "
                 "room for it failed. Call poros.restore(model)"
             )
-        return self._blocks
 
     def leave(self) -> None:
         """Let go of the block's place on the device."""
-        self._blocks = None
+        self._is_housed = False
         self.bindings = self.bindings.without_twins()
 
-    def move_in(self, blocks: BlockManager | ResidentBlocks, bindings: LayerBindings) -> None:
+    def move_in(self, bindings: LayerBindings) -> None:
         """Take the block's new place on the device."""
-        self._blocks = blocks
+        self._is_housed = True
         self.bindings = bindings
 
     def put_back(self) -> None:
@@ -467,7 +464,7 @@ def detach(layer: nn.Module) -> None:
 
 
 def _end_visit(
-    blocks: BlockManager | ResidentBlocks,
+    manager: BlockManager,
     block: int,
     bindings: LayerBindings,
     adapters: Sequence[Adapter],
@@ -476,8 +473,8 @@ def _end_visit(
         if adapter.owner.get(adapter.key) is adapter.stand_in:
             adapter.owner[adapter.key] = adapter.parameter
     bindings.swap_out()
-    if blocks.is_held(block):
-        blocks.release(block)
+    if manager.is_held(block):
+        manager.release(block)
 
 
 def is_streamed(module: nn.Module) -> bool:

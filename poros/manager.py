@@ -22,7 +22,10 @@ class BlockManager:
         ring: The slots, allocated with the same ``streams``.
         streams: Where copies and waits are queued.
         journal: If given, every action is appended to it (for tests and plans).
-        num_blocks: Blocks that pass through the slots, from the first on; None is all.
+
+    Attributes:
+        num_blocks: Blocks that pass through the slots, from the first on; the others are pinned.
+        num_loads: Copies of these queued so far. Likewise ``num_hits`` and ``h2d_num_bytes``.
     """
 
     def __init__(
@@ -31,18 +34,35 @@ class BlockManager:
         ring: DeviceRing,
         streams: StreamContext,
         journal: list[Action] | None = None,
-        num_blocks: int | None = None,
     ) -> None:
         self._host = host
-        self._ring = ring
         self._streams = streams
         self._journal = journal
-        self._visit: tuple[int, Phase] | None = None
-        self.num_blocks = len(host.slabs) if num_blocks is None else num_blocks
         self.num_loads = 0
         self.num_hits = 0
         self.h2d_num_bytes = 0
-        host.start(streams)
+        self.use(ring)
+
+    def use(self, ring: DeviceRing) -> None:
+        """Move the blocks through the slots of ``ring`` from now on, and fill its pinned ones.
+
+        Streams:
+            The copies into pinned slots wait as all do; nobody waits for them yet.
+
+        Raises:
+            CheckpointFormatError: If a pinned block is on a disk and cannot be read.
+        """
+        # Before anything is lent: from here on the store knows which copies it has to wait for.
+        self._host.start(self._streams)
+        self._ring = ring
+        self._visit: tuple[int, Phase] | None = None
+        self.num_blocks = ring.num_blocks
+        for number, slot in enumerate(ring.pinned):
+            self._load(self.num_blocks + number, slot)
+
+    def is_pinned(self, block: int) -> bool:
+        """Whether ``block`` stays in a slot of its own."""
+        return 0 <= block - self.num_blocks < len(self._ring.pinned)
 
     def slot(self, block: int) -> Slot:
         """The one slot in which ``block`` may live."""
@@ -66,6 +86,12 @@ class BlockManager:
             return
         if slot.state is SlotState.IN_USE:
             raise _bad_state("prefetch", block, slot, "free, loading or ready")
+        self.h2d_num_bytes += self._load(block, slot)
+        self.num_loads += 1
+        self._note("prefetch", block)
+
+    def _load(self, block: int, slot: Slot) -> int:
+        """Queue the copy of ``block`` into ``slot``; its number of bytes."""
         # Until the copy is queued the slot holds nothing, should queueing it fail.
         slot.state, slot.block = SlotState.FREE, None
         with labelled("copy block", str(block)):
@@ -74,18 +100,16 @@ class BlockManager:
             slot.ready = self._streams.copy(target, source, after=slot.released)
         self._host.lent_until(block, slot.ready)
         slot.state, slot.block = SlotState.LOADING, block
-        self.num_loads += 1
-        self.h2d_num_bytes += source.numel()
-        self._note("prefetch", block)
+        return source.numel()
 
     def acquire(self, block: int, phase: Phase) -> Slot:
         """Make ``block`` readable on the compute stream and hold it in its slot until release.
 
         Queues the copy first if nobody prefetched it, then the copies of the blocks that will be
-        needed next and whose slots are not in use.
+        needed next and whose slots are not in use. A pinned block is there for good, unheld.
 
         Args:
-            block: Index in execution order, 0 <= block < ``num_blocks``.
+            block: Index in execution order.
             phase: What the visit belongs to; it only steers what is prefetched.
 
         Streams:
@@ -95,6 +119,8 @@ class BlockManager:
             SlotStateError: If the block's slot is in use already.
             ValueError: If ``block`` is out of range.
         """
+        if self.is_pinned(block):
+            return self._waited_for(self._ring.slot(block))
         self._require_in_range(block)
         slot = self._ring.slot(block)
         if slot.state is SlotState.IN_USE:
@@ -110,11 +136,15 @@ class BlockManager:
         before, slot.state = slot.state, SlotState.IN_USE
         try:
             self._prefetch_next(block, phase, in_use=slot.index)
-            self._streams.wait(slot.ready)
+            self._waited_for(slot)
         except BaseException:
             slot.state = before
             raise
         self._visit = (block, phase)
+        return slot
+
+    def _waited_for(self, slot: Slot) -> Slot:
+        self._streams.wait(slot.ready)
         return slot
 
     def is_held(self, block: int) -> bool:
@@ -125,6 +155,8 @@ class BlockManager:
     def release(self, block: int) -> None:
         """End the visit: behind this point of the compute stream the slot may be overwritten.
 
+        Of a pinned block, nothing is given up.
+
         Streams:
             Records on the compute stream. The copy that takes the slot over is queued by the next
             acquire, not here: the next layer may be of the same block.
@@ -132,6 +164,8 @@ class BlockManager:
         Raises:
             SlotStateError: If ``block`` is not in use.
         """
+        if self.is_pinned(block):
+            return
         slot = self._ring.slot(block)
         if slot.block != block or slot.state is not SlotState.IN_USE:
             raise _bad_state("release", block, slot, "in use by this block")

@@ -6,6 +6,11 @@ Note: Preallocated
 
 Block k always lives in slot k mod S (see "The zigzag and the slots" in ``poros.walk``), so the
 views of a block's tensors are built once.
+
+Note: No strangers
+    The graph of a kept layer refers to its weights from its forward to its backward, which is
+    longer than a visit. So the blocks of kept layers have pinned slots: one each, filled once and
+    never written again.
 """
 
 from collections.abc import Sequence
@@ -46,21 +51,42 @@ class Slot:
 
 
 class DeviceRing:
-    """The slots of one prepared model, at most one per block."""
+    """The slots of one prepared model.
+
+    Args:
+        layouts: Of its blocks.
+        num_slots: Slots that blocks pass through, at most one for each that does.
+        streams: Allocate them.
+        num_pinned: Blocks at the end that stay, each in a slot of its own.
+
+    Attributes:
+        slots: Those that the first ``num_blocks`` blocks pass through.
+        pinned: Those of the other blocks.
+    """
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], num_slots: int, streams: StreamContext
+        self,
+        layouts: Sequence[BlockLayout],
+        num_slots: int,
+        streams: StreamContext,
+        num_pinned: int = 0,
     ) -> None:
-        sizes = slot_sizes(layouts, min(num_slots, len(layouts)))
+        self.num_blocks = len(layouts) - num_pinned
+        sizes = slot_sizes(layouts[: self.num_blocks], min(num_slots, self.num_blocks))
+        sizes += [layout.num_bytes for layout in layouts[self.num_blocks :]]
         buffers = [streams.allocate(num_bytes) for num_bytes in sizes]
         # See "Fresh memory is not idle memory" in poros.streams.
         allocated = streams.record()
-        self.slots = [Slot(i, buffer, released=allocated) for i, buffer in enumerate(buffers)]
+        slots = [Slot(i, buffer, released=allocated) for i, buffer in enumerate(buffers)]
+        first = len(slots) - num_pinned
+        self.slots, self.pinned = slots[:first], slots[first:]
 
     def slot(self, block: int) -> Slot:
         """The one slot in which ``block`` may live."""
+        if block >= self.num_blocks:
+            return self.pinned[block - self.num_blocks]
         return self.slots[block % len(self.slots)]
 
     @property
     def num_bytes(self) -> int:
-        return sum(slot.buffer.numel() for slot in self.slots)
+        return sum(slot.buffer.numel() for slot in (*self.slots, *self.pinned))

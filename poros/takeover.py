@@ -38,7 +38,6 @@ from poros.host import drop_store, left_store
 from poros.layout import BlockLayout
 from poros.manager import BlockManager
 from poros.newcomers import Initialisation, require_proven
-from poros.resident import ResidentBlocks
 from poros.ring import DeviceRing
 from poros.small import SmallTensors
 from poros.streams import StreamContext, Timings
@@ -77,7 +76,6 @@ class Takeover:
     ) -> None:
         self.device = streams.device
         self._streams = streams
-        self._journal = journal
         self.model = weakref.ref(model)
         self._base = weakref.ref(inventory.base)
         self._layers_name = inventory.layers_name
@@ -102,6 +100,8 @@ class Takeover:
             self._move_to_device(model, inventory)
             if self.device.type == "cuda":
                 self.host.pin(self.device)
+            self.ring = DeviceRing((), MIN_SLOTS, streams)
+            self.manager = BlockManager(self.host, self.ring, streams, journal)
             self._make_room(policy.slots or MIN_SLOTS, policy.keep_last or 0)
             self.boundaries = Boundaries(streams)
             self.constants = DeviceConstants(self.device, self.small.nested)
@@ -131,15 +131,12 @@ class Takeover:
         """
         self.visits.end_all()
         before = (self.num_slots, self.keep_last)
-        counters = vars(self.manager)
-        counted = {key: counters[key] for key in ("num_loads", "num_hits", "h2d_num_bytes")}
         for runtime in self._runtimes():
             runtime.bindings.require_at_rest()
         # Given up first, so that the new room can be had in the old one's place.
         for runtime in self._runtimes():
             runtime.leave()
         self._give_up_room()
-        vars(self.manager).update(counted)
         failure: torch.OutOfMemoryError | None = None
         try:
             self._make_room(num_slots, keep_last)
@@ -147,7 +144,6 @@ class Takeover:
             failure = error.with_traceback(None)  # its frames hold the part that could be had
         if failure is not None:
             self._make_room(*before)
-        vars(self.manager).update(counted)
         self._rehouse()
         if failure is not None:
             raise failure
@@ -172,36 +168,29 @@ class Takeover:
 
     def _make_room(self, num_slots: int, keep_last: int) -> None:
         layouts = [slab.layout for slab in self.host.slabs]
-        num_layers = len(self._layers)
-        num_streamed, _, ring_slots = divide(num_layers, self.block_size, num_slots, keep_last)
-        # Before anything is lent: from here on the store knows which copies it has to wait for.
-        self.host.start(self._streams)
-        ring = DeviceRing(layouts[:num_streamed], ring_slots, self._streams)
-        resident = ResidentBlocks(self.host, range(num_streamed, len(layouts)), self._streams)
-        self.ring, self.resident = ring, resident
-        self.manager = BlockManager(self.host, ring, self._streams, self._journal, num_streamed)
+        found = divide(len(self._layers), self.block_size, num_slots, keep_last)
+        self._use(DeviceRing(layouts, found.ring_slots, self._streams, found.num_resident))
         self.num_slots, self.keep_last = num_slots, keep_last
 
     def _give_up_room(self) -> None:
         """No block has a place: what is left when even the old room cannot be had again."""
-        self.ring = DeviceRing((), MIN_SLOTS, self._streams)
-        self.resident = ResidentBlocks(self.host, (), self._streams)
-        self.manager = BlockManager(self.host, self.ring, self._streams, self._journal, 0)
+        self._use(DeviceRing((), MIN_SLOTS, self._streams))
+
+    def _use(self, ring: DeviceRing) -> None:
+        self.ring = ring
+        self.manager.use(ring)
 
     def _rehouse(self) -> None:
         """Tell the layers where their blocks are now."""
         bindings = self._bind()
         for index, runtime in enumerate(self._runtimes()):
-            runtime.move_in(self._home(runtime.block), LayerBindings(bindings.get(index, [])))
-
-    def _home(self, block: int) -> BlockManager | ResidentBlocks:
-        return self.resident if block >= self.manager.num_blocks else self.manager
+            runtime.move_in(LayerBindings(bindings.get(index, [])))
 
     def _bind(self) -> dict[int, list[Binding]]:
         """The frozen tensors of each layer, with their views of slots."""
         found: dict[int, list[Binding]] = {}
         for block, (tensors, slab) in enumerate(zip(self.blocks, self.host.slabs, strict=True)):
-            buffer = self._home(block).slot(block).buffer
+            buffer = self.ring.slot(block).buffer
             found |= bind_block(tensors, slab.layout, buffer, self.constants)
         return found
 
@@ -212,8 +201,7 @@ class Takeover:
     @property
     def device_num_bytes(self) -> int:
         """Slots, blocks that stay, small tensors, and quantization constants."""
-        blocks = self.ring.num_bytes + self.resident.num_bytes
-        return blocks + self.small.num_bytes + self.constants.num_bytes
+        return self.ring.num_bytes + self.small.num_bytes + self.constants.num_bytes
 
     def timings(self) -> Timings:
         """How long copies of blocks have taken so far."""
@@ -352,7 +340,7 @@ class Takeover:
                 inventory.layer_name(index),
                 block,
                 self.device,
-                self._home(block),
+                self.manager,
                 LayerBindings(bindings.get(index, [])),
                 is_adapter_module=is_adapter_module,
                 staying_places=staying_places,

@@ -37,7 +37,6 @@ LAYERS = [
         "memory",
         "paper",
         "pack",
-        "resident",
         "retained",
         "ring",
         "rng",

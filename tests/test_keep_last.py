@@ -8,6 +8,7 @@ from snapshots import layers_of
 from support import AdversarialPrepare, same_bits
 
 import poros
+from poros.config import MIN_SLOTS
 from poros.errors import ParityError, PolicyError
 from poros.gates import tiny
 from poros.gates.adversary import SlotHazard
@@ -15,7 +16,8 @@ from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.host import HostStore
 from poros.layout import BlockLayout
-from poros.resident import ResidentBlocks
+from poros.manager import BlockManager
+from poros.ring import DeviceRing
 from poros.streams import EagerStreams
 
 NUM_LAYERS = 5
@@ -96,13 +98,13 @@ def test_at_full_budget_nothing_is_loaded_and_nothing_recomputed() -> None:
 
 def test_the_self_check_sees_a_kept_block_that_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = poros.prepare(build().train(), device="cpu", keep_last=2)
-    poros.runtime(model)._takeover.resident.slot(3).buffer[77] ^= 1
+    poros.runtime(model)._takeover.ring.slot(3).buffer[77] ^= 1
     with pytest.raises(ParityError, match=r"layers\.3: block 3 on the device"):
         model(**BATCHES[0]).loss.backward()
 
 
 def test_control_a_kept_block_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ResidentBlocks, "acquire", lambda self, block, phase: self.slot(block))
+    monkeypatch.setattr(BlockManager, "acquire", lambda self, block, phase: self.slot(block))
     with AdversarialPrepare().watching() as prepare:
         # Copies are queued in order: a wait for a later block of the ring would hide it.
         model = prepare(build(), slots=2, keep_last=NUM_LAYERS)
@@ -117,7 +119,7 @@ def test_bad_values_are_refused(value: Any) -> None:
 
 
 def test_the_copy_waits_for_the_memorys_last_owner() -> None:
-    """As for the slots of the ring: fresh memory may still be read by what is queued already."""
+    """As for the slots that blocks pass through: fresh memory may be read by what is queued."""
     waited: list[object] = []
 
     class Recording(EagerStreams):
@@ -129,5 +131,7 @@ def test_the_copy_waits_for_the_memorys_last_owner() -> None:
             return super().copy(target, source, after=after)
 
     layouts = [BlockLayout.pack([("w", torch.empty(64))])] * 2
-    ResidentBlocks(HostStore.allocate(layouts), range(2), Recording(torch.device("cpu")))
+    streams = Recording(torch.device("cpu"))
+    ring = DeviceRing(layouts, MIN_SLOTS, streams, num_pinned=2)
+    BlockManager(HostStore.allocate(layouts), ring, streams)
     assert waited == ["allocated"] * 2

@@ -121,9 +121,9 @@ def test_every_point_of_order_is_mutated() -> None:
     assert any("manager" in each and "an older event" in each for each in changes)
     assert len({str(each) for each in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
     # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``.
-    # Blocks that stay have controls of their own, in test_keep_last; inputs in test_boundaries. A
-    # measured rate is no part of training.
-    others = {"poros.resident", "poros.boundaries", "poros.speeds"}
+    # Inputs of layers have controls of their own, in test_boundaries. A measured rate is no part of
+    # training.
+    others = {"poros.boundaries", "poros.speeds"}
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
     methods = {each.change.split("(")[0].split(".")[-1] for each in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)

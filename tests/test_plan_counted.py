@@ -140,7 +140,7 @@ class Counted:
         runtime = poros.runtime(self.model)
         takeover = runtime._takeover
         held = [slot.buffer for slot in takeover.ring.slots]
-        held += [slot.buffer for slot in takeover.resident._slots.values()]
+        held += [slot.buffer for slot in takeover.ring.pinned]
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         outside = [each for name, each in named if ".layers." not in name]
         state = [

@@ -96,7 +96,7 @@ class Boundaries:
         if self._free:  # too small for the batches that have come now
             self._drop(self._free.pop())
         require_host_memory(num_bytes, "inputs of layers (offload_boundaries)")
-        buffer = HostSlab(BlockLayout((), num_bytes), Arena(num_bytes, is_memory_file=False))
+        buffer = HostSlab(BlockLayout((), num_bytes), Arena(num_bytes, is_shareable=False))
         self._buffers.append(buffer)
         device = self._streams.device
         if device.type == "cuda" and not buffer.pin(device) and not self.fallbacks:

@@ -53,8 +53,7 @@ class Arena:
         file: A file or memory file to map instead of new memory. It is not closed.
         offset: Where in ``file`` the arena starts; a multiple of ``PAGE_NUM_BYTES``.
         private: Whether writes stay in this process, and out of the file.
-        is_memory_file: Whether new memory is a memory file where the system has them: its pages
-            count as they are written, and it takes a file descriptor.
+        is_shareable: Whether new memory is a memory file, which takes a file descriptor.
 
     Raises:
         HostMemoryError: If the mapping is refused.
@@ -67,11 +66,12 @@ class Arena:
         file: int | None = None,
         offset: int = 0,
         private: bool = False,
-        is_memory_file: bool = True,
+        is_shareable: bool = True,
     ) -> None:
+        self._file: int | None = None
         try:
-            if file is None and is_memory_file and hasattr(os, "memfd_create"):
-                file = os.memfd_create("poros", os.MFD_CLOEXEC)
+            if file is None and is_shareable and hasattr(os, "memfd_create"):
+                self._file = file = os.memfd_create("poros", os.MFD_CLOEXEC)
                 weakref.finalize(self, os.close, file)
                 os.ftruncate(file, max(num_bytes, 1))
             where = -1 if file is None else file
@@ -85,6 +85,19 @@ class Arena:
                 f"expected {num_bytes} bytes of host memory (for the frozen base, or for inputs of "
                 f"layers), found {found}"
             ) from error
+
+    def fileno(self) -> int:
+        """The memory file, to hand to another process of this machine (``HostStore.attach``).
+
+        Raises:
+            HostMemoryError: If the system has no memory files.
+        """
+        if self._file is None:
+            raise HostMemoryError(
+                "expected an arena in a memory file, which other processes can map, found one that "
+                "has none; share the store on disk instead"
+            )
+        return self._file
 
 
 class HostSlab:
@@ -169,6 +182,25 @@ class HostStore:
             HostMemoryError: If the mapping is refused.
         """
         return cls.over(Arena(_num_bytes(layouts)), layouts)
+
+    @classmethod
+    def attach(cls, file: int, layouts: Sequence[BlockLayout]) -> "HostStore":
+        """The store behind a memory file of another process: the same bytes, not a copy.
+
+        Args:
+            file: What ``Arena.fileno`` gave, handed over (``socket.send_fds``, ``pass_fds``).
+            layouts: The layouts that the store was allocated with.
+
+        Raises:
+            HostMemoryError: If the file is not as large as a store of ``layouts``.
+        """
+        expected, found = max(_num_bytes(layouts), 1), os.fstat(file).st_size
+        if found != expected:
+            raise HostMemoryError(
+                f"expected a shared store of {expected} bytes, found one of {found}; attach it "
+                "with the layouts that it was allocated with"
+            )
+        return cls.over(Arena(_num_bytes(layouts), file=file), layouts)
 
     @classmethod
     def over(cls, arena: Arena, layouts: Sequence[BlockLayout]) -> "HostStore":

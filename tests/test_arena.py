@@ -1,10 +1,11 @@
-"""Arenas: exactly as large as what lies in them."""
+"""Arenas: exactly as large as what lies in them, and shared with other processes when asked."""
 
 import gc
 import logging
 import mmap
 import os
-import re
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from support import num_memory_files, same_bits
 from test_host import FakeDriver, install, some_tensors
 
 import poros.host
+from poros.errors import HostMemoryError
 from poros.host import Arena, HostStore
 from poros.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
 
@@ -65,11 +67,8 @@ def test_an_arena_is_at_most_3_percent_over_its_tensors(
 
 
 def resident_num_bytes(arena: Arena) -> int:
-    """Memory that the system has committed to the arena, as far as this process uses it."""
-    address = torch.frombuffer(arena.memory, dtype=torch.uint8).data_ptr()
-    text = Path("/proc/self/smaps").read_text()
-    (found,) = re.findall(rf"^{address:08x}-.*?^Rss: +(\d+) kB", text, re.MULTILINE | re.DOTALL)
-    return 1024 * int(found)
+    """Memory that the system has committed to the arena's memory file."""
+    return 512 * os.fstat(arena.fileno()).st_blocks
 
 
 def test_memory_is_committed_as_it_is_written() -> None:
@@ -128,11 +127,55 @@ def test_the_memory_goes_with_the_last_tensor() -> None:
     assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
 
 
-def test_without_memory_files_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+CHILD = """
+import pickle, sys
+sys.path[:0] = [{root!r}]
+from poros.host import HostStore
+layouts = pickle.loads(bytes.fromhex({layouts!r}))
+store = HostStore.attach({file}, layouts)
+for slab in store.slabs:
+    spec = slab.layout.tensors[0]
+    tensor = slab.tensor(spec)
+    assert tensor[0].item() == 7, tensor[0]
+    tensor[1] = 9
+print(sum(int(slab.bytes.sum()) for slab in store.slabs))
+"""
+
+
+def test_another_process_sees_the_same_bytes() -> None:
+    import pickle
+
+    layouts = [BlockLayout.pack(some_tensors().items())] * 3
+    store = HostStore.allocate(layouts)
+    for slab in store.slabs:
+        slab.tensor(slab.layout.tensors[0])[0] = 7
+    file = store.slabs[0].arena.fileno()
+    program = CHILD.format(
+        root=str(Path(__file__).parents[1]), layouts=pickle.dumps(layouts).hex(), file=file
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        pass_fds=[file],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) == 3 * 16
+    # It wrote here, not into a copy.
+    assert all(slab.tensor(slab.layout.tensors[0])[1] == 9 for slab in store.slabs)
+    with pytest.raises(HostMemoryError, match=r"expected a shared store of \d+ bytes"):
+        HostStore.attach(file, layouts[:2])
+
+
+def test_without_memory_files_there_is_no_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     store = HostStore.allocate([BlockLayout.pack(some_tensors().items())])
     store.slabs[0].bytes.fill_(3)
     assert bool((store.slabs[0].bytes == 3).all())
+    with pytest.raises(HostMemoryError, match="other processes can map"):
+        store.slabs[0].arena.fileno()
 
 
 def test_a_private_mapping_of_a_file_keeps_writes_to_itself(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_every_point_of_order_is_mutated() -> None:
     changes = [str(each) for each in CONTEXT_MUTATIONS]
     for wanted in (
         "ring.DeviceRing.__init__: streams.record() replaced by an older event",
-        "manager.BlockManager.prefetch: after=slot.released replaced by after=None",
-        "manager.BlockManager.acquire: self._streams.wait(slot.ready) removed",
+        "manager.BlockManager._load: after=slot.released replaced by after=None",
+        "manager.BlockManager._waited_for: self._streams.wait(slot.ready) removed",
     ):
         assert wanted in changes
     assert any("manager" in each and "record() replaced by None" in each for each in changes)

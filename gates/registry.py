@@ -86,9 +86,9 @@ _CODE = (
     *("poros.adoption", "poros.ambient", "poros.arrival", "poros.attributes", "poros.audit"),
     *("poros.block", "poros.boundaries", "poros.casts", "poros.channels", "poros.compiled"),
     *("poros.discover", "poros.early", "poros.frozen", "poros.handover", "poros.host"),
-    *("poros.layout", "poros.manager", "poros.pack", "poros.remat", "poros.resident", "poros.ring"),
-    *("poros.rng", "poros.settings", "poros.small", "poros.streams", "poros.takeover"),
-    *("poros.tree", "poros.visits", "poros.walk", "poros.within"),
+    *("poros.layout", "poros.manager", "poros.nf4", "poros.pack", "poros.remat", "poros.resident"),
+    *("poros.ring", "poros.rng", "poros.settings", "poros.small", "poros.streams"),
+    *("poros.takeover", "poros.tree", "poros.visits", "poros.walk", "poros.within"),
     *("poros.gates.adversary", "poros.gates.arms", "poros.gates.compare", "poros.gates.kinds"),
     *("poros.gates.parity", "poros.gates.reference", "poros.gates.sweep", "poros.gates.tiny"),
 )

@@ -21,62 +21,28 @@ Note: Hashed where it is made
     a device a second time for that, so that no copy of them is taken on trust.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from poros.digests import PackedDigests
 from poros.errors import CheckpointFormatError, ParityError
+from poros.nf4 import NESTED_BLOCKSIZE, Format
 from poros.streams import Event, StreamContext, streams_for
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
-NESTED_BLOCKSIZE = 256
-"""Elements of absmax that share one nested absmax; fixed in bitsandbytes."""
-
 Hash = Callable[[torch.Tensor, Callable[[], None] | None], Future[None]]
 """Hashes the next piece, which arrives when the function given has returned."""
 
 _CHUNK_NUM_BYTES = {"cpu": 1 << 19, "cuda": 16 << 20}
-
-
-class QuantizedForm(NamedTuple):
-    """Shapes and dtypes of what ``Quantizer.quantize_into`` writes, as meta tensors."""
-
-    packed: torch.Tensor
-    """(ceil(num_elements / 2) bytes, 1) in the storage dtype."""
-    absmax: torch.Tensor
-    """(num_blocks,), uint8 if the quantization is double, else float32."""
-    nested_absmax: torch.Tensor | None
-    """(ceil(num_blocks / 256),), float32; None if the quantization is single."""
-
-
-def quantized_form(
-    shape: Sequence[int],
-    *,
-    blocksize: int,
-    double_quant: bool,
-    quant_storage: torch.dtype = torch.uint8,
-) -> QuantizedForm:
-    """What a tensor of ``shape`` becomes, in blocks of ``blocksize`` elements."""
-    num_elements = prod(shape)
-    num_blocks = -(-num_elements // blocksize)
-    num_nested = -(-num_blocks // NESTED_BLOCKSIZE)
-    packed_size = (num_elements + 1) // (2 * quant_storage.itemsize)
-    with torch.device("meta"):
-        return QuantizedForm(
-            torch.empty((packed_size, 1), dtype=quant_storage),
-            torch.empty(num_blocks, dtype=torch.uint8 if double_quant else torch.float32),
-            torch.empty(num_nested, dtype=torch.float32) if double_quant else None,
-        )
 
 
 @dataclass
@@ -156,10 +122,9 @@ class Quantizer:
             name: Of the tensor.
             quant_type: ``nf4`` or ``fp4``.
             blocksize: Elements that share one absmax, as bitsandbytes allows.
-            packed: Host tensor as ``QuantizedForm.packed``.
-            absmax: Host tensor as ``QuantizedForm.absmax``.
-            nested_absmax: Host tensor as ``QuantizedForm.nested_absmax``; None for single
-                quantization.
+            packed: Host tensor as in ``Format.form``, like the next two.
+            absmax: Of every block.
+            nested_absmax: None for single quantization.
             wait: Return when all bytes are in ``packed``. Else the last are on their way; call
                 ``flush`` before anyone reads them.
             where: What it is, for the message of an error; None is ``name``.
@@ -180,16 +145,12 @@ class Quantizer:
         """
         import bitsandbytes.functional as bnb
 
-        expected = quantized_form(
-            tensor.shape,
-            blocksize=blocksize,
-            double_quant=nested_absmax is not None,
-            quant_storage=packed.dtype,
-        )
-        _require_like("packed", packed, expected.packed)
-        _require_like("absmax", absmax, expected.absmax)
-        if nested_absmax is not None and expected.nested_absmax is not None:
-            _require_like("nested_absmax", nested_absmax, expected.nested_absmax)
+        format = Format(quant_type, nested_absmax is not None, packed.dtype, blocksize)
+        expected = format.form(tensor.shape)
+        _require_like("packed", packed, expected["packed"])
+        _require_like("absmax", absmax, expected["absmax"])
+        if nested_absmax is not None:
+            _require_like("nested_absmax", nested_absmax, expected["nested_absmax"])
         with torch.no_grad(), self._on_default_stream():
             try:
                 scales = self._quantize_pieces(
@@ -208,14 +169,6 @@ class Quantizer:
                     with suppress(Exception):
                         buffer.wait()
                 raise
-            state = bnb.QuantState(
-                absmax=absmax,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                blocksize=blocksize,
-                code=bnb.get_4bit_type(quant_type, device="cpu"),
-                quant_type=quant_type,
-            )
             made = {"absmax": scales}
             if nested_absmax is not None:
                 offset = scales.mean()
@@ -226,11 +179,12 @@ class Quantizer:
                 for part, each in made.items():
                     digests.add(f"{name}.{part}", each)
             absmax.copy_(made["absmax"])
+            parts = {"absmax": absmax, "code": bnb.get_4bit_type(quant_type, device="cpu")}
             if nested_absmax is not None:
-                nested_absmax.copy_(state2.absmax)
-                state2.absmax = nested_absmax
-                state2.code = state2.code.cpu()
-                state.offset, state.state2, state.nested = offset.cpu(), state2, True
+                nested_absmax.copy_(made["nested_absmax"])
+                parts |= {"nested_absmax": nested_absmax}
+                parts |= {part: made[part].cpu() for part in ("offset", "nested_code")}
+            state: QuantState = format.state(parts, tensor.shape, tensor.dtype)
             return state
 
     def _quantize_pieces(

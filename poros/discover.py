@@ -23,9 +23,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
-from poros.frozen import FrozenTensor, is_4bit
+from poros.frozen import FrozenTensor
 from poros.kinds import IN_CACHE, Found, adapter_kinds
 from poros.layout import is_small
+from poros.nf4 import is_4bit, is_params4bit
 from poros.quantized import refuse_foreign_quantization
 
 logger = logging.getLogger(__name__)
@@ -386,7 +387,7 @@ def _check_streamable(name: str, tensor: torch.Tensor) -> None:
     )
     if not (plain or is_4bit(tensor)) or tensor.layout is not torch.strided:
         found = type(tensor).__qualname__
-        unquantized = " that is not quantized yet" if found == "Params4bit" else ""
+        unquantized = " that is not quantized yet" if is_params4bit(tensor) else ""
         raise UnsupportedModelError(
             f"{name}: expected a plain tensor or a bitsandbytes 4-bit weight, found a {found}"
             f"{unquantized}; load the model with BitsAndBytesConfig(load_in_4bit=True)"

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from poros.errors import UnsupportedModelError
-from poros.frozen import is_4bit
+from poros.nf4 import is_4bit
 
 _PACKAGES = frozenset(
     {

@@ -16,7 +16,7 @@ MAX_LINES = 500
 
 # A module may import, at module level, its own layer and those before it; cycles are refused apart.
 LAYERS = [
-    {"errors", "config", "layout", "output", "walk", "within"},
+    {"errors", "config", "layout", "nf4", "output", "walk", "within"},
     {
         "ambient",
         "arrival",
@@ -55,7 +55,7 @@ LAYERS = [
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LOADERS_SEE = {"layout", "config", "errors", "digests", "host", "memory", "streams"}
+LOADERS_SEE = {"layout", "config", "errors", "digests", "host", "memory", "nf4", "streams"}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 

@@ -181,11 +181,8 @@ class Intake:
             tensor,
             name=name,
             where=self._where(name),
-            quant_type=format.quant_type,
-            blocksize=format.blocksize,
-            packed=targets["packed"],
-            absmax=targets["absmax"],
-            nested_absmax=targets.get("nested_absmax"),
+            format=format,
+            targets=targets,
             wait=False,
             digests=self._packed,
         )

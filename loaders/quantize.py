@@ -33,7 +33,7 @@ import torch
 
 from poros.digests import PackedDigests
 from poros.errors import CheckpointFormatError, ParityError
-from poros.nf4 import NESTED_BLOCKSIZE, Format
+from poros.nf4 import MOVING, NESTED_BLOCKSIZE, Format, Parts
 from poros.streams import Event, StreamContext, streams_for
 
 if TYPE_CHECKING:
@@ -105,11 +105,8 @@ class Quantizer:
         tensor: torch.Tensor,
         *,
         name: str,
-        quant_type: str,
-        blocksize: int,
-        packed: torch.Tensor,
-        absmax: torch.Tensor,
-        nested_absmax: torch.Tensor | None,
+        format: Format,
+        targets: Parts,
         wait: bool = True,
         where: str | None = None,
         digests: PackedDigests | None = None,
@@ -120,19 +117,16 @@ class Quantizer:
             tensor: On the host; float32, float16 or bfloat16, cast to the dtype to load in already.
                 Any shape; if it is not contiguous, a contiguous copy is made.
             name: Of the tensor.
-            quant_type: ``nf4`` or ``fp4``.
-            blocksize: Elements that share one absmax, as bitsandbytes allows.
-            packed: Host tensor as in ``Format.form``, like the next two.
-            absmax: Of every block.
-            nested_absmax: None for single quantization.
-            wait: Return when all bytes are in ``packed``. Else the last are on their way; call
+            format: What to quantize to.
+            targets: Host tensors for the parts that are ``MOVING``, as ``format`` has them.
+            wait: Return when all packed bytes are written. Else the last are on their way; call
                 ``flush`` before anyone reads them.
             where: What it is, for the message of an error; None is ``name``.
             digests: Gets what is written, before it is, by the names that the parts have.
 
         Returns:
-            The state of the quantized tensor, on the host; it refers to ``absmax`` and
-            ``nested_absmax``, and owns code books and offset.
+            The state of the quantized tensor, on the host; it refers to ``targets``, and owns code
+            books and offset.
 
         Exactness:
             Bytes equal to ``bitsandbytes.functional.quantize_4bit`` of the whole tensor on the
@@ -145,20 +139,16 @@ class Quantizer:
         """
         import bitsandbytes.functional as bnb
 
-        format = Format(quant_type, nested_absmax is not None, packed.dtype, blocksize)
-        expected = format.form(tensor.shape)
-        _require_like("packed", packed, expected["packed"])
-        _require_like("absmax", absmax, expected["absmax"])
-        if nested_absmax is not None:
-            _require_like("nested_absmax", nested_absmax, expected["nested_absmax"])
+        for part, expected in format.form(tensor.shape).items():
+            if part in MOVING:
+                _require_like(part, targets[part], expected)
         with torch.no_grad(), self._on_default_stream():
             try:
                 scales = self._quantize_pieces(
                     tensor,
                     where or name,
-                    quant_type,
-                    blocksize,
-                    packed,
+                    format,
+                    targets["packed"],
                     partial(digests.add, name) if digests is not None else None,
                 )
                 if wait:
@@ -170,7 +160,7 @@ class Quantizer:
                         buffer.wait()
                 raise
             made = {"absmax": scales}
-            if nested_absmax is not None:
+            if format.double_quant:
                 offset = scales.mean()
                 nested, state2 = bnb.quantize_blockwise(scales - offset, blocksize=NESTED_BLOCKSIZE)
                 made = {"absmax": nested, "nested_absmax": state2.absmax}
@@ -178,26 +168,21 @@ class Quantizer:
             if digests is not None:
                 for part, each in made.items():
                     digests.add(f"{name}.{part}", each)
-            absmax.copy_(made["absmax"])
-            parts = {"absmax": absmax, "code": bnb.get_4bit_type(quant_type, device="cpu")}
-            if nested_absmax is not None:
-                nested_absmax.copy_(made["nested_absmax"])
-                parts |= {"nested_absmax": nested_absmax}
-                parts |= {part: made[part].cpu() for part in ("offset", "nested_code")}
-            state: QuantState = format.state(parts, tensor.shape, tensor.dtype)
-            return state
+            parts = {"code": bnb.get_4bit_type(format.quant_type, device="cpu")}
+            for part, each in made.items():
+                parts[part] = targets[part].copy_(each) if part in MOVING else each.cpu()
+            return format.state(parts, tensor.shape, tensor.dtype)
 
     def _quantize_pieces(
         self,
         tensor: torch.Tensor,
         where: str,
-        quant_type: str,
-        blocksize: int,
+        format: Format,
         packed: torch.Tensor,
         hash: Hash | None,
     ) -> torch.Tensor:
         """Fill ``packed``; returns the float32 absmax of every block, on the device."""
-        flat = tensor.reshape(-1)
+        flat, blocksize = tensor.reshape(-1), format.blocksize
         packed_bytes = packed.view(-1).view(torch.uint8)
         num_elements = flat.numel()
         chunk = max(self._chunk_num_bytes // flat.element_size() // blocksize, 1) * blocksize
@@ -212,7 +197,7 @@ class Quantizer:
             self._streams.wait(arrived)
             extremes.extend(torch.aminmax(piece))
             values, piece_scales = torch.ops.bitsandbytes.quantize_4bit.default(
-                piece, blocksize, quant_type, torch.uint8
+                piece, blocksize, format.quant_type, torch.uint8
             )
             place = scales[start // blocksize :][: piece_scales.numel()]
             place.copy_(piece_scales)

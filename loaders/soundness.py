@@ -12,7 +12,7 @@ from typing import Any
 from poros.errors import quoted
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
-from poros.nf4 import SAVED_AS, state_of
+from poros.nf4 import state_of
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 _STATE = ".quant_state."
@@ -79,6 +79,6 @@ def require_floats(checkpoint: Checkpoint, taken: Iterable[str], model: Any) -> 
 
 def _weight_of(name: str) -> str:
     """The 4-bit weight that a tensor may be a part of."""
-    for end in SAVED_AS.values():
+    for end in (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map"):
         name = name.removesuffix(end)
     return name.partition(_STATE)[0]

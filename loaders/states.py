@@ -15,11 +15,13 @@ import torch
 from poros.errors import CheckpointFormatError, quoted
 from poros.loaders.header import parse_json, shown
 from poros.loaders.quantize import require_finite
-from poros.nf4 import BLOCKSIZES, DTYPES, MOVING, NESTED_BLOCKSIZE, PARTS, SAVED_AS, Parts
+from poros.nf4 import BLOCKSIZES, DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
 
 _PACKED = "quant_state.bitsandbytes__"
 _MAX_STATE_NUM_BYTES = 4096
 _PLAIN = {"quant_type", "blocksize", "dtype", "shape"}
+_TENSORS = {"weight", "weight.absmax", "weight.quant_map"}
+_NESTED_TENSORS = {"weight.nested_absmax", "weight.nested_quant_map"}
 _NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 
@@ -54,7 +56,7 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
         )
     state = parse_json(bytes(text.tolist()), path / f"{name}.{key}")
     is_nested = "nested_absmax" in {each.rpartition(".")[2] for each in parts}
-    expected = {f"weight{SAVED_AS[part]}" for part in PARTS[is_nested] if part in SAVED_AS}
+    expected = _TENSORS | (_NESTED_TENSORS if is_nested else set())
     if parts.keys() - {key} != expected:
         raise refuse(f"the tensors {', '.join(sorted(expected))}", sorted(parts))
     if state.keys() != _PLAIN | (_NESTED if is_nested else set()):

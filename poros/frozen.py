@@ -271,8 +271,7 @@ def _twin(
             tensors[part] = constants.nested[place.name]
         else:
             tensors[part] = next_view() if part in MOVING else constants.get(place.get())
-    twin: torch.Tensor = rebound(original, tensors)
-    return twin
+    return rebound(original, tensors)
 
 
 def packed_like(like: Any, data: torch.Tensor, state: Any, module: nn.Module | None) -> Any:

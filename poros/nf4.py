@@ -8,7 +8,7 @@ bytes: ``nested_code[absmax[b]] * nested_absmax[b // 256] + offset``. The parts,
     packed          (ceil(num_elements / 2) bytes, 1) in the storage dtype
     absmax          (num_blocks,)               float32, or uint8 if the quantization is double
     nested_absmax   (ceil(num_blocks / 256),)   float32, like the last two only if it is double
-    code            (16,)                       float32
+    code            (16,)                       float32; kernels know it from the quant_type
     offset          ()                          float32
     nested_code     (256,)                      float32
 
@@ -170,6 +170,12 @@ def is_4bit(tensor: object) -> bool:
     return is_params4bit(tensor) and state_of(tensor) is not None
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of no other library, and not what a pickle leaves of a 4-bit weight."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    return plain and not hasattr(tensor, "quant_state")
+
+
 def state_of(tensor: object) -> Any:
     """The ``QuantState`` of a tensor, or None. A plain pickle leaves it, and takes the type."""
     return getattr(tensor, "quant_state", None)
@@ -178,14 +184,6 @@ def state_of(tensor: object) -> Any:
 def part_name(name: str, part: str) -> str:
     """What a part of the weight ``name`` is called in layouts, stores and digests."""
     return name if part == "packed" else f"{name}.{part}"
-
-
-SAVED_AS = {
-    part: part_name("", part).replace("code", "quant_map")
-    for part in PARTS[True]
-    if part != "offset"
-}
-"""What checkpoints put behind the name of a weight; they have the offset in the state's text."""
 
 
 def places(name: str, weight: Any) -> dict[str, Part]:

@@ -66,26 +66,19 @@ def in_pieces(
     digests: PackedDigests | None = None,
 ) -> Result:
     """What the quantizer makes of it, in pieces of a few blocks."""
-    form = Format(quant_type, double_quant, quant_storage, blocksize).form(tensor.shape)
+    format = Format(quant_type, double_quant, quant_storage, blocksize)
     # Poisoned, so that bytes that are not written are seen.
-    made = {part: torch.full_like(each, 77, device=CPU) for part, each in form.items()}
-    packed, absmax, nested = made["packed"], made["absmax"], made.get("nested_absmax")
+    form = format.form(tensor.shape).items()
+    targets = {part: torch.full_like(each, 77, device=CPU) for part, each in form}
     quantizer = quantizer or Quantizer(
         CPU, chunk_num_bytes=num_blocks * blocksize * tensor.element_size()
     )
     state = quantizer.quantize_into(
-        tensor,
-        name="w",
-        quant_type=quant_type,
-        blocksize=blocksize,
-        packed=packed,
-        absmax=absmax,
-        nested_absmax=nested,
-        digests=digests,
+        tensor, name="w", format=format, targets=targets, digests=digests
     )
-    assert state.absmax is absmax
-    assert nested is None or state.state2.absmax is nested
-    return Result(packed, state)
+    assert state.absmax is targets["absmax"]
+    assert not double_quant or state.state2.absmax is targets["nested_absmax"]
+    return Result(targets["packed"], state)
 
 
 def differences(left: Result, right: Result) -> list[str]:
@@ -228,13 +221,14 @@ def test_require_finite(dtype: torch.dtype) -> None:
 def test_targets_of_another_form_are_refused(wrong: str) -> None:
     """Nothing is written then."""
     tensor = draw(20, 64)
-    form = Format("nf4", True, torch.uint8).form(tensor.shape)
+    format = Format("nf4", True, torch.uint8)
+    form = format.form(tensor.shape)
     names = ("packed", "absmax", "nested_absmax")
     targets = {name: torch.full_like(form[name], 77, device=CPU) for name in names}
     before = {name: each.clone() for name, each in targets.items()}
     targets[wrong] = targets[wrong][:-1]
     with pytest.raises(ValueError, match=rf"^{wrong}: expected a contiguous host tensor"):
-        Quantizer(CPU).quantize_into(tensor, name="w", quant_type="nf4", blocksize=64, **targets)
+        Quantizer(CPU).quantize_into(tensor, name="w", format=format, targets=targets)
     for name, each in targets.items():
         assert same_bits(each, before[name][: each.shape[0]])
 

@@ -3,7 +3,8 @@
 A weight is flattened and cut into blocks of ``blocksize`` elements, the last of which may be
 shorter (Dettmers et al. 2023, QLoRA, section 3). An element of block b is ``code[i] * absmax[b]``;
 two indices i share a byte, the first in its upper half. With double quantization absmax itself is
-bytes: ``nested_code[absmax[b]] * nested_absmax[b // 256] + offset``. The parts, by name:
+bytes: ``nested_code[absmax[b]] * nested_absmax[b // 256] + offset``, rounded to float32 at each
+operation. The parts, by name:
 
     packed          (ceil(num_elements / 2) bytes, 1) in the storage dtype
     absmax          (num_blocks,)               float32, or uint8 if the quantization is double

@@ -22,6 +22,7 @@ from poros.gates import fuzz_actions, tiny
 from poros.gates.fuzz_hooks import Hooked, Thrown
 from poros.gates.fuzz_models import layers_of
 from poros.gates.fuzz_program import Action, Forward, Program, Step, Term
+from poros.nf4 import state_of
 
 NUM_ROWS = 2
 
@@ -371,7 +372,7 @@ def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.requires_grad:
             yield name, tensor
-            state = getattr(tensor, "quant_state", None)
+            state = state_of(tensor)
             if state is not None:
                 yield f"{name}: absmax", state.absmax
 

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poros.gates import tiny
 from poros.gates.fuzz_program import Subject
+from poros.nf4 import own
 
 HIDDEN_SIZE = 32
 ARCHITECTURES = ("qwen2", "gemma3", "gemma4_shared_kv", "mixtral", "prophetnet")
@@ -160,5 +161,5 @@ def _copied(model: Any) -> Any:
     for module in twin.modules():
         weight = module._parameters.get("weight")
         if "quant_state" in module.__dict__ and weight is not None:
-            module.quant_state = weight.quant_state  # a deep copy has two of them
+            own(module, weight)  # a deep copy has two states, and refers to the other module
     return tiny.without_repacking(twin)

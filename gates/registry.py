@@ -86,7 +86,7 @@ _CODE = (
     *("poros.adoption", "poros.ambient", "poros.arrival", "poros.attributes", "poros.audit"),
     *("poros.block", "poros.boundaries", "poros.casts", "poros.channels", "poros.compiled"),
     *("poros.discover", "poros.early", "poros.frozen", "poros.handover", "poros.host"),
-    *("poros.layout", "poros.manager", "poros.pack", "poros.remat"),
+    *("poros.layout", "poros.manager", "poros.nf4", "poros.pack", "poros.remat"),
     *("poros.retained", "poros.ring", "poros.rng", "poros.settings", "poros.small"),
     *("poros.streams", "poros.takeover"),
     *("poros.tree", "poros.visits", "poros.walk", "poros.within"),

@@ -11,7 +11,6 @@ Nothing here knows how transformers reads a checkpoint; see ``poros.loaders.seam
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,24 @@ from poros.errors import CheckpointFormatError, quoted
 from poros.host import HostSlab, HostStore
 from poros.layout import BlockLayout, TensorSpec, is_small
 from poros.loaders.header import shown
-from poros.loaders.quantize import Quantizer, quantized_form, require_finite
-from poros.loaders.states import BLOCKSIZES, require_codes
+from poros.loaders.quantize import Quantizer, require_finite
+from poros.loaders.states import require_codes
 from poros.memory import require_host_memory
+from poros.nf4 import (
+    BLOCKSIZES,
+    DTYPES,
+    MOVING,
+    Format,
+    Parts,
+    is_params4bit,
+    part_name,
+    part_tensors,
+    state_of,
+    streams,
+)
 
 Allocate = Callable[[Sequence[BlockLayout]], HostStore]
 FindLayers = Callable[[nn.Module], tuple[str, Sequence[nn.Module]]]
-
-
-@dataclass(frozen=True)
-class Format:
-    """How bitsandbytes holds a 4-bit weight."""
-
-    quant_type: str
-    double_quant: bool
-    quant_storage: torch.dtype
-    blocksize: int = 64
-    """What transformers leaves at bitsandbytes' default."""
 
 
 class Intake:
@@ -105,7 +105,7 @@ class Intake:
         self.layers_name, layers = self._find_layers(model)
         self._shapes = {name: tensor.shape for name, tensor in _named_tensors(model)}
         self._is_float = {n for n, each in _named_tensors(model) if each.is_floating_point()}
-        self._is_4bit = {name for name, tensor in _named_tensors(model) if _is_4bit(tensor)}
+        self._is_4bit = {n for n, each in _named_tensors(model) if is_params4bit(each)}
         loaded = model.state_dict().keys()
         self._checked = self._shapes.keys() - loaded
         layouts = []
@@ -167,27 +167,26 @@ class Intake:
         """
         format = self._require_format()
         self._require_shape(name, tensor.shape, torch.Size(shape))
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if tensor.dtype not in DTYPES.values():
             raise CheckpointFormatError(
                 f"{self._where(name)}: expected weights of 16 or 32-bit floats to quantize, found "
                 f"{tensor.dtype}; load the checkpoint that it was made from"
             )
         targets = {
-            part: self._target(part, expected) for part, expected in self._quantized(name, shape)
+            part: self._target(part_name(name, part), expected)
+            for part, expected in format.form(shape).items()
+            if part in MOVING
         }
         state = self._quantizer.quantize_into(
             tensor,
             name=name,
             where=self._where(name),
-            quant_type=format.quant_type,
-            blocksize=format.blocksize,
-            packed=targets[name],
-            absmax=targets[f"{name}.absmax"],
-            nested_absmax=targets.get(f"{name}.nested_absmax"),
+            format=format,
+            targets=targets,
             wait=False,
             digests=self._packed,
         )
-        return targets[name], state
+        return targets["packed"], state
 
     def keep(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
         """A copy of ``tensor`` in its place; in memory of its own if it has none or does not fit.
@@ -211,9 +210,7 @@ class Intake:
         finally:
             hashed.result()  # the checkpoint may take the pages back
 
-    def require_packed(
-        self, name: str, packed: torch.Tensor, state: Any, shape: Sequence[int]
-    ) -> None:
+    def require_packed(self, name: str, parts: Parts, state: Any, shape: Sequence[int]) -> None:
         """Refuse a 4-bit weight of the checkpoint whose parts do not belong together.
 
         Raises:
@@ -226,21 +223,12 @@ class Intake:
                 f"{self._where(name)}: expected a block size among {BLOCKSIZES}, found "
                 f"{quoted(state.blocksize)}; fetch the checkpoint again"
             )
-        form = quantized_form(
-            shape,
-            blocksize=state.blocksize,
-            double_quant=state.nested,
-            quant_storage=packed.dtype,
-        )
-        for part, found, expected in (
-            (name, packed, form.packed),
-            (f"{name}.absmax", state.absmax, form.absmax),
-            (f"{name}.nested_absmax", state.state2 and state.state2.absmax, form.nested_absmax),
-        ):
-            if expected is not None:
-                self._require_shape(part, found.shape, expected.shape)
-        dtypes = {"absmax": form.absmax.dtype}
-        require_codes(self._where(name), state, dtypes)
+        storage = parts["packed"].dtype
+        form = Format(state.quant_type, state.nested, storage, state.blocksize).form(shape)
+        for part in form:
+            if part in MOVING:
+                self._require_shape(part_name(name, part), parts[part].shape, form[part].shape)
+        require_codes(self._where(name), state, parts, form)
 
     @property
     def finished(self) -> HostStore:
@@ -257,7 +245,7 @@ class Intake:
         """
         self._quantizer.flush()
         for name, tensor in _named_tensors(model):
-            is_packed = getattr(tensor, "quant_state", None) is not None
+            is_packed = state_of(tensor) is not None
             if name in self._is_4bit and not is_packed:
                 raise self.dense(name, tensor)
             if name in self._shapes and not is_packed:
@@ -305,31 +293,19 @@ class Intake:
 
     def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """What a tensor of the planned model takes: itself, or its packed form and scales."""
-        if _is_4bit(tensor):
-            return self._quantized(name, tensor.shape)
-        return [(name, tensor)]
+        if not is_params4bit(tensor):
+            return [(name, tensor)]
+        form = self._require_format().form(tensor.shape).items()
+        return [(part_name(name, part), each) for part, each in form if part in MOVING]
 
     def _streamed_parts(
         self, name: str, tensor: torch.Tensor, is_buffer: bool
     ) -> list[tuple[str, torch.Tensor]]:
         """Those of its parts that lie in a slab; see "What is small stays" in ``poros.layout``."""
-        if not _is_4bit(tensor):
+        if not is_params4bit(tensor):
             return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
-        packed, absmax, *nested = self._quantized(name, tensor.shape)
-        return [packed, absmax, *(each for each in nested if not is_small(each[1]))]
-
-    def _quantized(self, name: str, shape: Sequence[int]) -> list[tuple[str, torch.Tensor]]:
-        format = self._require_format()
-        form = quantized_form(
-            shape,
-            blocksize=format.blocksize,
-            double_quant=format.double_quant,
-            quant_storage=format.quant_storage,
-        )
-        parts = [(name, form.packed), (f"{name}.absmax", form.absmax)]
-        if form.nested_absmax is not None:
-            parts.append((f"{name}.nested_absmax", form.nested_absmax))
-        return parts
+        form = self._require_format().form(tensor.shape).items()
+        return [(part_name(name, part), each) for part, each in form if streams(part, each)]
 
     def _target(self, name: str, like: torch.Tensor) -> torch.Tensor:
         if name in self._places:
@@ -368,27 +344,6 @@ class Intake:
                 f"{self._where(name)}: expected shape {tuple(expected)} for this configuration, "
                 f"found {quoted(tuple(found))}; check that config.json and weights belong together"
             )
-
-
-def part_tensors(
-    name: str, tensor: torch.Tensor, *, with_constants: bool = False
-) -> dict[str, torch.Tensor]:
-    """The parts of a loaded tensor by name: what moves, and on request what stays on a device."""
-    state = getattr(tensor, "quant_state", None)
-    found = {name: tensor.data}
-    if state is not None:
-        found[f"{name}.absmax"] = state.absmax
-        if state.nested:
-            found[f"{name}.nested_absmax"] = state.state2.absmax
-        if with_constants:
-            found[f"{name}.code"] = state.code
-            if state.nested:
-                found |= {f"{name}.offset": state.offset, f"{name}.nested_code": state.state2.code}
-    return found
-
-
-def _is_4bit(tensor: torch.Tensor) -> bool:
-    return type(tensor).__name__ == "Params4bit"
 
 
 def _num_bytes(parts: Iterable[tuple[str, torch.Tensor]]) -> int:

@@ -6,6 +6,7 @@ computes from the configuration are computed again.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,17 +17,16 @@ from poros.host import HostStore
 from poros.layout import BlockLayout
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
-from poros.loaders.header import DTYPES, defect
-from poros.loaders.intake import FindLayers, Format, Intake, part_tensors
+from poros.loaders.header import defect
+from poros.loaders.intake import FindLayers, Intake
 from poros.loaders.limits import Limits
-from poros.loaders.quantize import NESTED_BLOCKSIZE, Quantizer
+from poros.loaders.quantize import Quantizer
 from poros.loaders.store import OpenStore
+from poros.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
 
 _REMEDY = "write the store again"
 PARTS_DIGESTS = "parts_digests"
 """What a store calls the digests of the parts of its 4-bit weights."""
-
-_STATE_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -43,7 +43,7 @@ def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor],
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name not in loaded:
             continue
-        state = getattr(tensor, "quant_state", None)
+        state = state_of(tensor)
         if state is None:
             dense.append(name)
         else:
@@ -109,28 +109,13 @@ class KeptIntake(Intake):
                     f"expected a tensor like {planned.dtype}, found {found.dtype}", tensor=name
                 )
             return found, None
-        from bitsandbytes.functional import QuantState
-
         dtype, blocksize = self._weights[name]
-        state = QuantState(
-            absmax=self._part(f"{name}.absmax"),
-            shape=planned.shape,
-            code=self._part(f"{name}.code"),
-            blocksize=blocksize,
-            quant_type=self._require_format().quant_type,
-            dtype=dtype,
-        )
-        if f"{name}.offset" in self._rest:
-            state.nested = True
-            state.offset = self._part(f"{name}.offset")
-            state.state2 = QuantState(
-                absmax=self._part(f"{name}.nested_absmax"),
-                code=self._part(f"{name}.nested_code"),
-                blocksize=NESTED_BLOCKSIZE,
-                dtype=torch.float32,
-            )
-        self.require_packed(name, self._part(name), state, planned.shape)
-        return self._part(name), state
+        names = sorted(PARTS[f"{name}.offset" in self._rest])
+        parts = {part: self._part(part_name(name, part)) for part in names}
+        format = replace(self._require_format(), blocksize=blocksize)
+        state = format.state(parts, planned.shape, dtype)
+        self.require_packed(name, parts, state, planned.shape)
+        return parts["packed"], state
 
     def keep(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
         """As in ``Intake``; what lies there already is not written again.
@@ -146,7 +131,7 @@ class KeptIntake(Intake):
         try:
             dense = {str(name) for name in about["dense"]}
             weights = {
-                name: (DTYPES[_STATE_DTYPES[dtype]], blocksize)
+                name: (DTYPES[dtype], blocksize)
                 for name, (dtype, blocksize) in about["weights"].items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -21,62 +21,28 @@ Note: Hashed where it is made
     a device a second time for that, so that no copy of them is taken on trust.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from poros.digests import PackedDigests
 from poros.errors import CheckpointFormatError, ParityError
+from poros.nf4 import MOVING, NESTED_BLOCKSIZE, Format, Parts
 from poros.streams import Event, StreamContext, streams_for
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
-NESTED_BLOCKSIZE = 256
-"""Elements of absmax that share one nested absmax; fixed in bitsandbytes."""
-
 Hash = Callable[[torch.Tensor, Callable[[], None] | None], Future[None]]
 """Hashes the next piece, which arrives when the function given has returned."""
 
 _CHUNK_NUM_BYTES = {"cpu": 1 << 19, "cuda": 16 << 20}
-
-
-class QuantizedForm(NamedTuple):
-    """Shapes and dtypes of what ``Quantizer.quantize_into`` writes, as meta tensors."""
-
-    packed: torch.Tensor
-    """(ceil(num_elements / 2) bytes, 1) in the storage dtype."""
-    absmax: torch.Tensor
-    """(num_blocks,), uint8 if the quantization is double, else float32."""
-    nested_absmax: torch.Tensor | None
-    """(ceil(num_blocks / 256),), float32; None if the quantization is single."""
-
-
-def quantized_form(
-    shape: Sequence[int],
-    *,
-    blocksize: int,
-    double_quant: bool,
-    quant_storage: torch.dtype = torch.uint8,
-) -> QuantizedForm:
-    """What a tensor of ``shape`` becomes, in blocks of ``blocksize`` elements."""
-    num_elements = prod(shape)
-    num_blocks = -(-num_elements // blocksize)
-    num_nested = -(-num_blocks // NESTED_BLOCKSIZE)
-    packed_size = (num_elements + 1) // (2 * quant_storage.itemsize)
-    with torch.device("meta"):
-        return QuantizedForm(
-            torch.empty((packed_size, 1), dtype=quant_storage),
-            torch.empty(num_blocks, dtype=torch.uint8 if double_quant else torch.float32),
-            torch.empty(num_nested, dtype=torch.float32) if double_quant else None,
-        )
 
 
 @dataclass
@@ -139,11 +105,8 @@ class Quantizer:
         tensor: torch.Tensor,
         *,
         name: str,
-        quant_type: str,
-        blocksize: int,
-        packed: torch.Tensor,
-        absmax: torch.Tensor,
-        nested_absmax: torch.Tensor | None,
+        format: Format,
+        targets: Parts,
         wait: bool = True,
         where: str | None = None,
         digests: PackedDigests | None = None,
@@ -154,20 +117,16 @@ class Quantizer:
             tensor: On the host; float32, float16 or bfloat16, cast to the dtype to load in already.
                 Any shape; if it is not contiguous, a contiguous copy is made.
             name: Of the tensor.
-            quant_type: ``nf4`` or ``fp4``.
-            blocksize: Elements that share one absmax, as bitsandbytes allows.
-            packed: Host tensor as ``QuantizedForm.packed``.
-            absmax: Host tensor as ``QuantizedForm.absmax``.
-            nested_absmax: Host tensor as ``QuantizedForm.nested_absmax``; None for single
-                quantization.
-            wait: Return when all bytes are in ``packed``. Else the last are on their way; call
+            format: What to quantize to.
+            targets: Host tensors for the parts that are ``MOVING``, as ``format`` has them.
+            wait: Return when all packed bytes are written. Else the last are on their way; call
                 ``flush`` before anyone reads them.
             where: What it is, for the message of an error; None is ``name``.
             digests: Gets what is written, before it is, by the names that the parts have.
 
         Returns:
-            The state of the quantized tensor, on the host; it refers to ``absmax`` and
-            ``nested_absmax``, and owns code books and offset.
+            The state of the quantized tensor, on the host; it refers to ``targets``, and owns code
+            books and offset.
 
         Exactness:
             Bytes equal to ``bitsandbytes.functional.quantize_4bit`` of the whole tensor on the
@@ -180,24 +139,16 @@ class Quantizer:
         """
         import bitsandbytes.functional as bnb
 
-        expected = quantized_form(
-            tensor.shape,
-            blocksize=blocksize,
-            double_quant=nested_absmax is not None,
-            quant_storage=packed.dtype,
-        )
-        _require_like("packed", packed, expected.packed)
-        _require_like("absmax", absmax, expected.absmax)
-        if nested_absmax is not None and expected.nested_absmax is not None:
-            _require_like("nested_absmax", nested_absmax, expected.nested_absmax)
+        for part, expected in format.form(tensor.shape).items():
+            if part in MOVING:
+                _require_like(part, targets[part], expected)
         with torch.no_grad(), self._on_default_stream():
             try:
                 scales = self._quantize_pieces(
                     tensor,
                     where or name,
-                    quant_type,
-                    blocksize,
-                    packed,
+                    format,
+                    targets["packed"],
                     partial(digests.add, name) if digests is not None else None,
                 )
                 if wait:
@@ -208,16 +159,8 @@ class Quantizer:
                     with suppress(Exception):
                         buffer.wait()
                 raise
-            state = bnb.QuantState(
-                absmax=absmax,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                blocksize=blocksize,
-                code=bnb.get_4bit_type(quant_type, device="cpu"),
-                quant_type=quant_type,
-            )
             made = {"absmax": scales}
-            if nested_absmax is not None:
+            if format.double_quant:
                 offset = scales.mean()
                 nested, state2 = bnb.quantize_blockwise(scales - offset, blocksize=NESTED_BLOCKSIZE)
                 made = {"absmax": nested, "nested_absmax": state2.absmax}
@@ -225,25 +168,21 @@ class Quantizer:
             if digests is not None:
                 for part, each in made.items():
                     digests.add(f"{name}.{part}", each)
-            absmax.copy_(made["absmax"])
-            if nested_absmax is not None:
-                nested_absmax.copy_(state2.absmax)
-                state2.absmax = nested_absmax
-                state2.code = state2.code.cpu()
-                state.offset, state.state2, state.nested = offset.cpu(), state2, True
-            return state
+            parts = {"code": bnb.get_4bit_type(format.quant_type, device="cpu")}
+            for part, each in made.items():
+                parts[part] = targets[part].copy_(each) if part in MOVING else each.cpu()
+            return format.state(parts, tensor.shape, tensor.dtype)
 
     def _quantize_pieces(
         self,
         tensor: torch.Tensor,
         where: str,
-        quant_type: str,
-        blocksize: int,
+        format: Format,
         packed: torch.Tensor,
         hash: Hash | None,
     ) -> torch.Tensor:
         """Fill ``packed``; returns the float32 absmax of every block, on the device."""
-        flat = tensor.reshape(-1)
+        flat, blocksize = tensor.reshape(-1), format.blocksize
         packed_bytes = packed.view(-1).view(torch.uint8)
         num_elements = flat.numel()
         chunk = max(self._chunk_num_bytes // flat.element_size() // blocksize, 1) * blocksize
@@ -258,7 +197,7 @@ class Quantizer:
             self._streams.wait(arrived)
             extremes.extend(torch.aminmax(piece))
             values, piece_scales = torch.ops.bitsandbytes.quantize_4bit.default(
-                piece, blocksize, quant_type, torch.uint8
+                piece, blocksize, format.quant_type, torch.uint8
             )
             place = scales[start // blocksize :][: piece_scales.numel()]
             place.copy_(piece_scales)

@@ -11,6 +11,7 @@ of it is left on the model.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from transformers.utils.quantization_config import (
 from poros.loaders.intake import Intake
 from poros.loaders.kept import KeptIntake
 from poros.loaders.states import require_state
+from poros.nf4 import Format, is_params4bit, own, parts_of, places
 
 
 class LoadAborted(BaseException):
@@ -251,12 +253,12 @@ class _Take(_Operation):
         module_name, _, key = name.rpartition(".")
         module = model.get_submodule(module_name)
         planned = getattr(module, key)
-        if type(planned).__name__ != "Params4bit":
+        if not is_params4bit(planned):
             return self._intake.take(name, tensor) if self._intake.has_place(name) else tensor
         if issubclass(module.source_cls, Conv1D):
             tensor = tensor.T
         packed, state = self._intake.quantize(name, tensor, planned.shape)
-        return _params4bit(planned, packed, state, module)
+        return _loaded(Format.of(planned), packed, state, module)
 
 
 class _Fetch(_Operation):
@@ -278,9 +280,8 @@ class _Fetch(_Operation):
         tensor, state = self._intake.fetch(name, planned)
         if state is None:
             return tensor
-        weight = _params4bit(planned, tensor, state, model.get_submodule(name.rpartition(".")[0]))
-        weight.blocksize, weight.compress_statistics = state.blocksize, state.nested
-        return weight
+        format = replace(Format.of(planned), blocksize=state.blocksize, double_quant=state.nested)
+        return _loaded(format, tensor, state, model.get_submodule(name.rpartition(".")[0]))
 
 
 class _Deserialize(_Operation):
@@ -305,10 +306,10 @@ class _Deserialize(_Operation):
         )
         try:
             for each in made.values():
-                if type(each).__name__ == "Params4bit":
+                if is_params4bit(each):
                     planned = model.get_parameter_or_buffer(full_layer_name)
                     self._intake.require_packed(
-                        full_layer_name, each, each.quant_state, planned.shape
+                        full_layer_name, parts_of(each), each.quant_state, planned.shape
                     )
                     self._keep(full_layer_name, each)
             self._after_each()
@@ -318,7 +319,7 @@ class _Deserialize(_Operation):
 
     def _require_state(self, name: str, parts: dict[str, Any], model: Any) -> None:
         planned = model.get_parameter_or_buffer(name)
-        if type(planned).__name__ != "Params4bit":
+        if not is_params4bit(planned):
             if len(parts) > 1:
                 raise self._intake.packed(name)
             return
@@ -334,29 +335,15 @@ class _Deserialize(_Operation):
         return self._inner
 
     def _keep(self, name: str, weight: Any) -> None:
-        state = weight.quant_state
-        keep = self._intake.keep_part
-        # Packed bytes may be stored as floats, and as floats they mean nothing.
-        weight.data = keep(name, weight.data, is_packed=True)
-        state.absmax = keep(f"{name}.absmax", state.absmax)
-        state.code = keep(f"{name}.code", state.code)
-        if state.nested:
-            state.state2.absmax = keep(f"{name}.nested_absmax", state.state2.absmax)
-            state.state2.code = keep(f"{name}.nested_code", state.state2.code)
+        for part, place in places(name, weight).items():
+            if part != "offset":
+                # Packed bytes may be stored as floats, and as floats they mean nothing.
+                is_packed = part == "packed"
+                place.put(self._intake.keep_part(place.name, place.get(), is_packed=is_packed))
 
 
-def _params4bit(planned: Any, packed: torch.Tensor, state: Any, module: Any) -> Any:
-    weight = type(planned)(
-        packed,
-        requires_grad=False,
-        quant_state=state,
-        blocksize=planned.blocksize,
-        compress_statistics=planned.compress_statistics,
-        quant_type=planned.quant_type,
-        quant_storage=planned.quant_storage,
-        module=module,
-        bnb_quantized=True,
-    )
-    module.quant_state = state
+def _loaded(format: Format, packed: torch.Tensor, state: Any, module: Any) -> torch.Tensor:
+    weight: torch.Tensor = format.weight(packed, state, module)
+    own(module, weight)
     module._is_hf_initialized = True
     return weight

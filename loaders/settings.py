@@ -16,6 +16,7 @@ from poros.errors import PolicyError, UnsupportedModelError, quoted
 from poros.loaders.header import defect, parse_json, shown
 from poros.loaders.limits import Limits
 from poros.loaders.source import CONFIG, GENERATION
+from poros.nf4 import QUANT_TYPES
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedConfig
@@ -153,7 +154,7 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
         raise defect(
             path / CONFIG, f"expected a quantization_config, found {said(error)}"
         ) from error
-    if made.bnb_4bit_quant_type not in ("nf4", "fp4"):
+    if made.bnb_4bit_quant_type not in QUANT_TYPES:
         raise defect(
             path / CONFIG,
             "expected bnb_4bit_quant_type 'nf4' or 'fp4', found "

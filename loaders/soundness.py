@@ -12,6 +12,7 @@ from typing import Any
 from poros.errors import quoted
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
+from poros.nf4 import state_of
 
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 _STATE = ".quant_state."
@@ -63,7 +64,7 @@ def require_floats(checkpoint: Checkpoint, taken: Iterable[str], model: Any) -> 
     kept = {
         name
         for name, each in (*model.named_parameters(), *model.named_buffers())
-        if not each.is_floating_point() and getattr(each, "quant_state", None) is None
+        if not each.is_floating_point() and state_of(each) is None
     }
     if len(whole) > len(kept):
         name = next((each for each in whole if each not in kept), whole[0])

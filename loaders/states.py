@@ -14,21 +14,15 @@ import torch
 
 from poros.errors import CheckpointFormatError, quoted
 from poros.loaders.header import parse_json, shown
-from poros.loaders.quantize import NESTED_BLOCKSIZE, require_finite
-
-BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Elements that share one absmax: those that bitsandbytes has kernels for."""
-
-NUM_CODES = {"code": 16, "nested_code": 256}
-"""Entries of the code books."""
+from poros.loaders.quantize import require_finite
+from poros.nf4 import BLOCKSIZES, DTYPES, MOVING, NESTED_BLOCKSIZE, Parts
 
 _PACKED = "quant_state.bitsandbytes__"
 _MAX_STATE_NUM_BYTES = 4096
-_DTYPES = ("float16", "bfloat16", "float32")
 _PLAIN = {"quant_type", "blocksize", "dtype", "shape"}
-_NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
 _TENSORS = {"weight", "weight.absmax", "weight.quant_map"}
 _NESTED_TENSORS = {"weight.nested_absmax", "weight.nested_quant_map"}
+_NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 
 def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: str) -> None:
@@ -71,8 +65,8 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
         raise refuse(f"quantization to {quant_type}, as configured", f"{key}: {state}")
     if type(state["blocksize"]) is not int or state["blocksize"] not in BLOCKSIZES:
         raise refuse(f"a block size among {BLOCKSIZES}", state["blocksize"])
-    if state["dtype"] not in _DTYPES:
-        raise refuse(f"a dtype among {', '.join(_DTYPES)}", state["dtype"])
+    if state["dtype"] not in tuple(DTYPES):
+        raise refuse(f"a dtype among {', '.join(DTYPES)}", state["dtype"])
     shape = state["shape"]
     if not isinstance(shape, list) or not all(type(each) is int and each > 0 for each in shape):
         raise refuse("a shape of positive whole numbers", shape)
@@ -88,24 +82,21 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
         raise refuse("a finite nested_offset", offset)
 
 
-def require_codes(where: str, state: Any, dtype_of: Mapping[str, torch.dtype]) -> None:
+def require_codes(where: str, state: Any, found: Parts, form: Parts) -> None:
     """Check code books, offset and dtypes of a state that is about to be used.
 
     Args:
         where: Checkpoint and weight, for messages.
         state: Of bitsandbytes.
-        dtype_of: What ``absmax`` and, if the quantization is double, ``nested_absmax`` have to be.
+        found: The parts that it is one of.
+        form: What they have to be like; the shapes of what moves are not looked at.
 
     Raises:
         CheckpointFormatError: If a kernel would read what is not there, or not finite.
     """
-    found = {"absmax": state.absmax, "code": state.code}
-    if state.nested:
-        found |= {"nested_absmax": state.state2.absmax, "nested_code": state.state2.code}
-        found["offset"] = state.offset
-    for part, tensor in found.items():
-        num_entries = NUM_CODES.get(part, 1 if part == "offset" else None)
-        dtype = dtype_of.get(part, torch.float32)
+    for part, tensor in sorted(found.items()):
+        num_entries = None if part in MOVING else form[part].numel()
+        dtype = form[part].dtype
         if tensor.dtype != dtype or num_entries not in (None, tensor.numel()):
             raise CheckpointFormatError(
                 f"{where}: expected {num_entries or 'its'} entries of {dtype} in {part}, found "

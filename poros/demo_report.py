@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import quoted
+from poros.nf4 import part_tensors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,12 +106,8 @@ def frozen_layer_num_bytes(model: torch.nn.Module) -> int:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.requires_grad:
                 continue
-            num_bytes += tensor.nbytes
-            state = getattr(tensor, "quant_state", None)
-            if state is not None:
-                nested = state.state2
-                parts = (state.absmax, state.code, state.offset, nested.absmax, nested.code)
-                num_bytes += sum(part.nbytes for part in parts)
+            parts = part_tensors(name, tensor, with_constants=True)
+            num_bytes += sum(part.nbytes for part in parts.values())
     return num_bytes
 
 

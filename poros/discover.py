@@ -23,9 +23,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
-from poros.frozen import FrozenTensor, is_4bit
+from poros.frozen import FrozenTensor
 from poros.kinds import IN_CACHE, Found, adapter_kinds
 from poros.layout import is_small
+from poros.nf4 import is_4bit, is_params4bit, is_plain
 from poros.quantized import refuse_foreign_quantization
 
 logger = logging.getLogger(__name__)
@@ -380,13 +381,9 @@ def _check_streamable(name: str, tensor: torch.Tensor) -> None:
             "attach adapters with get_peft_model (which freezes the base), or set "
             "requires_grad_(False), before poros.prepare"
         )
-    # A 4-bit weight that went through a plain pickle loses its type, and keeps its state aside.
-    plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not hasattr(
-        tensor, "quant_state"
-    )
-    if not (plain or is_4bit(tensor)) or tensor.layout is not torch.strided:
+    if not (is_plain(tensor) or is_4bit(tensor)) or tensor.layout is not torch.strided:
         found = type(tensor).__qualname__
-        unquantized = " that is not quantized yet" if found == "Params4bit" else ""
+        unquantized = " that is not quantized yet" if is_params4bit(tensor) else ""
         raise UnsupportedModelError(
             f"{name}: expected a plain tensor or a bitsandbytes 4-bit weight, found a {found}"
             f"{unquantized}; load the model with BitsAndBytesConfig(load_in_4bit=True)"

@@ -17,7 +17,6 @@ weight and absmax. If the quantization is double, the nested absmax has a copy o
 code books and offsets have; at rest all of them are on the host.
 """
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,27 +26,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 from poros.layout import BlockLayout, is_small, view
-
-
-class Part(NamedTuple):
-    """One tensor that moves: attribute ``attribute`` of ``holder``, under a qualified name."""
-
-    name: str
-    holder: Any
-    attribute: str
-
-    def get(self) -> torch.Tensor:
-        tensor: torch.Tensor = getattr(self.holder, self.attribute)
-        return tensor
-
-    def put(self, tensor: torch.Tensor) -> None:
-        setattr(self.holder, self.attribute, tensor)
-
-    @property
-    def owner(self) -> torch.Tensor:
-        """The tensor of the model whose object stays and counts writes; ``.data`` is a new one."""
-        owner: torch.Tensor = self.holder if self.attribute == "data" else self.get()
-        return owner
+from poros.nf4 import MOVING, Part, is_4bit, places, rebound, streams
 
 
 @dataclass(eq=False)
@@ -75,14 +54,10 @@ class FrozenTensor:
 
     def parts(self) -> list[Part]:
         """The tensors of it that must move."""
-        parts = [Part(self.name, self.tensor, "data")]
-        if self.is_4bit:
-            state = self.tensor.quant_state  # type: ignore[attr-defined]
-            parts.append(Part(f"{self.name}.absmax", state, "absmax"))
-            nested = nested_part(self.name, self.tensor)
-            if nested is not None and not is_small(nested.get()):
-                parts.append(nested)
-        return parts
+        if not self.is_4bit:
+            return [Part(self.name, self.tensor, "data")]
+        found = places(self.name, self.tensor)
+        return [each for part, each in found.items() if streams(part, each.get())]
 
 
 class Binding(NamedTuple):
@@ -270,30 +245,10 @@ def bind_block(
     return by_layer
 
 
-def is_4bit(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a quantized bitsandbytes 4-bit parameter."""
-    return (
-        type(tensor).__name__ == "Params4bit" and getattr(tensor, "quant_state", None) is not None
-    )
-
-
 def constant_parts(name: str, tensor: torch.Tensor) -> list[Part]:
-    """The constants of a 4-bit parameter: code books and offset."""
-    state = tensor.quant_state  # type: ignore[attr-defined]
-    parts = [Part(f"{name}.code", state, "code")]
-    if state.nested:
-        parts.append(Part(f"{name}.offset", state, "offset"))
-        parts.append(Part(f"{name}.nested_code", state.state2, "code"))
-    nested = nested_part(name, tensor)
-    if nested is not None and is_small(nested.get()):
-        parts.append(nested)
-    return parts
-
-
-def nested_part(name: str, tensor: torch.Tensor) -> Part | None:
-    """The nested absmax of a 4-bit weight, if its quantization is double."""
-    state = tensor.quant_state  # type: ignore[attr-defined]
-    return Part(f"{name}.nested_absmax", state.state2, "absmax") if state.nested else None
+    """The parts of a 4-bit weight that stay: code books and offset, a small nested absmax."""
+    found = places(name, tensor)
+    return [each for part, each in found.items() if not streams(part, each.get())]
 
 
 def _twin(
@@ -309,39 +264,10 @@ def _twin(
             data = data.data
         is_parameter = isinstance(original, nn.Parameter)
         return nn.Parameter(data, requires_grad=False) if is_parameter else data
-    packed: Any = original
-    data = next_view()
-    state = copy.copy(packed.quant_state)
-    state.absmax = next_view()
-    state.code = constants.get(state.code)
-    if state.nested:
-        state.offset = constants.get(state.offset)
-        state.state2 = copy.copy(state.state2)
-        staying = constants.nested.get(f"{each.name}.nested_absmax")
-        state.state2.absmax = next_view() if staying is None else staying
-        state.state2.code = constants.get(state.state2.code)
-    return packed_like(packed, data, state, packed.module)
-
-
-def packed_like(like: Any, data: torch.Tensor, state: Any, module: nn.Module | None) -> Any:
-    """A ``Params4bit`` of quantized ``data``, with the settings of ``like``.
-
-    Args:
-        like: A 4-bit parameter, or what is left of one after a pickle: its attributes.
-        data: Packed weights, uint8.
-        state: Its QuantState.
-        module: The ``Linear4bit`` it belongs to.
-    """
-    from bitsandbytes.nn import Params4bit
-
-    return Params4bit(
-        data,
-        requires_grad=False,
-        quant_state=state,
-        blocksize=like.blocksize,
-        compress_statistics=like.compress_statistics,
-        quant_type=like.quant_type,
-        quant_storage=like.quant_storage,
-        module=module,
-        bnb_quantized=True,
-    )
+    tensors = {}
+    for part, place in places(each.name, original).items():
+        if place.name in constants.nested:
+            tensors[part] = constants.nested[place.name]
+        else:
+            tensors[part] = next_view() if part in MOVING else constants.get(place.get())
+    return rebound(original, tensors)

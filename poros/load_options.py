@@ -15,8 +15,8 @@ import torch
 
 from poros.devices import default_device, usable_device
 from poros.errors import PolicyError, quoted
-from poros.loaders.intake import Format
 from poros.loaders.source import Place
+from poros.nf4 import QUANT_TYPES, Format
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig
@@ -327,7 +327,7 @@ def _bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfi
         return None
     from transformers import BitsAndBytesConfig
 
-    if isinstance(quantization, str) and quantization in ("nf4", "fp4"):
+    if isinstance(quantization, str) and quantization in QUANT_TYPES:
         return BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=quantization,

@@ -43,6 +43,7 @@ from poros.loaders.soundness import require_floats, require_whole_experts
 from poros.loaders.source import CONFIG, GENERATION
 from poros.loaders.store import OpenStore, is_store, open_store
 from poros.memory import require_host_memory
+from poros.nf4 import QUANT_TYPES
 from poros.saving import watch_saving
 
 if TYPE_CHECKING:
@@ -393,7 +394,7 @@ def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
         is_told = is_told and isinstance(about["allow_nonfinite"], bool)
         if not is_told or CONFIG not in opened.manifest.files:
             raise ValueError("no dtype or no configuration")
-        if used is not None and used.bnb_4bit_quant_type not in ("nf4", "fp4"):
+        if used is not None and used.bnb_4bit_quant_type not in QUANT_TYPES:
             raise ValueError(f"bnb_4bit_quant_type {used.bnb_4bit_quant_type!r}")
     except Exception as error:
         raise defect(

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from poros.errors import UnsupportedModelError
-from poros.frozen import is_4bit
+from poros.nf4 import is_plain
 
 _PACKAGES = frozenset(
     {
@@ -92,14 +92,7 @@ def _foreign_method(base: PreTrainedModel) -> str | None:
 
 def _is_packed(tensor: torch.Tensor) -> bool:
     # One of another type is refused by its type, with its name.
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
-    return (
-        is_plain
-        and not hasattr(tensor, "quant_state")
-        and not is_4bit(tensor)
-        and tensor.dim() > 1
-        and tensor.dtype in _PACKED
-    )
+    return is_plain(tensor) and tensor.dim() > 1 and tensor.dtype in _PACKED
 
 
 def _error(found: str, where: str) -> UnsupportedModelError:

@@ -8,9 +8,8 @@ from torch import nn
 
 from poros.discover import find_frozen, find_layers
 from poros.errors import UnsupportedModelError
-from poros.frozen import is_4bit
 from poros.layout import BlockLayout
-from poros.loaders.intake import part_tensors
+from poros.nf4 import is_4bit, part_tensors
 from poros.paper import StepCost, step_cost
 from poros.skeleton import Recipe, base_of
 from poros.small import small_parts

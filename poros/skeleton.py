@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
-from poros.frozen import is_4bit, packed_like
 from poros.kinds import Found, adapter_kinds, configured_kinds
 from poros.loaders.build import one_at_a_time
-from poros.loaders.quantize import quantized_form
 from poros.loaders.settings import configuration, model_class_of, said
 from poros.loaders.source import find_config
+from poros.nf4 import QUANT_TYPES, Format, is_4bit, own
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -209,38 +208,17 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
 
 def quantize_on_paper(model: nn.Module) -> None:
     """Give 4-bit modules whose weights have no memory the weights that quantizing would give."""
-    from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
         if not isinstance(module, Linear4bit) or is_4bit(weight):
             continue
-        form = quantized_form(
-            weight.shape,
-            blocksize=weight.blocksize,
-            double_quant=weight.compress_statistics,
-            quant_storage=weight.quant_storage,
-        )
-        nested = None
-        if form.nested_absmax is not None:
-            nested = QuantState(
-                absmax=form.nested_absmax,
-                code=torch.empty(256, device=_META),
-                blocksize=256,
-                dtype=torch.float32,
-            )
-        module.quant_state = QuantState(
-            absmax=form.absmax,
-            shape=weight.shape,
-            code=torch.empty(16, device=_META),
-            blocksize=weight.blocksize,
-            quant_type=weight.quant_type,
-            dtype=module.compute_dtype or weight.dtype,
-            offset=None if nested is None else torch.empty((), device=_META),
-            state2=nested,
-        )
-        module._parameters["weight"] = packed_like(weight, form.packed, module.quant_state, module)
+        format = Format.of(weight)
+        form = format.form(weight.shape)
+        state = format.state(form, weight.shape, module.compute_dtype or weight.dtype)
+        packed = module._parameters["weight"] = format.weight(form["packed"], state, module)
+        own(module, packed)
 
 
 def _configuration(source: Any, limits: "Limits | None") -> "PreTrainedConfig":
@@ -255,7 +233,7 @@ def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig |
 
     if kind is None:
         return None
-    if kind not in ("nf4", "fp4"):
+    if kind not in QUANT_TYPES:
         raise PolicyError(f"quantization: expected 'nf4', 'fp4' or None, found {quoted(kind)}")
     return BitsAndBytesConfig(
         load_in_4bit=True,

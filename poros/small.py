@@ -25,8 +25,9 @@ from torch.utils.dlpack import from_dlpack
 
 from poros.digests import digest
 from poros.errors import PreparedModelError
-from poros.frozen import FrozenTensor, Part, constant_parts
+from poros.frozen import FrozenTensor, constant_parts
 from poros.layout import BlockLayout, TensorSpec
+from poros.nf4 import Part
 
 
 class SmallTensors:

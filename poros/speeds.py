@@ -17,6 +17,7 @@ from poros.devices import usable_device
 from poros.errors import UnsupportedModelError
 from poros.host import HostSlab
 from poros.layout import BlockLayout
+from poros.nf4 import Format
 from poros.streams import StreamContext, gb_per_s, streams_for
 from poros.terms import Speeds
 
@@ -128,7 +129,7 @@ def _largest_linear(layers: Iterable[nn.Module]) -> Any:
 
 def _twin(like: Any, device: torch.device) -> tuple[nn.Module, torch.dtype]:
     """A layer of the same form with random weights, and the dtype of what it is given."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes.nn import Linear4bit
 
     dtype = like.compute_dtype if isinstance(like, Linear4bit) else like.weight.dtype
     weight = torch.randn(like.out_features, like.in_features, device=device).mul_(0.02).to(dtype)
@@ -137,12 +138,5 @@ def _twin(like: Any, device: torch.device) -> tuple[nn.Module, torch.dtype]:
         made.weight = nn.Parameter(weight, requires_grad=False)
         return made, dtype
     packed = Linear4bit(1, 1, bias=False, compute_dtype=dtype, quant_type=like.weight.quant_type)
-    packed.weight = Params4bit(
-        weight,
-        requires_grad=False,
-        quant_type=like.weight.quant_type,
-        blocksize=like.weight.blocksize,
-        compress_statistics=like.weight.compress_statistics,
-        module=packed,
-    ).to(device)
+    packed.weight = Format.of(like.weight).weight(weight, None, packed).to(device)
     return packed, dtype

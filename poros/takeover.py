@@ -28,16 +28,15 @@ from poros.frozen import (
     DeviceConstants,
     FrozenTensor,
     LayerBindings,
-    Part,
     bind_block,
     constant_parts,
-    is_4bit,
 )
 from poros.guards import Guards
 from poros.host import drop_store, left_store
 from poros.layout import BlockLayout
 from poros.manager import BlockManager
 from poros.newcomers import Initialisation, require_proven
+from poros.nf4 import Part, is_4bit
 from poros.ring import DeviceRing
 from poros.small import SmallTensors
 from poros.streams import StreamContext, Timings

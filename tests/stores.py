@@ -5,9 +5,10 @@ from typing import Any
 import torch
 
 from poros.discover import _collect, find_layers
-from poros.frozen import FrozenTensor, Part
+from poros.frozen import FrozenTensor
 from poros.host import HostStore, leave_store
 from poros.layout import BlockLayout
+from poros.nf4 import Part
 
 
 def parts_by_layer(model: Any) -> list[list[Part]]:

@@ -16,7 +16,7 @@ MAX_LINES = 500
 
 # A module may import, at module level, its own layer and those before it; cycles are refused apart.
 LAYERS = [
-    {"errors", "config", "devices", "layout", "output", "reads", "walk", "within"},
+    {"errors", "config", "devices", "layout", "nf4", "output", "reads", "walk", "within"},
     {
         "ambient",
         "arrival",
@@ -56,7 +56,7 @@ LAYERS = [
     {"cli", "demo", "demo_data", "demo_report", "telemetry"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LOADERS_SEE = {"layout", "config", "errors", "digests", "host", "memory", "reads", "streams"}
+LOADERS_SEE = {"layout", "config", "errors", "digests", "host", "memory", "nf4", "reads", "streams"}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 

@@ -10,7 +10,8 @@ import torch
 from poros.digests import PackedDigests, digest
 from poros.errors import CheckpointFormatError, ParityError
 from poros.gates.adversary import AdversarialStreams, SlotHazard
-from poros.loaders.quantize import Quantizer, quantized_form, require_finite
+from poros.loaders.quantize import Quantizer, require_finite
+from poros.nf4 import Format
 from poros.streams import EagerStreams
 from tests.support import same_bits
 
@@ -65,29 +66,19 @@ def in_pieces(
     digests: PackedDigests | None = None,
 ) -> Result:
     """What the quantizer makes of it, in pieces of a few blocks."""
-    form = quantized_form(
-        tensor.shape, blocksize=blocksize, double_quant=double_quant, quant_storage=quant_storage
-    )
+    format = Format(quant_type, double_quant, quant_storage, blocksize)
     # Poisoned, so that bytes that are not written are seen.
-    packed, absmax, nested = (
-        None if each is None else torch.full_like(each, 77, device=CPU) for each in form
-    )
+    form = format.form(tensor.shape).items()
+    targets = {part: torch.full_like(each, 77, device=CPU) for part, each in form}
     quantizer = quantizer or Quantizer(
         CPU, chunk_num_bytes=num_blocks * blocksize * tensor.element_size()
     )
     state = quantizer.quantize_into(
-        tensor,
-        name="w",
-        quant_type=quant_type,
-        blocksize=blocksize,
-        packed=packed,
-        absmax=absmax,
-        nested_absmax=nested,
-        digests=digests,
+        tensor, name="w", format=format, targets=targets, digests=digests
     )
-    assert state.absmax is absmax
-    assert nested is None or state.state2.absmax is nested
-    return Result(packed, state)
+    assert state.absmax is targets["absmax"]
+    assert not double_quant or state.state2.absmax is targets["nested_absmax"]
+    return Result(targets["packed"], state)
 
 
 def differences(left: Result, right: Result) -> list[str]:
@@ -230,16 +221,14 @@ def test_require_finite(dtype: torch.dtype) -> None:
 def test_targets_of_another_form_are_refused(wrong: str) -> None:
     """Nothing is written then."""
     tensor = draw(20, 64)
-    form = quantized_form(tensor.shape, blocksize=64, double_quant=True)
-    targets = {
-        name: torch.full_like(each, 77, device=CPU)
-        for name, each in form._asdict().items()
-        if each is not None
-    }
+    format = Format("nf4", True, torch.uint8)
+    form = format.form(tensor.shape)
+    names = ("packed", "absmax", "nested_absmax")
+    targets = {name: torch.full_like(form[name], 77, device=CPU) for name in names}
     before = {name: each.clone() for name, each in targets.items()}
     targets[wrong] = targets[wrong][:-1]
     with pytest.raises(ValueError, match=rf"^{wrong}: expected a contiguous host tensor"):
-        Quantizer(CPU).quantize_into(tensor, name="w", quant_type="nf4", blocksize=64, **targets)
+        Quantizer(CPU).quantize_into(tensor, name="w", format=format, targets=targets)
     for name, each in targets.items():
         assert same_bits(each, before[name][: each.shape[0]])
 

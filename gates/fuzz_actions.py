@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from poros.gates import fuzz_hooks
+from poros.gates.fuzz_alive import num_alive
 from poros.gates.fuzz_models import adapter_config, draw_adapters
 from poros.gates.fuzz_program import (
     Action,
@@ -20,6 +21,7 @@ from poros.gates.fuzz_program import (
     EditGradients,
     Enable,
     Evaluate,
+    Forward,
     Hook,
     Probe,
     Random,
@@ -298,9 +300,6 @@ def _(action: Compile, arm: "Arm") -> bool:
 
 @do.register(Probe)
 def _(action: Probe, arm: "Arm") -> bool:
-    from poros.gates.fuzz_arm import num_alive
-    from poros.gates.fuzz_program import Forward
-
     def once() -> None:
         if action.what == "evaluate":
             do(Evaluate(), arm)

@@ -5,7 +5,6 @@ in the order of the program, so the record of a run that stopped is the beginnin
 one that did not.
 """
 
-import gc
 import random
 import sys
 import traceback
@@ -407,21 +406,6 @@ def run_arm(
             arm.close()
             random.setstate(python_state)
     return arm.record
-
-
-def collect() -> None:
-    """Let go of what nobody needs any more.
-
-    After an exception in a backward PyTorch keeps what was queued until the thread's next one.
-    """
-    torch.ones(1, requires_grad=True).sum().backward()
-    gc.collect()
-
-
-def num_alive() -> int:
-    """Tensors that Python knows of, without those that only a cycle keeps."""
-    collect()
-    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
 def _autocast() -> torch.autocast:

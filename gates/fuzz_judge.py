@@ -22,7 +22,8 @@ from poros.config import StreamingPolicy
 from poros.errors import ParityError, PorosError, SlotStateError
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.compare import bits, differing
-from poros.gates.fuzz_arm import Arm, Record, collect, frozen_tensors, run_arm
+from poros.gates.fuzz_alive import collect
+from poros.gates.fuzz_arm import Arm, Record, frozen_tensors, run_arm
 from poros.gates.fuzz_models import Models
 from poros.gates.fuzz_program import Program
 from poros.remat import LayerCall

@@ -124,12 +124,27 @@ def violations(module: str, source: str) -> list[str]:
     return found
 
 
+def all_imports(node: ast.AST) -> Iterator[str]:
+    """What a module names in imports anywhere in it, those for type checkers aside."""
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.Import | ast.ImportFrom):
+            yield from names(inner)
+        elif isinstance(inner, ast.If) and ast.unparse(inner.test) in TYPE_ONLY:
+            for each in inner.orelse:
+                yield from all_imports(each)
+        else:
+            yield from all_imports(inner)
+
+
 def cycles(sources: dict[str, str]) -> list[str]:
-    """Modules directly below poros that import one another in a circle, and their users."""
+    """Modules below poros that import one another in a circle, and their users."""
+    inside = {module for module in sources if module.startswith("poros.")}
     uses = {
-        module.split(".")[1]: {inner for _, inner in inner_names(source)}
-        for module, source in sources.items()
-        if module.count(".") == 1 and module.startswith("poros.")
+        module: {
+            name if name in inside else name.rpartition(".")[0]
+            for name in all_imports(ast.parse(sources[module]))
+        }
+        for module in inside
     }
     while free := [name for name, used in uses.items() if not used & uses.keys() - {name}]:
         for name in free:
@@ -214,9 +229,14 @@ def test_what_the_rules_allow_is_not_reported(module: str, source: str) -> None:
     assert violations(module, source) == []
 
 
-def test_a_cycle_inside_one_layer_is_reported() -> None:
-    """Layers alone would let two modules of one layer import each other."""
+def test_a_cycle_is_reported() -> None:
+    """Layers alone would let two of one layer import each other, or one of them in a function."""
     chain = {"poros.host": "import poros.streams", "poros.streams": "import poros.layout"}
     assert cycles(chain) == []
-    assert cycles({**chain, "poros.streams": "import poros.host"}) == ["host", "streams"]
+    circle = ["poros.host", "poros.streams"]
+    assert cycles({**chain, "poros.streams": "import poros.host"}) == circle
+    lazy = "def f():\n    from poros.host import HostStore"
+    assert cycles({**chain, "poros.streams": lazy}) == circle
+    typed = "if TYPE_CHECKING:\n    from poros.host import HostStore"
+    assert cycles({**chain, "poros.streams": typed}) == []
     assert violations("poros.streams", "import poros.host") == []

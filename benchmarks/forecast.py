@@ -12,9 +12,9 @@ import poros
 from benchmarks import memory
 from benchmarks.work import Work
 from poros.config import MIN_SLOTS
-from poros.rehearsal import shapes_of
+from poros.planning.cost_model import shapes_of
+from poros.planning.formula import Speeds
 from poros.streams import gb_per_s
-from poros.terms import Speeds
 
 
 def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:

@@ -24,13 +24,13 @@ _HOME = {
     "Limits": "poros.loaders.limits",
     "load": "poros.loading",
     "log_streaming": "poros.telemetry",
-    "plan": "poros.planner",
+    "plan": "poros.planning.planner",
     "prepare": "poros.api",
     "restore": "poros.api",
     "runtime": "poros.api",
     "patch_hf_model": "poros.api",
     "Runtime": "poros.api",
-    "MemoryPlan": "poros.terms",
+    "MemoryPlan": "poros.planning.formula",
     "PorosError": "poros.errors",
     "UnsupportedModelError": "poros.errors",
     "UnvalidatedArchitectureError": "poros.errors",
@@ -68,9 +68,9 @@ if TYPE_CHECKING:
     from poros.errors import VRAMBudgetError as VRAMBudgetError
     from poros.loaders.limits import Limits as Limits
     from poros.loading import load as load
-    from poros.planner import plan as plan
+    from poros.planning.formula import MemoryPlan as MemoryPlan
+    from poros.planning.planner import plan as plan
     from poros.telemetry import log_streaming as log_streaming
-    from poros.terms import MemoryPlan as MemoryPlan
 
 
 def __getattr__(name: str) -> Any:

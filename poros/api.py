@@ -19,7 +19,7 @@ from poros.walk import Action
 
 if TYPE_CHECKING:
     from poros.gates.self_check import SelfCheck
-    from poros.terms import MemoryPlan
+    from poros.planning.formula import MemoryPlan
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from poros.takeover import Takeover
 
 if TYPE_CHECKING:
     from poros.gates.self_check import SelfCheck
-    from poros.planner import Planner
-    from poros.terms import MemoryPlan
+    from poros.planning.formula import MemoryPlan
+    from poros.planning.planner import Planner
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class Budget:
         room: tuple[int | None, int | None, bool | None],
     ) -> "MemoryPlan":
         if self._planner is None:
-            from poros.planner import Planner
+            from poros.planning.planner import Planner
 
             self._planner = Planner(model)
         slots, keep_last, offload_boundaries = room

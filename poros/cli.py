@@ -284,8 +284,8 @@ def plan(
 ) -> None:
     """Say what a training step needs, before anything is downloaded."""
     _quieten_libraries()  # what follows imports them
-    from poros.planner import Planner, render
-    from poros.terms import Speeds
+    from poros.planning.formula import Speeds
+    from poros.planning.planner import Planner, render
 
     if (copy_gb_per_s is None) != (tflop_per_s is None):
         raise typer.BadParameter("give both --copy-gb-per-s and --tflop-per-s, or neither")

@@ -14,7 +14,7 @@ from poros.api import Runtime, runtime
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from poros.terms import MemoryPlan
+    from poros.planning.formula import MemoryPlan
 
 PREFIX = "poros/"
 

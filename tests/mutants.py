@@ -69,7 +69,8 @@ def cuda_mutations() -> list[Mutation]:
 
 def modules_that_order_streams() -> set[str]:
     """Modules of the package with a call that ``stream_context_mutations`` would mutate."""
-    names = {f"poros.{path.stem}" for path in PACKAGE.glob("*.py")} - {"poros.streams"}
+    files = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    names = {".".join(("poros", *file.parts)) for file in files} - {"poros.streams"}
     return {name for name in names if _mutations(name, _context_changes)}
 
 
@@ -141,7 +142,8 @@ def _record_earlier(node: ast.AST, parents: Parents) -> None:
 def _mutations(
     module: str, changes: Callable[[ast.AST, Parents], Sequence[Change]]
 ) -> list[Mutation]:
-    tree = ast.parse((PACKAGE / f"{module.removeprefix('poros.')}.py").read_text())
+    file = module.removeprefix("poros.").replace(".", "/")
+    tree = ast.parse((PACKAGE / f"{file}.py").read_text())
     parents_of_tree = _parents(tree)
     found = []
     for position, node in enumerate(ast.walk(tree)):

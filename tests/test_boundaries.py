@@ -23,7 +23,7 @@ from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.host import HostSlab
 from poros.layout import BlockLayout
-from poros.paper import LiveBytes
+from poros.planning.step_cost import LiveBytes
 from poros.walk import Phase
 
 MUTATIONS = mutants.stream_context_mutations(["poros.boundaries"])

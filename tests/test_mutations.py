@@ -123,7 +123,7 @@ def test_every_point_of_order_is_mutated() -> None:
     # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``.
     # Inputs of layers have controls of their own, in test_boundaries. A measured rate is no part of
     # training.
-    others = {"poros.boundaries", "poros.speeds"}
+    others = {"poros.boundaries", "poros.planning.speeds"}
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
     methods = {each.change.split("(")[0].split(".")[-1] for each in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)

@@ -15,8 +15,8 @@ import poros
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.kinds import KINDS, attach
-from poros.paper import LiveBytes
-from poros.skeleton import _COUNTED
+from poros.planning.meta_model import _COUNTED
+from poros.planning.step_cost import LiveBytes
 
 TOLERANCE = 0.03
 USUAL: dict[str, Any] = {
@@ -94,7 +94,7 @@ class DeviceBytes(LiveBytes):
             super()._note(tensor, num_bytes)
 
 
-def on_paper(wanted: dict[str, Any]) -> Any:
+def on_meta(wanted: dict[str, Any]) -> Any:
     config = tiny.small_config(
         wanted["architecture"],
         num_layers=wanted["num_layers"],
@@ -107,7 +107,7 @@ def on_paper(wanted: dict[str, Any]) -> Any:
 
 
 def make(folder: Path, wanted: dict[str, Any]) -> Any:
-    config = on_paper(wanted)
+    config = on_meta(wanted)
     tiny.write_checkpoint(config, folder, dtype=wanted["dtype"])
     quantize = KINDS[wanted["adapter"]].on_4bit
     base = tiny.load_base(folder, dtype=wanted["dtype"], quantize=quantize)
@@ -241,7 +241,7 @@ def test_a_term_that_is_wrong_would_be_seen() -> None:
     for cases, self_check in ((CASES, False), (CHECKED, True)):
         for case in cases.values():
             wanted = {**USUAL, **case}
-            found = planned(on_paper(wanted), wanted, self_check=self_check, rank=wanted["rank"])
+            found = planned(on_meta(wanted), wanted, self_check=self_check, rank=wanted["rank"])
             for name, size in found.terms.items():
                 share = size / found.total_num_bytes
                 largest[name] = max(largest.get(name, 0.0), share)

@@ -15,11 +15,11 @@ from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError, VRAMBudgetError
 from poros.gates import tiny
 from poros.layout import BlockLayout
-from poros.paper import LayerCost, LiveBytes, StepCost
-from poros.planner import plan, render
-from poros.rehearsal import Rehearsal, Request, shapes_of
-from poros.skeleton import Recipe
-from poros.terms import OptimizerCost, Shapes, Speeds, optimizer_cost, plan_for
+from poros.planning.cost_model import CostModel, Request, shapes_of
+from poros.planning.formula import OptimizerCost, Shapes, Speeds, optimizer_cost, plan_for
+from poros.planning.meta_model import Recipe
+from poros.planning.planner import plan, render
+from poros.planning.step_cost import LayerCost, LiveBytes, StepCost
 from tests import test_peft_breadth
 
 ARCHITECTURES = ["qwen2", "llama", "phi3", "gemma3", "gemma4", "mixtral", "qwen3_moe"]
@@ -77,12 +77,12 @@ def test_adapters_on_fused_experts_are_planned(architecture: str, options: dict[
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("block_size", [1, 2])
-def test_sizes_on_paper_are_those_of_the_prepared_model(architecture: str, block_size: int) -> None:
+def test_planned_sizes_are_those_of_the_prepared_model(architecture: str, block_size: int) -> None:
     model = get_peft_model(base_of(architecture), lora())
     expected = plan(model, seq_len=8, block_size=block_size)
     real = shapes_of(model)
-    on_paper = plan(model.config, seq_len=8, block_size=block_size, lora=lora())
-    assert on_paper.terms == expected.terms
+    on_meta = plan(model.config, seq_len=8, block_size=block_size, lora=lora())
+    assert on_meta.terms == expected.terms
     assert real.other == expected.terms["other"] and real.head == expected.terms["head"]
     poros.prepare(model, device="cpu", block_size=block_size, self_check="off")
     runtime = poros.runtime(model)
@@ -310,11 +310,11 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return hidden * hidden.nonzero().shape[0]
 
-    rehearsal = Rehearsal(Recipe.of(base_of().config, "nf4", torch.bfloat16, lora()))
-    layer = rehearsal.model.get_base_model().model.layers[0]
+    cost_model = CostModel(Recipe.of(base_of().config, "nf4", torch.bfloat16, lora()))
+    layer = cost_model.model.get_base_model().model.layers[0]
     layer.mlp = Curious()
     with pytest.raises(UnsupportedModelError, match=r"operators run on shapes alone.*'qwen2'"):
-        rehearsal.plan(Request(8), None)
+        cost_model.plan(Request(8), None)
 
 
 def test_a_plan_is_plain_values_and_a_table() -> None:

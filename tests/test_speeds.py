@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from poros import speeds
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.gates import tiny
-from poros.planner import Planner
-from poros.skeleton import Recipe
-from poros.speeds import measure_speeds
+from poros.planning import speeds
+from poros.planning.formula import Speeds
+from poros.planning.meta_model import Recipe
+from poros.planning.planner import Planner
+from poros.planning.speeds import measure_speeds
 from poros.streams import EagerStreams
-from poros.terms import Speeds
 
 
 def planner(quantization: str | None = "nf4") -> Planner:

@@ -1,4 +1,4 @@
-"""A model on paper, kept to plan many steps: its sizes once, costs once per shape of a batch."""
+"""A model on the meta device, kept for many plans: sizes once, costs once per shape of a batch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,17 @@ from poros.discover import find_frozen, find_layers
 from poros.errors import UnsupportedModelError
 from poros.layout import BlockLayout
 from poros.nf4 import is_4bit, part_tensors
-from poros.paper import StepCost, step_cost
-from poros.skeleton import Recipe, base_of
+from poros.planning.formula import (
+    MemoryPlan,
+    OptimizerCost,
+    Shapes,
+    Speeds,
+    optimizer_cost,
+    plan_for,
+)
+from poros.planning.meta_model import Recipe, base_of
+from poros.planning.step_cost import StepCost, step_cost
 from poros.small import small_parts
-from poros.terms import MemoryPlan, OptimizerCost, Shapes, Speeds, optimizer_cost, plan_for
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,8 @@ class Request:
     speeds: Speeds | None = None
 
 
-class Rehearsal:
-    """A model on paper, and what has been found out about it.
+class CostModel:
+    """A model on the meta device, and what has been found out about it.
 
     Args:
         recipe: What it is made from.
@@ -57,7 +64,7 @@ class Rehearsal:
         """Plan a step.
 
         Raises:
-            UnsupportedModelError: If the model cannot be run on paper.
+            UnsupportedModelError: If the model cannot be run on the meta device.
             VRAMBudgetError: If the budget is below the floor.
         """
         if request.optimizer_num_bytes is None:

@@ -14,7 +14,8 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
     inputs        tokens, labels, masks and rotary embeddings
     self-check    what the first step needs beyond a later one
 
-``poros.paper`` finds boundaries, graphs and workspace by running layers on the meta device.
+``poros.planning.step_cost`` finds boundaries, graphs and workspace by running layers on the meta
+device.
 
 The first step is checked: while a layer is, there are besides it a fresh copy of its block, what
 the streamed backward has given, and its output. The optimizer's state is not there yet, unless
@@ -34,7 +35,7 @@ from typing import Any
 from poros.config import MIN_SLOTS
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.layout import BlockLayout, slot_sizes
-from poros.paper import StepCost
+from poros.planning.step_cost import StepCost
 from poros.walk import divide
 
 _MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256

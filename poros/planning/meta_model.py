@@ -1,7 +1,6 @@
-"""A model on paper: all modules, shapes and dtypes, no memory, its 4-bit weights in packed form.
+"""A model on the meta device: all modules, shapes and dtypes, 4-bit weights packed, no memory.
 
-Plans read shapes and sizes off it and run its layers on the meta device, where operators compute
-shapes only.
+Plans read shapes and sizes off it and run its layers there, where operators compute shapes only.
 """
 
 import copy
@@ -42,7 +41,7 @@ _COUNTED = frozenset(
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a model on paper is made from."""
+    """All that a model on the meta device is made from."""
 
     config: "PreTrainedConfig"
     quantization: "BitsAndBytesConfig | None"
@@ -126,7 +125,7 @@ class Recipe:
             UnsupportedModelError: If its adapters are of a kind that plans do not count.
         """
         made: Any = with_adapters(
-            skeleton(self.config, self.quantization, self.dtype), self.adapters
+            meta_model(self.config, self.quantization, self.dtype), self.adapters
         )
         _refuse_uncounted(adapter_kinds(made))
         if self.active and tuple(made.active_adapters) != self.active:
@@ -155,7 +154,7 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def skeleton(
+def meta_model(
     config: "PreTrainedConfig", quantization: "BitsAndBytesConfig | None", dtype: torch.dtype
 ) -> "PreTrainedModel":
     """The model of ``config`` on the meta device.
@@ -186,7 +185,7 @@ def skeleton(
             for module in set(model.modules()) - before:
                 if module._parameters.get("bias") is not None:
                     module.bias.data = module.bias.data.to(dtype)
-            quantize_on_paper(model)
+            quantize_on_meta(model)
             quantizer.postprocess_model(model)
     model.tie_weights()
     return model.requires_grad_(False)
@@ -206,7 +205,7 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
     return adapted
 
 
-def quantize_on_paper(model: nn.Module) -> None:
+def quantize_on_meta(model: nn.Module) -> None:
     """Give 4-bit modules whose weights have no memory the weights that quantizing would give."""
     from bitsandbytes.nn import Linear4bit
 

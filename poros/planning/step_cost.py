@@ -1,4 +1,4 @@
-"""What a step holds in memory, found by running it on paper: operators on the meta device.
+"""What a step holds in memory, found by running its operators on the meta device.
 
 Storages are counted as operators make them and as the last tensor over them goes, so the peak is
 that of PyTorch's own allocations for the same calls. Three things differ from a GPU and are put
@@ -80,7 +80,7 @@ class LiveBytes(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True  # whether all of a mask is set, whether positions follow each other
         if func is torch.ops.aten.bincount.default and args[0].is_meta:
-            # Tokens per expert, counted by older transformers; there is no such kernel on paper.
+            # Tokens per expert, counted by older transformers; the meta device has no such kernel.
             num_bins = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
             result = args[0].new_empty((num_bins,))
             self._note(result, result.untyped_storage().nbytes())
@@ -187,7 +187,7 @@ def _without_global_hooks() -> Iterator[None]:
 def step_cost(
     model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
 ) -> StepCost:
-    """Run one micro-batch of ``model`` on paper, in a fraction of a second whatever its depth.
+    """Run one micro-batch of a model on the meta device: a fraction of a second at any depth.
 
     Layers that cost the same are run once; the others hand on a tensor like their input.
 
@@ -249,7 +249,7 @@ class _Call(NamedTuple):
 
 
 class _Walk:
-    """The decoder layers of a model on paper, while the model's own forward runs.
+    """The decoder layers of a model on the meta device, while the model's own forward runs.
 
     Each layer drops its graph, and is left out if one like it has run and nothing of it goes past
     its output.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poros.advice import advice
 from poros.config import StreamingPolicy, parse_num_bytes
 from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
 from poros.loaders.settings import said
-from poros.rehearsal import Rehearsal, Request
-from poros.skeleton import Recipe
-from poros.terms import MemoryPlan, Speeds
+from poros.planning.advice import advice
+from poros.planning.cost_model import CostModel, Request
+from poros.planning.formula import MemoryPlan, Speeds
+from poros.planning.meta_model import Recipe
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -48,8 +48,9 @@ def plan(
 ) -> MemoryPlan:
     """Plan a training step: memory term by term, slots and kept layers, bytes moved.
 
-    The model is built without memory and one micro-batch is run on paper, so only a configuration
-    is needed, a few seconds for 72B, and no GPU. ``Planner`` makes several plans of one model.
+    The model is built without memory and one micro-batch is run on the meta device, so only a
+    configuration is needed, a few seconds for 72B, and no GPU. ``Planner`` makes several plans of
+    one model.
 
     Args:
         source: A folder or hub name with a ``config.json``, a configuration, or a transformers or
@@ -133,7 +134,7 @@ class Planner:
         else:
             wanted = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
             self._recipe = Recipe.of(source, quantization, dtype, wanted, limits)
-        self._paper: Rehearsal | None = None
+        self._costs: CostModel | None = None
 
     def plan(
         self,
@@ -205,33 +206,33 @@ class Planner:
     ) -> Speeds:
         """Measure this machine's rates for the model and a batch, for ``plan(speeds=...)``.
 
-        See ``poros.speeds.measure_speeds``.
+        See ``poros.planning.speeds.measure_speeds``.
         """
-        from poros.speeds import measure_speeds
+        from poros.planning.speeds import measure_speeds
 
         _require_positive(seq_len=seq_len, batch_size=batch_size)
         with torch.random.fork_rng(devices=[]):
-            return measure_speeds(self._on_paper().layers, batch_size * seq_len, device)
+            return measure_speeds(self._cost_model().layers, batch_size * seq_len, device)
 
     def _plan(self, request: Request, budget: int | None) -> MemoryPlan:
-        rehearsal = self._on_paper()
+        cost_model = self._cost_model()
         if budget is None:
-            return rehearsal.plan(request, None)
+            return cost_model.plan(request, None)
         try:
-            return rehearsal.plan(request, budget)
+            return cost_model.plan(request, budget)
         except VRAMBudgetError as error:
-            raise VRAMBudgetError(f"{error}\n{advice(rehearsal, request, budget)}") from None
+            raise VRAMBudgetError(f"{error}\n{advice(cost_model, request, budget)}") from None
 
-    def _on_paper(self) -> Rehearsal:
+    def _cost_model(self) -> CostModel:
         model = self._given()
         if model is not None:
             adapters = _adapters_of(model)
             if adapters != self._adapters:
-                self._adapters, self._paper = adapters, None
+                self._adapters, self._costs = adapters, None
                 self._recipe = Recipe.like(model)
-        if self._paper is None:
-            self._paper = Rehearsal(self._recipe)
-        return self._paper
+        if self._costs is None:
+            self._costs = CostModel(self._recipe)
+        return self._costs
 
 
 def _require_positive(**values: int) -> None:

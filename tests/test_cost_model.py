@@ -12,12 +12,12 @@ from peft import LoraConfig, get_peft_model
 
 import poros
 from benchmarks.models import config_of
-from poros import paper
 from poros.errors import VRAMBudgetError
 from poros.gates import tiny
-from poros.planner import Planner, plan
-from poros.rehearsal import Rehearsal
-from poros.skeleton import Recipe
+from poros.planning import step_cost
+from poros.planning.cost_model import CostModel
+from poros.planning.meta_model import Recipe
+from poros.planning.planner import Planner, plan
 
 ATTENTION = ["q_proj", "v_proj", "qkv_proj"]
 
@@ -38,7 +38,7 @@ def test_leaving_layers_out_changes_no_figure(
     config = tiny.small_config(architecture, num_layers=6, hidden_size=64, dropout=0.0)
     recipe = Recipe.of(config, "nf4", torch.bfloat16, lora())
     ran: list[object] = []
-    run = paper._Walk._run
+    run = step_cost._Walk._run
 
     def count(self: Any, layer: Any, own: Any, /, *args: Any, **kwargs: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -47,11 +47,11 @@ def test_leaving_layers_out_changes_no_figure(
 
         return run(self, layer, counted, *args, **kwargs)
 
-    monkeypatch.setattr(paper._Walk, "_run", count)
-    some = Rehearsal(recipe)._cost(2, 32)
+    monkeypatch.setattr(step_cost._Walk, "_run", count)
+    some = CostModel(recipe)._cost(2, 32)
     num_some = len(ran)
-    monkeypatch.setattr(paper, "_has_side_channels", lambda kwargs: True)
-    assert Rehearsal(recipe)._cost(2, 32) == some
+    monkeypatch.setattr(step_cost, "_has_side_channels", lambda kwargs: True)
+    assert CostModel(recipe)._cost(2, 32) == some
     assert len(ran) - num_some == 6
     has_side_channels = architecture in ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
     assert (num_some < 6) != has_side_channels
@@ -62,16 +62,16 @@ def test_dropout_keeps_its_result_and_a_byte_per_element() -> None:
     saved = []
     for rate in (0.0, 0.1):
         options = lora(target_modules=["q_proj", "down_proj"], lora_dropout=rate)
-        rehearsal = Rehearsal(Recipe.of(config, "nf4", torch.bfloat16, options))
-        saved.append(rehearsal._cost(2, 32).layers[0].saved)
+        cost_model = CostModel(Recipe.of(config, "nf4", torch.bfloat16, options))
+        saved.append(cost_model._cost(2, 32).layers[0].saved)
     # The adapters' input in float32 is kept anyway: before dropout, or after it.
     assert saved[1] - saved[0] == 2 * 32 * (64 + 128)
 
 
 def test_operations_of_attention_are_counted() -> None:
     config = tiny.small_config("qwen2", num_layers=2, hidden_size=64, dropout=0.0)
-    rehearsal = Rehearsal(Recipe.of(config, "nf4", torch.bfloat16, lora()))
-    found = rehearsal._cost(3, 32).layers[0].attention_flop
+    cost_model = CostModel(Recipe.of(config, "nf4", torch.bfloat16, lora()))
+    found = cost_model._cost(3, 32).layers[0].attention_flop
     # Two products of rows x heads x 32 x 32 x 16, two operations each, half of them masked.
     assert found == 3 * 4 * 32 * 32 * 16 * 2 * 2 // 2
 
@@ -153,7 +153,7 @@ def test_planning_draws_no_random_numbers() -> None:
 
 
 def test_planning_within_a_forward_leaves_what_it_records_alone() -> None:
-    """Routers hand their logits to the model by the side, and the rehearsal has routers too."""
+    """Routers hand their logits to the model by the side, and the cost_model has routers too."""
     model = model_of("mixtral").train()
     ids = torch.randint(0, 500, (1, 16))
     batch = {"input_ids": ids, "labels": ids, "output_router_logits": True}

@@ -18,8 +18,8 @@ from poros.errors import UnsupportedModelError
 from poros.host import HostSlab
 from poros.layout import BlockLayout
 from poros.nf4 import Format
+from poros.planning.formula import Speeds
 from poros.streams import StreamContext, gb_per_s, streams_for
-from poros.terms import Speeds
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from poros.rehearsal import Rehearsal, Request
+from poros.planning.cost_model import CostModel, Request
 
 _MOST_TRIES = 12
 _PRECISION = 0.02
@@ -20,20 +20,20 @@ class _Try(NamedTuple):
     num_bytes: int
 
 
-def advice(rehearsal: Rehearsal, request: Request, budget: int) -> str:
+def advice(cost_model: CostModel, request: Request, budget: int) -> str:
     """Name the least change of each knob that makes the step fit, or what it saves if none does.
 
     Every figure is that of a plan, at a fraction of a second each. Another rank needs another model
-    on paper, which takes a second or two at 72B.
+    on the meta device, which takes a second or two at 72B.
 
     Args:
-        rehearsal: Of the model.
+        cost_model: Of the model.
         request: What does not fit.
         budget: Bytes.
     """
-    before = _need(rehearsal, request)
+    before = _need(cost_model, request)
     fitting, saving = [], []
-    for knob, value, num_bytes in _tries(rehearsal, request, before, budget):
+    for knob, value, num_bytes in _tries(cost_model, request, before, budget):
         if num_bytes <= budget:
             fitting.append(f"{knob}={value}")
         elif num_bytes < before:
@@ -44,13 +44,13 @@ def advice(rehearsal: Rehearsal, request: Request, budget: int) -> str:
     return "\n".join(lines)
 
 
-def _tries(rehearsal: Rehearsal, request: Request, before: int, budget: int) -> Iterator[_Try]:
+def _tries(cost_model: CostModel, request: Request, before: int, budget: int) -> Iterator[_Try]:
     def changed(knob: str, value: int | bool) -> _Try:
         other: Request = replace(request, **{knob: value})  # type: ignore[arg-type]
-        return _Try(knob, value, _need(rehearsal, other))
+        return _Try(knob, value, _need(cost_model, other))
 
     def rank(value: int) -> _Try:
-        other = Rehearsal(rehearsal.recipe.with_rank(value))
+        other = CostModel(cost_model.recipe.with_rank(value))
         return _Try("rank", value, _need(other, request))
 
     if request.offload_boundaries is False:
@@ -64,9 +64,9 @@ def _tries(rehearsal: Rehearsal, request: Request, before: int, budget: int) -> 
             least = changed(knob, 1)
             fits = least.num_bytes <= budget
             yield _largest(partial(changed, knob), least, most, budget) if fits else least
-    highest = rehearsal.recipe.rank
+    highest = cost_model.recipe.rank
     if highest is not None and highest > 1:
-        terms = rehearsal.plan(_lowest(request), None).terms
+        terms = cost_model.plan(_lowest(request), None).terms
         without = before - sum(terms[each] for each in ("adapters", "optimizer", "gradients"))
         if without < budget:
             low, high = _Try("rank", 0, without), _Try("rank", highest, before)
@@ -102,6 +102,6 @@ def _lowest(request: Request) -> Request:
     return replace(request, offload_boundaries=True)
 
 
-def _need(rehearsal: Rehearsal, request: Request) -> int:
+def _need(cost_model: CostModel, request: Request) -> int:
     """Bytes, with as few slots and kept layers as there may be."""
-    return rehearsal.plan(_lowest(request), None).total_num_bytes
+    return cost_model.plan(_lowest(request), None).total_num_bytes

@@ -110,12 +110,13 @@ def _refuse_compiling(*args: Any, **kwargs: Any) -> Any:
 
 def _skip_checkpointing(module: PreTrainedModel) -> Callable[..., None]:
     genuine = getattr(type(module), _CHECKPOINTING)
+    reference = weakref.ref(module)  # which holds this
 
     # Without a parameter called "value", by which transformers knows an older form.
     def skip(enable: bool = True, *args: Any, **kwargs: Any) -> None:
         if enable:
             logger.info("poros: checkpointing ignored: every streamed layer is recomputed already")
         else:
-            genuine(module, enable, *args, **kwargs)
+            genuine(reference(), enable, *args, **kwargs)
 
     return skip

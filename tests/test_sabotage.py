@@ -109,7 +109,7 @@ def remove_the_wait(patch: Patch) -> None:
     found = [
         each
         for each in mutants.stream_context_mutations()
-        if each.function == "BlockManager.acquire" and each.change.endswith("removed")
+        if each.function == "BlockManager._waited_for" and each.change.endswith("removed")
     ]
     assert [each.change for each in found] == ["self._streams.wait(slot.ready) removed"]
     found[0].apply(patch)

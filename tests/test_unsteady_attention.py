@@ -185,7 +185,7 @@ def remove_the_wait(patch: Patch) -> None:
     (found,) = (
         each
         for each in mutants.stream_context_mutations()
-        if each.function == "BlockManager.acquire" and each.change.endswith("removed")
+        if each.function == "BlockManager._waited_for" and each.change.endswith("removed")
     )
     found.apply(patch)
 

@@ -10,7 +10,7 @@ states are put back, no gradient is accumulated, no hook of a parameter runs.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,8 +109,6 @@ class Runs:
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         attention = AttentionKernels(deterministic=kernels is not None)
-        # A compiler traces what a mode does, and does not come to an end with some adapters.
-        is_traced = runtime_of(evidence.layer).is_compiled and self._device.type == "cpu"
         with (
             unchanged_flags(),
             _repeating(kernels),
@@ -120,7 +118,7 @@ class Runs:
                 token = _active_collector.set(record)
                 try:
                     # ``state`` has put the flag back.
-                    with _repeating(kernels), nullcontext() if is_traced else attention:
+                    with _repeating(kernels), _around(runtime_of(evidence.layer), attention):
                         result = forward(*args, **kwargs)
                 finally:
                     _active_collector.reset(token)
@@ -223,9 +221,16 @@ class _Deterministic:
         return getattr(self._runtime, name)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        is_traced = self._runtime.is_compiled and self._runtime.device.type == "cpu"
-        with nullcontext() if is_traced else AttentionKernels(deterministic=True):
+        with _around(self._runtime, AttentionKernels(deterministic=True)):
             return self._runtime.run(args, kwargs)
+
+
+def _around(runtime: LayerRuntime, attention: AttentionKernels) -> AbstractContextManager[object]:
+    """Watch attention in the layer, but for a compiled one on a CPU, where it repeats itself.
+
+    A compiler traces what a mode does, and does not come to an end with some adapters.
+    """
+    return nullcontext() if runtime.is_compiled and runtime.device.type == "cpu" else attention
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from torch.profiler import record_function
 
 
 def labelled(verb: str, what: str) -> AbstractContextManager[object]:
-    """Show the body as ``poros::<verb> <what>`` in a trace; without a profiler it costs nothing.
+    """Show the body as ``poros::<verb> <what>`` in a trace, if a profiler records one.
 
     Not for code that is compiled: it would be traced into it.
     """

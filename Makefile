@@ -72,7 +72,8 @@ format: $(STAMP)
 # layout of the wheel, with nothing to build.
 types: $(STAMP)
 	@tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && mkdir "$$tree/poros" \
-	&& ln -s "$(CURDIR)"/poros/* "$(CURDIR)/loaders" "$(CURDIR)/gates" "$$tree/poros/" \
+	&& ln -s "$(CURDIR)"/poros/* "$(CURDIR)/loaders" "$(CURDIR)/gates" "$(CURDIR)/examples" \
+		"$$tree/poros/" \
 	&& cd "$$tree" && "$(CURDIR)/$(VENV)/bin/python" -m mypy -p poros \
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"
 

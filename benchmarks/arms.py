@@ -18,7 +18,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import poros
 from benchmarks.loops import Loop, NotPossibleError, plain_loop, trainer_loop
-from poros.discover import find_layers
+from poros.model.inspect import find_layers
 
 Place = Callable[[Any, torch.device], AbstractContextManager["Placed"]]
 

@@ -104,7 +104,7 @@ class HostPeak(threading.Thread):
 
 def digests(model: Any) -> dict[str, str]:
     """SHA-256 of every byte of every parameter, scale and constant, by name."""
-    from poros.loaders.intake import part_tensors
+    from poros.loaders.slab_writer import part_tensors
 
     found = {}
     for name, tensor in model.named_parameters():
@@ -121,7 +121,7 @@ def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
     import bitsandbytes  # noqa: F401
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    import poros.loading
+    import poros.loaders.load
 
     is_gpu = torch.cuda.is_available()
     if is_gpu:
@@ -132,7 +132,7 @@ def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
     host.start()
     began = time.perf_counter()
     if loader == "poros":
-        model = poros.loading.load(folder)
+        model = poros.loaders.load.load(folder)
     else:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -152,7 +152,7 @@ def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
     if is_gpu:
         figures["gpu_peak_gb"] = round((torch.cuda.max_memory_allocated() - base) / 1e9, 4)
     if loader == "poros":
-        from poros.host import left_store
+        from poros.host.store import left_store
 
         store = left_store(model)
         figures["store_gb"] = round(store.num_bytes / 1e9, 3) if store else None

@@ -29,7 +29,7 @@ import torch
 from benchmarks.loading import write_checkpoint
 from benchmarks.models import config_of
 from poros.errors import CheckpointFormatError
-from poros.host import HostStore
+from poros.host.store import HostStore
 from poros.layout import BlockLayout
 from poros.loaders.store import open_store
 from poros.loaders.writer import write_store
@@ -59,9 +59,9 @@ def read_plainly(store: Path) -> mmap.mmap:
 
 def load(store: Path) -> Any:
     """A model of the store, every byte hashed."""
-    import poros.loading
+    import poros.loaders.load
 
-    return poros.loading.load(store)
+    return poros.loaders.load.load(store)
 
 
 def load_unchecked(store: Path) -> Any:
@@ -95,12 +95,12 @@ def measure(body: Callable[[Path], object], store: Path, *, cold: bool) -> float
 
 def compare_hashing(folder: Path, model: str, layers: int | None, rounds: int) -> None:
     """``poros.load`` of a store with every byte hashed, and with none."""
-    import poros.loading
+    import poros.loaders.load
 
     checkpoint, store = folder / f"{model}-checkpoint", folder / f"{model}-store"
     if not store.exists():
         write_checkpoint(config_of(model, layers), checkpoint, is_sparse=False)
-        poros.loading.load(checkpoint, store=store)
+        poros.loaders.load.load(checkpoint, store=store)
         shutil.rmtree(checkpoint)
     sizes = [each.stat().st_size / 1e9 for each in sorted(store.glob("*.safetensors"))]
     print(

@@ -20,9 +20,9 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poros.errors import PorosError
-from poros.gates.compare import differing_digests
 from poros.gates.reference import Trajectory, compare_steps, hash_digests, start_digests
 from poros.gates.report import START_BYTES, ParityReport, environment, plain
+from poros.self_check.compare import differing_digests
 
 if TYPE_CHECKING:
     from poros.api import Runtime
@@ -146,7 +146,7 @@ def _unstreamed(
 ) -> str | None:
     """Say what of the second arm was not streamed; None if all of it was."""
     from poros.api import runtime
-    from poros.block import is_streamed
+    from poros.layer.streamed import is_streamed
 
     layers = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)

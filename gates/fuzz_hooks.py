@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as globally
 
-from poros.gates.compare import bits
 from poros.gates.fuzz_program import Hook
+from poros.self_check.compare import bits
 
 if TYPE_CHECKING:
     from poros.gates.fuzz_arm import Arm

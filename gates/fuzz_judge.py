@@ -17,16 +17,16 @@ from typing import Any, Literal
 import torch
 
 from poros.api import prepare_with, restore, runtime
-from poros.block import is_streamed
 from poros.config import StreamingPolicy
 from poros.errors import ParityError, PorosError, SlotStateError
 from poros.gates.adversary import AdversarialStreams, SlotHazard
-from poros.gates.compare import bits, differing
 from poros.gates.fuzz_alive import collect
 from poros.gates.fuzz_arm import Arm, Record, frozen_tensors, run_arm
 from poros.gates.fuzz_models import Models
 from poros.gates.fuzz_program import Program
-from poros.remat import LayerCall
+from poros.layer.remat import LayerCall
+from poros.layer.streamed import is_streamed
+from poros.self_check.compare import bits, differing
 from poros.streams import StreamContext, streams_for
 
 End = Literal["equal", "refused", "raised", "skipped", "failed"]

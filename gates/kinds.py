@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.kinds import adapter_kinds
+from poros.model.adapter_kinds import adapter_kinds
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -21,7 +21,7 @@ from poros.gates.kinds import attach, kind_of
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport, plain, render
 from poros.loaders.header import shown
-from poros.walk import count, training_visits, walk
+from poros.slots.schedule import count, training_visits, walk
 
 if TYPE_CHECKING:
     from poros.api import Runtime
@@ -190,9 +190,9 @@ def check_model_dir(
     Raises:
         UnsupportedModelError: If the folder holds no causal language model that can be loaded.
     """
+    from poros.loaders.load import load
     from poros.loaders.settings import configuration, said
     from poros.loaders.source import find_config
-    from poros.loading import load
 
     path = Path(path)
     device = device or default_device().type

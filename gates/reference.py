@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poros.gates.compare import Difference, differing_or_absent, hash_tensor, hash_tensors
+from poros.self_check.compare import Difference, differing_or_absent, hash_tensor, hash_tensors
 
 Digests = dict[str, tuple[str, int]]
 

@@ -82,16 +82,19 @@ ADAPTER_FAMILIES = ("qwen2", "gemma3")
 
 # What decides the bits of either arm and whether a difference is seen. Commands, reports and demos
 # may change without touching a record; so may the self-check, which can stop a run, not alter it.
-_CODE = (
-    *("poros.adoption", "poros.ambient", "poros.arrival", "poros.attributes", "poros.audit"),
-    *("poros.block", "poros.boundaries", "poros.casts", "poros.channels", "poros.compiled"),
-    *("poros.discover", "poros.early", "poros.frozen", "poros.handover", "poros.host"),
-    *("poros.layout", "poros.manager", "poros.nf4", "poros.pack", "poros.remat"),
-    *("poros.retained", "poros.ring", "poros.rng", "poros.settings", "poros.small"),
-    *("poros.streams", "poros.takeover"),
-    *("poros.tree", "poros.visits", "poros.walk", "poros.within"),
-    *("poros.gates.adversary", "poros.gates.arms", "poros.gates.compare", "poros.gates.kinds"),
-    *("poros.gates.parity", "poros.gates.reference", "poros.gates.sweep", "poros.gates.tiny"),
+_CODE = tuple(
+    f"{package}.{module}"
+    for package, modules in {
+        "poros": "layout nf4 streams",
+        "poros.host": "store",
+        "poros.slots": "manager ring schedule",
+        "poros.layer": "args arrival attributes audit casts compiled early frozen handover offload "
+        "remat retained rng settings side_outputs state staying streamed tree visits within",
+        "poros.model": "adoption attach inspect",
+        "poros.self_check": "compare",
+        "poros.gates": "adversary arms kinds parity reference sweep tiny",
+    }.items()
+    for module in modules.split()
 )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import quoted
-from poros.gates.compare import Difference
+from poros.self_check.compare import Difference
 
 if TYPE_CHECKING:
     from rich.console import Console

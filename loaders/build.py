@@ -11,8 +11,8 @@ import torch
 from poros.errors import HostMemoryError, PorosError, quoted
 from poros.loaders.checkpoint import Checkpoint, CheckpointSlice
 from poros.loaders.header import defect, shown
-from poros.loaders.intake import Intake
 from poros.loaders.settings import said
+from poros.loaders.slab_writer import Intake
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ def fill(
     Args:
         model_class: Of the model.
         intake: Known to transformers already.
-        quantization: What ``poros.loaders.seam.reading_into`` yielded.
+        quantization: What ``poros.loaders.hf_quantizer.reading_into`` yielded.
         tensors: Slices by name.
         options: Of ``from_pretrained``.
 

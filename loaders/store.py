@@ -14,8 +14,8 @@ Note: Nothing is used that was not checked
     Whatever is read is hashed meanwhile (``poros.loaders.filling``), and ``OpenStore.check``
     compares it with the manifest before the model is given out. What happens to 4-bit weights in
     memory after that, ``poros.prepare`` sees by the digests of their parts. Slabs that stay in the
-    file are hashed when they are first read (``poros.disk``). A file that the manifest does not
-    name is not looked at.
+    file are hashed when they are first read (``poros.host.disk``). A file that the manifest does
+    not name is not looked at.
 """
 
 import json
@@ -31,7 +31,7 @@ import torch
 
 from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
 from poros.errors import quoted
-from poros.host import HostStore
+from poros.host.store import HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
 from poros.loaders.filling import REMEDY, Filling, Run, new_bytes, require_digest
 from poros.loaders.header import Header, defect, open_regular, read_at, read_header

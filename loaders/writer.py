@@ -19,7 +19,7 @@ import torch
 
 from poros.digests import as_bytes, digest_of, num_threads
 from poros.errors import CheckpointFormatError, StoreWriteError, quoted
-from poros.host import Arena, HostStore
+from poros.host.store import Arena, HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
 from poros.loaders.header import shown
 from poros.loaders.manifest import (

@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 _HOME = {
     "StreamingPolicy": "poros.config",
     "Limits": "poros.loaders.limits",
-    "load": "poros.loading",
+    "load": "poros.loaders.load",
     "log_streaming": "poros.telemetry",
     "plan": "poros.planning.planner",
     "prepare": "poros.api",
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from poros.errors import UnvalidatedArchitectureError as UnvalidatedArchitectureError
     from poros.errors import VRAMBudgetError as VRAMBudgetError
     from poros.loaders.limits import Limits as Limits
-    from poros.loading import load as load
+    from poros.loaders.load import load as load
     from poros.planning.formula import MemoryPlan as MemoryPlan
     from poros.planning.planner import plan as plan
     from poros.telemetry import log_streaming as log_streaming

@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from poros.block import is_streamed, runtime_of
 from poros.budget import Budget
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.devices import default_device, usable_device
-from poros.discover import Inventory, is_adapter_module, take_inventory
 from poros.errors import PreparedModelError
-from poros.settings import settle
+from poros.layer.settings import settle
+from poros.layer.streamed import is_streamed, runtime_of
+from poros.model.attach import Takeover
+from poros.model.inspect import Inventory, is_adapter_module, take_inventory
+from poros.slots.schedule import Action
 from poros.streams import StreamContext, gb_per_s, streams_for
-from poros.takeover import Takeover
-from poros.walk import Action
 
 if TYPE_CHECKING:
-    from poros.gates.self_check import SelfCheck
     from poros.planning.formula import MemoryPlan
+    from poros.self_check.check import SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Runtime:
         Returns:
             ``mode``, ``status`` (pending, passed, failed, unproven or off), ``message`` (the
             mismatch, if any), ``proved_with_deterministic_attention`` and ``not_provable`` (names
-            of layers that do not repeat themselves: see ``poros.gates.self_check``).
+            of layers that do not repeat themselves: see ``poros.self_check.check``).
         """
         check = self._self_check
         return {
@@ -225,7 +225,7 @@ def _supervise(takeover: Takeover, inventory: Inventory, policy: StreamingPolicy
     """The runtime, known to the layers, and their check."""
     self_check = None
     if policy.self_check != "off":
-        from poros.gates.self_check import SelfCheck
+        from poros.self_check.check import SelfCheck
 
         self_check = SelfCheck(takeover, inventory.layers, policy.self_check)
     else:

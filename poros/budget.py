@@ -26,12 +26,12 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy, parse_num_bytes
 from poros.errors import VRAMBudgetError
-from poros.takeover import Takeover
+from poros.model.attach import Takeover
 
 if TYPE_CHECKING:
-    from poros.gates.self_check import SelfCheck
     from poros.planning.formula import MemoryPlan
     from poros.planning.planner import Planner
+    from poros.self_check.check import SelfCheck
 
 logger = logging.getLogger(__name__)
 

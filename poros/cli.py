@@ -87,8 +87,8 @@ def demo(
     """
     from dataclasses import replace
 
-    from poros.demo import DemoSettings, run_demo
-    from poros.demo_report import render
+    from poros.examples.demo import DemoSettings, run_demo
+    from poros.examples.demo_report import render
 
     _quieten_libraries()
     settings = DemoSettings()
@@ -238,7 +238,7 @@ def load(
                 shown = quoted(source, is_bare=True)
                 typer.echo(f"{shown}: {len(store.layouts)} layers, every byte as written")
             return
-        from poros.loading import load as load_model
+        from poros.loaders.load import load as load_model
 
         if quantization == "none":
             said["quantization"] = None

@@ -127,7 +127,7 @@ def make_bases(folder: Path) -> None:
     import torch
 
     from poros.gates import tiny
-    from poros.loading import load
+    from poros.loaders.load import load
     from tests.loaded import quantization, standard
 
     for name, architecture in (("dense", "qwen2"), ("moe", "qwen3_moe")):
@@ -171,7 +171,7 @@ def program(folder: Path, seed: int, number: int, *, is_told: bool = False) -> d
 def _loaded(place: Path, base: str, rng: random.Random) -> dict[str, Any]:
     import poros
     from poros.errors import PorosError
-    from poros.loading import load
+    from poros.loaders.load import load
 
     is_planned = base == "dense" and rng.random() < 0.3
     try:

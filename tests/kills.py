@@ -32,8 +32,8 @@ import poros
 from poros.errors import PorosError
 from poros.gates import tiny
 from poros.layout import slab_offsets
+from poros.loaders.load import load
 from poros.loaders.store import is_store, open_store
-from poros.loading import load
 from tests.loaded import described, quantization, standard
 
 KILLED, DONE, REFUSED, BROKEN = -signal.SIGKILL, 0, 3, 1

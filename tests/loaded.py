@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from poros.gates import tiny
-from poros.host import left_store
+from poros.host.store import left_store
 from poros.layout import is_small
 
 HIDDEN_SIZE, NUM_LAYERS = 64, 4

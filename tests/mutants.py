@@ -22,7 +22,7 @@ import poros
 
 PACKAGE = Path(poros.__file__).parent
 
-MANAGED = ("poros.ring", "poros.manager")
+MANAGED = ("poros.slots.ring", "poros.slots.manager")
 """Whose calls of a ``StreamContext`` are mutated."""
 
 STREAM_METHODS = ("wait_event", "wait_stream", "record_stream", "record")

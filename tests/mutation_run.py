@@ -28,10 +28,15 @@ from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[1]
 
-CORE = (
-    *("ambient", "arrival", "attributes", "audit", "block", "boundaries", "calls", "casts"),
-    *("channels", "early", "frozen", "handover", "manager", "output", "pack", "remat", "retained"),
-    *("ring", "rng", "settings", "small", "streams", "tree", "visits", "walk", "within"),
+CORE = tuple(
+    f"poros/{folder}/{name}".replace("//", "/")
+    for folder, names in {
+        "": "streams",
+        "slots": "manager ring schedule",
+        "layer": "args arrival attributes audit casts early frozen handover offload refused_calls "
+        "remat retained rng settings side_outputs state staying streamed tree visits within",
+    }.items()
+    for name in names.split()
 )
 QUICK = ("test_remat", "test_gradients", "test_hooks", "test_casts", "test_arrival", "test_manager")
 OTHERS = (
@@ -149,9 +154,9 @@ def mutants() -> Iterator[Mutant]:
     """All there are."""
     for name in CORE:
         mutator = _Mutator()
-        mutator.visit(ast.parse((ROOT / "poros" / f"{name}.py").read_text()))
+        mutator.visit(ast.parse((ROOT / f"{name}.py").read_text()))
         for number, (line, change) in enumerate(mutator.found):
-            yield Mutant(f"poros/{name}.py", number, line, change)
+            yield Mutant(f"{name}.py", number, line, change)
 
 
 def mutated(mutant: Mutant) -> str:

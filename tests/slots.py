@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from support import same_bits
 
-from poros.host import HostStore
+from poros.host.store import HostStore
 from poros.layout import BlockLayout
-from poros.manager import BlockManager
-from poros.ring import DeviceRing, Slot, SlotState
+from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing, Slot, SlotState
+from poros.slots.schedule import Action, Phase, training_visits
 from poros.streams import StreamContext
-from poros.walk import Action, Phase, training_visits
 
 
 def random_store(sizes: Sequence[int]) -> HostStore:

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from poros.discover import _collect, find_layers
-from poros.frozen import FrozenTensor
-from poros.host import HostStore, leave_store
+from poros.host.store import HostStore, leave_store
+from poros.layer.frozen import FrozenTensor
 from poros.layout import BlockLayout
+from poros.model.inspect import _collect, find_layers
 from poros.nf4 import Part
 
 

@@ -10,7 +10,7 @@ import torch
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.gates.adversary import AdversarialStreams
-from poros.walk import Action
+from poros.slots.schedule import Action
 
 
 class AdversarialPrepare:

@@ -20,7 +20,7 @@ import poros
 from poros.errors import UnvalidatedArchitectureError
 from poros.gates import tiny
 from poros.gates.kinds import KINDS, attach
-from poros.kinds import adapter_kinds
+from poros.model.adapter_kinds import adapter_kinds
 
 Load = Callable[[bool], Any]
 LINEARS = ["q_proj", "v_proj", "down_proj"]
@@ -144,7 +144,7 @@ def test_each_kind_of_a_mixture_has_to_be_on_record(
 
     model = make()
     with monkeypatch.context() as patch:
-        patch.setattr("poros.discover.validated_adapters", lambda: frozenset({"vera"}))
+        patch.setattr("poros.model.inspect.validated_adapters", lambda: frozenset({"vera"}))
         with pytest.raises(UnvalidatedArchitectureError, match="loha") as caught:
             poros.prepare(model)
         assert "kind lora" not in str(caught.value)

@@ -17,7 +17,7 @@ from support import AdversarialPrepare
 import poros
 from poros.api import prepare_with
 from poros.gates import tiny
-from poros.host import HostStore, left_store
+from poros.host.store import HostStore, left_store
 from poros.streams import EagerStreams
 
 NUM_LAYERS = 5

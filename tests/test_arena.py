@@ -15,9 +15,9 @@ import torch
 from support import num_memory_files, same_bits
 from test_host import FakeDriver, install, some_tensors
 
-import poros.host
+import poros.host.store
 from poros.errors import HostMemoryError
-from poros.host import Arena, HostStore
+from poros.host.store import Arena, HostStore
 from poros.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
 
 CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ def test_the_memory_goes_with_the_last_tensor() -> None:
 CHILD = """
 import pickle, sys
 sys.path[:0] = [{root!r}]
-from poros.host import HostStore
+from poros.host.store import HostStore
 layouts = pickle.loads(bytes.fromhex({layouts!r}))
 store = HostStore.attach({file}, layouts)
 for slab in store.slabs:
@@ -205,8 +205,8 @@ def test_a_refused_page_lock_tells_what_it_costs(
         return next(rates)
 
     install(FakeDriver(refuse_at=2), monkeypatch)
-    monkeypatch.setattr(poros.host, "_copy_rate", copy_rate)
-    monkeypatch.setattr(poros.host, "_clear_cuda_error", lambda device: None)
+    monkeypatch.setattr(poros.host.store, "_copy_rate", copy_rate)
+    monkeypatch.setattr(poros.host.store, "_clear_cuda_error", lambda device: None)
     store = HostStore.allocate([BlockLayout.pack(some_tensors().items())] * 3)
     with caplog.at_level(logging.WARNING, "poros"):
         store.pin(Device())  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_the_rates_of_a_real_copy() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     store = HostStore.allocate([BlockLayout((), 64 * 2**20)] * 2)
     assert store.slabs[0].pin(device)
-    pinned, pageable = (poros.host._copy_rate(slab.bytes, device) for slab in store.slabs)
+    pinned, pageable = (poros.host.store._copy_rate(slab.bytes, device) for slab in store.slabs)
     store.unpin()
     assert 0 < pageable < pinned
 

@@ -22,8 +22,8 @@ from snapshots import (
 from torch import nn
 
 import poros
-from poros.arrival import arrivals
-from poros.audit import GraphAudit
+from poros.layer.arrival import arrivals
+from poros.layer.audit import GraphAudit
 
 Model = Any
 Make = Callable[[], Model]

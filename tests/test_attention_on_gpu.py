@@ -18,9 +18,9 @@ from transformers import Qwen2Config
 import poros
 from poros.errors import ParityError
 from poros.gates import tiny
-from poros.manager import BlockManager
-from poros.ring import Slot
-from poros.walk import Phase
+from poros.slots.manager import BlockManager
+from poros.slots.ring import Slot
+from poros.slots.schedule import Phase
 
 pytestmark = pytest.mark.gpu
 
@@ -168,7 +168,7 @@ def test_a_fault_at_2048_tokens_is_found(
 def test_wrong_gradients_at_2048_tokens_are_found(
     model_of: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from poros.remat import RematerializeLayer
+    from poros.layer.remat import RematerializeLayer
 
     genuine = RematerializeLayer.backward
 

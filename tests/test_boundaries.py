@@ -12,21 +12,21 @@ from snapshots import layers_of
 from support import AdversarialPrepare, same_bits
 
 import poros
-from poros import memory
 from poros.api import prepare_with
-from poros.block import runtime_of
-from poros.boundaries import Boundaries, Parked
 from poros.errors import HostMemoryError, PolicyError, RematerializationError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
-from poros.host import HostSlab
+from poros.host.store import HostSlab
+from poros.host.store import limits as memory
+from poros.layer.offload import Boundaries, Parked
+from poros.layer.streamed import runtime_of
 from poros.layout import BlockLayout
 from poros.planning.step_cost import LiveBytes
-from poros.walk import Phase
+from poros.slots.schedule import Phase
 
-MUTATIONS = mutants.stream_context_mutations(["poros.boundaries"])
+MUTATIONS = mutants.stream_context_mutations(["poros.layer.offload"])
 NUM_LAYERS = 5
 SPEC = TrainingSpec(num_steps=3, accumulation=2)
 BATCHES = tiny.make_batches(6, num_tokens=12)

@@ -22,8 +22,8 @@ from poros.gates.reference import (
     start_digests,
     train,
 )
+from poros.model.attach import Takeover
 from poros.streams import EagerStreams
-from poros.takeover import Takeover
 
 NUM_LAYERS = 6
 SPEC = TrainingSpec(num_steps=3, accumulation=2)

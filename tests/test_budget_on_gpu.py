@@ -12,11 +12,11 @@ from hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
 
 import poros
 from poros.api import prepare_with
-from poros.boundaries import Parked
 from poros.errors import VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.layer.offload import Parked
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

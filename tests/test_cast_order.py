@@ -11,8 +11,8 @@ from test_arrival import lora, names_of
 from torch import nn
 
 import poros
-from poros import early
-from poros.casts import SharedCasts
+from poros.layer import early
+from poros.layer.casts import SharedCasts
 
 Model = Any
 Program = Callable[[Model], None]
@@ -231,7 +231,7 @@ def test_only_layers_that_cast_early_are_watched_for_good(
         watched.extend([len(tensors)] if len(tensors) else [])
         return genuine(tensors)
 
-    monkeypatch.setattr("poros.remat.first_casts", first_casts)
+    monkeypatch.setattr("poros.layer.remat.first_casts", first_casts)
     model = poros.prepare(MODELS[which]())
     loss_of(model).backward()
     assert not watched

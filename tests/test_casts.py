@@ -10,8 +10,8 @@ from test_arrival import Twice
 from torch import nn
 
 import poros
-from poros.casts import SharedCasts, _Carried
 from poros.errors import ParityError, UnsupportedModelError
+from poros.layer.casts import SharedCasts, _Carried
 
 Model = Any
 

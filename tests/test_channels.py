@@ -23,12 +23,12 @@ from snapshots import (
 from support import AdversarialPrepare, same_bits
 
 import poros
-from poros.channels import SideChannels
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.parity import check_architecture
 from poros.gates.report import ParityReport
-from poros.remat import LayerCall
+from poros.layer.remat import LayerCall
+from poros.layer.side_outputs import SideChannels
 
 FAMILIES = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
 MIXTURES = ("mixtral", "qwen3_moe")

@@ -15,11 +15,11 @@ from typer.testing import CliRunner, Result
 
 import poros
 import poros.api
-import poros.demo
+import poros.examples.demo
 from poros.cli import BAD_INPUT, app
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.demo import DemoSettings
-from poros.demo_report import DemoReport
+from poros.examples.demo import DemoSettings
+from poros.examples.demo_report import DemoReport
 from poros.gates import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,7 +170,7 @@ def test_the_demo_exits_by_its_result(
         seen.append((out_dir, settings.num_steps, device))
         return Report("cpu", {"checkpoint": out_dir})
 
-    monkeypatch.setattr(poros.demo, "run_demo", run_demo)
+    monkeypatch.setattr(poros.examples.demo, "run_demo", run_demo)
     result = poros_command("demo", "--out", str(tmp_path), "--steps", "7", "--device", "cpu")
     assert result.exit_code == (0 if passed else 1)
     assert seen == [(tmp_path, 7, "cpu")]

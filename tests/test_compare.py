@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poros.gates.compare import bits, compare_mappings, differing, hash_tensor, hash_tensors
+from poros.self_check.compare import bits, compare_mappings, differing, hash_tensor, hash_tensors
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DTYPES = (

@@ -14,18 +14,18 @@ import torch
 from support import AdversarialPrepare
 
 import poros
-from poros import manager as manager_module
-from poros.ambient import AmbientState
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec
 from poros.gates.report import ParityReport
-from poros.manager import BlockManager
-from poros.ring import Slot
-from poros.rng import RngStash
+from poros.layer.rng import RngStash
+from poros.layer.state import AmbientState
+from poros.slots import manager as manager_module
+from poros.slots.manager import BlockManager
+from poros.slots.ring import Slot
+from poros.slots.schedule import Phase, count, missing, predict, training_visits, walk
 from poros.streams import Event
-from poros.walk import Phase, count, missing, predict, training_visits, walk
 
 NUM_LAYERS = 4
 

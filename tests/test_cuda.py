@@ -26,7 +26,6 @@ from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.errors import ParityError
 from poros.gates import tiny
-from poros.gates.compare import compare_mappings
 from poros.gates.parity import ParityReport, run_parity
 from poros.gates.reference import (
     TrainingSpec,
@@ -35,8 +34,9 @@ from poros.gates.reference import (
     start_digests,
     train,
 )
-from poros.gates.switches import current_settings, set_settings
-from poros.ring import SlotState
+from poros.self_check.compare import compare_mappings
+from poros.self_check.switches import current_settings, set_settings
+from poros.slots.ring import SlotState
 
 pytestmark = pytest.mark.gpu
 

@@ -21,9 +21,9 @@ from hostile_streams import (
 from slots import Slots, random_store
 from support import same_bits
 
-from poros.manager import BlockManager
-from poros.ring import DeviceRing, SlotState
-from poros.walk import Phase
+from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing, SlotState
+from poros.slots.schedule import Phase
 
 pytestmark = pytest.mark.gpu
 

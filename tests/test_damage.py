@@ -18,7 +18,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 import poros
 from poros.errors import PorosError
 from poros.gates import tiny
-from poros.loading import load
+from poros.loaders.load import load
 from tests.damage import Damage
 from tests.damage_cases import CASES
 from tests.loaded import differences, is_mapped, quantization, standard

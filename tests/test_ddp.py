@@ -16,7 +16,7 @@ import pytest
 import torch
 from ddp_arm import CELLS, NUM_STEPS, UNUSED, Bits
 
-from poros.gates.compare import compare_mappings
+from poros.self_check.compare import compare_mappings
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 240

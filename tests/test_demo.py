@@ -13,8 +13,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import poros
-from poros.demo import PROJECTIONS, DemoSettings, run_demo
-from poros.demo_data import (
+from poros.errors import PorosError
+from poros.examples.demo import PROJECTIONS, DemoSettings, run_demo
+from poros.examples.demo_data import (
     DemoText,
     ModelSize,
     RowDataset,
@@ -26,8 +27,7 @@ from poros.demo_data import (
     train_tokenizer,
     write_checkpoint,
 )
-from poros.demo_report import MIN_LOSS_DROP, DemoReport, frozen_layer_num_bytes, render
-from poros.errors import PorosError
+from poros.examples.demo_report import MIN_LOSS_DROP, DemoReport, frozen_layer_num_bytes, render
 from poros.gates import tiny
 
 # Enough to learn something.

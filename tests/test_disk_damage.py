@@ -16,15 +16,14 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 import poros
-from poros import disk, mapped
-from poros.disk import DiskStore
 from poros.errors import CheckpointFormatError, ParityError
 from poros.gates import tiny
-from poros.host import left_store
+from poros.host.disk import DiskStore
+from poros.host.store import disk, left_store, mapped
 from poros.layout import PAGE_NUM_BYTES, slab_offsets
+from poros.loaders.load import load
 from poros.loaders.manifest import SLABS
 from poros.loaders.store import open_store
-from poros.loading import load
 from tests.checkpoints import run_python
 from tests.loaded import differences
 
@@ -233,8 +232,8 @@ def test_copies_have_nothing_to_do_with_the_file(store: Path, tmp_path: Path) ->
 def test_where_memory_is_short_it_is_saved_out_of_the_file(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from poros import saving
-    from poros.memory import Room
+    from poros.host.limits import Room
+    from poros.model import saving
 
     base = half(store)
     base.save_pretrained(tmp_path / "read")
@@ -260,7 +259,7 @@ import torch
 import poros
 from poros.errors import PorosError
 from poros.gates import tiny
-from poros.loading import load
+from poros.loaders.load import load
 torch.set_num_threads(1)
 original = os.preadv
 for use in ("save", "prepare", "restore"):

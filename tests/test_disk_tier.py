@@ -22,20 +22,19 @@ from support import AdversarialPrepare
 from test_host import FakeDriver, install
 
 import poros
-from poros import disk
-from poros.disk import NUM_STAGING, DiskStore
 from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
-from poros.host import HostStore, leave_store, left_store
+from poros.host.disk import NUM_STAGING, DiskStore
+from poros.host.store import HostStore, disk, leave_store, left_store
 from poros.layout import PAGE_NUM_BYTES
 from poros.loaders.store import open_store
 from poros.loaders.writer import write_store
-from poros.manager import BlockManager
-from poros.ring import DeviceRing
+from poros.model.attach import Takeover
+from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing
+from poros.slots.schedule import Phase, count, loads, training_visits, walk
 from poros.streams import EagerStreams, StreamContext
-from poros.takeover import Takeover
-from poros.walk import Phase, count, loads, training_visits, walk
 
 NUM_LAYERS = 7
 CPU = torch.device("cpu")

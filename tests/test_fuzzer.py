@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from poros import api, cli, remat
+from poros import api, cli
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.gates import fuzz, fuzz_arm, fuzz_program
 from poros.gates.fuzz_judge import Verdict
@@ -33,9 +33,10 @@ from poros.gates.fuzz_program import (
     Term,
 )
 from poros.gates.fuzz_shrink import shrink, simpler
-from poros.gates.self_check import SelfCheck
-from poros.remat import LayerCall
-from poros.rng import RngStash
+from poros.layer import remat
+from poros.layer.remat import LayerCall
+from poros.layer.rng import RngStash
+from poros.self_check.check import SelfCheck
 
 PLAIN = Program(
     subject=Subject(num_layers=2, dropout=0.1), policy=Policy(self_check="off"), steps=(Step(),) * 2

@@ -25,7 +25,7 @@ from transformers import BartConfig, BartForCausalLM
 
 import poros
 from poros.errors import ParityError
-from poros.handover import Repeated
+from poros.layer.handover import Repeated
 
 Model = Any
 

@@ -19,8 +19,8 @@ from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams
 from poros.gates.parity import check_architecture
 from poros.gates.report import ParityReport
-from poros.ring import SlotState
-from poros.walk import Phase, count, training_visits, walk
+from poros.slots.ring import SlotState
+from poros.slots.schedule import Phase, count, training_visits, walk
 
 NUM_LAYERS = 6
 AUTOCAST = {"dtype": torch.float32, "autocast_dtype": torch.bfloat16}

@@ -14,7 +14,7 @@ from support import same_bits
 
 import poros
 from poros.errors import HostMemoryError, PorosError
-from poros.host import HostSlab, HostStore
+from poros.host.store import HostSlab, HostStore
 from poros.layout import ALIGNMENT, BlockLayout
 
 CPU = torch.device("cpu")

@@ -14,48 +14,26 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 500
 
-# A module may import, at module level, its own layer and those before it; cycles are refused apart.
+# A package, or a file beside the packages, may import its own layer and those before it. Files of
+# one package may import each other; circles are refused apart.
 LAYERS = [
-    {"errors", "config", "devices", "layout", "nf4", "output", "reads", "walk", "within"},
-    {
-        "ambient",
-        "arrival",
-        "attributes",
-        "audit",
-        "calls",
-        "casts",
-        "channels",
-        "compiled",
-        "digests",
-        "early",
-        "frozen",
-        "handover",
-        "host",
-        "kernels",
-        "kinds",
-        "labels",
-        "memory",
-        "pack",
-        "retained",
-        "ring",
-        "rng",
-        "settings",
-        "small",
-        "streams",
-        "tree",
-        "visits",
-    },
-    {"boundaries", "mapped", "disk", "quantized"},
-    {"manager"},
-    {"remat", "adapters", "discover"},
-    {"block"},
-    {"adoption", "guards", "newcomers", "takeover", "saving"},
-    {"load_options", "load_settings", "budget"},
-    {"api", "trainer", "loading", "planning"},
-    {"cli", "demo", "demo_data", "demo_report", "telemetry"},
+    {"config", "devices", "digests", "errors", "labels", "layout", "nf4", "output", "reads"},
+    {"streams"},
+    {"host"},
+    {"slots"},
+    {"kernels"},
+    {"layer", "head"},
+    {"model"},
+    {"loaders"},
+    {"planning", "self_check"},
+    {"budget"},
+    {"api"},
+    {"telemetry"},
+    {"cli"},
+    {"gates"},
+    {"examples"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-LOADERS_SEE = {"layout", "config", "errors", "digests", "host", "memory", "nf4", "reads", "streams"}
 TYPE_ONLY = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 
 
@@ -90,14 +68,8 @@ def inner_names(source: str) -> Iterator[tuple[int, str]]:
 def allowed(module: str, inner: str) -> bool:
     """Whether `module` may import `poros.<inner>` at module level."""
     part = module.split(".")[1] if "." in module else ""
-    if part == "gates" or inner in ("", "__version__"):
-        return True  # gates see everything; a bare `import poros` loads nothing
-    if inner == part != "":
-        return True  # within loaders, or within a sub-package such as kernels
-    if part == "loaders":
-        return inner in LOADERS_SEE
-    if inner == "loaders":
-        return part in LAYERS[-1] | LAYERS[-2] | LAYERS[-3]
+    if inner in ("", "__version__"):
+        return True  # a bare `import poros` loads nothing
     return inner in LEVEL and part in LEVEL and LEVEL[inner] <= LEVEL[part]
 
 
@@ -109,11 +81,11 @@ def violations(module: str, source: str) -> list[str]:
             found.append(f"{module}:{node.lineno}: relative import")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             for name in names(node):
-                if name.split(".")[0] in ("loaders", "gates"):
+                if name.split(".")[0] in ("loaders", "gates", "examples"):
                     found.append(f"{module}:{node.lineno}: {name} by its top-level name")
     parts = module.split(".")
     if parts[0] == "poros":
-        if len(parts) > 1 and parts[1] not in LEVEL.keys() | {"loaders", "gates"}:
+        if len(parts) > 1 and parts[1] not in LEVEL:
             return [*found, f"{module}: has no place in LAYERS of tests/test_imports.py"]
         for line, inner in inner_names(source):
             if not allowed(module, inner):
@@ -153,9 +125,9 @@ def cycles(sources: dict[str, str]) -> list[str]:
 
 def sources() -> dict[str, str]:
     """Dotted module name and text of every Python file of the project."""
-    homes = {"poros": "poros", "loaders": "poros.loaders", "gates": "poros.gates"}
+    homes = {folder: f"poros.{folder}" for folder in ("loaders", "gates", "examples")}
     found = {}
-    for folder in ("poros", "loaders", "gates", "tests", "benchmarks"):
+    for folder in ("poros", "loaders", "gates", "examples", "tests", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT / folder).with_suffix("").parts
             module = ".".join((homes.get(folder, folder), *inside)).removesuffix(".__init__")
@@ -176,25 +148,25 @@ def test_the_project_keeps_the_rules() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("poros.layout", "from poros.ring import DeviceRing"),
-        ("poros.ring", "import poros.manager"),
-        ("poros.manager", "from poros import remat"),
-        ("poros.manager", "if True:\n    from poros.block import x"),
-        ("poros.remat", "try:\n    import poros.api\nexcept ImportError:\n    pass"),
-        ("poros.remat", "try:\n    pass\nexcept ImportError:\n    import poros.api"),
-        ("poros.block", "class A:\n    from poros.api import prepare"),
-        ("poros.block", "from poros import prepare"),
-        ("poros.block", "from poros import *"),
-        ("poros.block", "if not TYPE_CHECKING:\n    import poros.api"),
+        ("poros.layout", "from poros.slots.ring import DeviceRing"),
+        ("poros.host.store", "import poros.slots.manager"),
+        ("poros.slots.manager", "from poros import layer"),
+        ("poros.slots.manager", "if True:\n    from poros.layer.streamed import x"),
+        ("poros.layer.remat", "try:\n    import poros.api\nexcept ImportError:\n    pass"),
+        ("poros.layer.remat", "try:\n    pass\nexcept ImportError:\n    import poros.api"),
+        ("poros.layer.streamed", "class A:\n    from poros.api import prepare"),
+        ("poros.layer.streamed", "from poros import prepare"),
+        ("poros.layer.streamed", "from poros import *"),
+        ("poros.layer.streamed", "if not TYPE_CHECKING:\n    import poros.api"),
         ("poros", "from poros.config import StreamingPolicy"),
         ("poros", "import poros.loaders"),
-        ("poros.kernels.lora", "from poros.manager import BlockManager"),
+        ("poros.kernels.lora", "from poros.layer.remat import LayerCall"),
         ("poros.api", "from poros.gates.parity import run"),
         ("poros.cli", "from poros import gates"),
-        ("poros.manager", "from poros.loaders.reader import read"),
-        ("poros.loaders.reader", "from poros.manager import BlockManager"),
-        ("poros.loaders.reader", "import poros.gates.compare"),
-        ("poros.loaders.reader", "from poros import ring"),
+        ("poros.slots.manager", "from poros.loaders.reader import read"),
+        ("poros.loaders.reader", "from poros.api import prepare"),
+        ("poros.loaders.reader", "import poros.self_check.compare"),
+        ("poros.loaders.reader", "from poros import planning"),
         ("poros.gates.parity", "from gates.compare import equal"),
         ("poros.gates.parity", "def f():\n    import loaders.reader"),
         ("poros.gates.parity", "from .compare import equal"),
@@ -211,15 +183,19 @@ def test_each_broken_rule_is_reported(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("poros.ring", "from poros.streams import StreamContext\nfrom poros.layout import Layout"),
+        (
+            "poros.slots.ring",
+            "from poros.streams import StreamContext\nfrom poros.layout import Layout",
+        ),
         ("poros.cli", "def check():\n    from poros.gates.parity import run"),
         ("poros", "if TYPE_CHECKING:\n    from poros.api import prepare"),
         ("poros.layout", "import typing\nif typing.TYPE_CHECKING:\n    import poros.api"),
         ("poros.kernels.lora", "from poros.kernels.paths import choose"),
-        ("poros.loaders.reader", "from poros.loaders.header import parse\nimport poros.host"),
+        ("poros.loaders.reader", "from poros.loaders.header import parse\nimport poros.host.store"),
         ("poros.gates.parity", "from poros.api import prepare\nimport poros.loaders.reader"),
         ("poros.api", "from poros.loaders.reader import read\nfrom poros import __version__"),
-        ("poros.block", "import poros"),
+        ("poros.slots.ring", "import poros.slots.manager"),
+        ("poros.layer.streamed", "import poros"),
         ("poros.layout", "x = 1\n" * MAX_LINES),
     ],
 )
@@ -230,12 +206,12 @@ def test_what_the_rules_allow_is_not_reported(module: str, source: str) -> None:
 
 def test_a_cycle_is_reported() -> None:
     """Layers alone would let two of one layer import each other, or one of them in a function."""
-    chain = {"poros.host": "import poros.streams", "poros.streams": "import poros.layout"}
+    chain = {"poros.host.store": "import poros.host.disk", "poros.host.disk": "import poros.errors"}
     assert cycles(chain) == []
-    circle = ["poros.host", "poros.streams"]
-    assert cycles({**chain, "poros.streams": "import poros.host"}) == circle
-    lazy = "def f():\n    from poros.host import HostStore"
-    assert cycles({**chain, "poros.streams": lazy}) == circle
-    typed = "if TYPE_CHECKING:\n    from poros.host import HostStore"
-    assert cycles({**chain, "poros.streams": typed}) == []
-    assert violations("poros.streams", "import poros.host") == []
+    circle = ["poros.host.disk", "poros.host.store"]
+    assert cycles({**chain, "poros.host.disk": "import poros.host.store"}) == circle
+    lazy = "def f():\n    from poros.host.store import HostStore"
+    assert cycles({**chain, "poros.host.disk": lazy}) == circle
+    typed = "if TYPE_CHECKING:\n    from poros.host.store import HostStore"
+    assert cycles({**chain, "poros.host.disk": typed}) == []
+    assert violations("poros.host.disk", "import poros.host.store") == []

@@ -21,7 +21,7 @@ from support import AdversarialPrepare, same_bits
 
 import poros
 from poros.gates import tiny
-from poros.walk import Phase, count, walk
+from poros.slots.schedule import Phase, count, walk
 
 NUM_NEW_TOKENS = 5
 

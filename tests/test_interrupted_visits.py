@@ -12,14 +12,14 @@ from snapshots import assert_same_run, batches, build, layers_of, run
 from support import AdversarialPrepare
 
 import poros
-from poros.block import LayerRuntime, runtime_of
 from poros.errors import SlotStateError
-from poros.ring import SlotState
-from poros.visits import Visits
-from poros.walk import Phase
+from poros.layer.streamed import LayerRuntime, runtime_of
+from poros.layer.visits import Visits
+from poros.slots.ring import SlotState
+from poros.slots.schedule import Phase
 
 Model = Any
-VISIT = ("poros/visits.py", "poros/block.py", "poros/manager.py", "poros/frozen.py")
+VISIT = ("layer/visits.py", "layer/streamed.py", "slots/manager.py", "layer/frozen.py")
 AROUND = (*VISIT, "contextlib.py")
 
 
@@ -99,8 +99,10 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
         model.train()
         model(**batch).loss.backward()
 
-    files = ("poros/visits.py", "block.py", "remat.py", "manager.py", "tree.py", "channels.py")
-    files += ("ambient.py", "settings.py", "rng.py", "self_check.py", "frozen.py", "contextlib.py")
+    files = (
+        *("visits.py", "streamed.py", "remat.py", "manager.py", "tree.py", "side_outputs.py"),
+        *("layer/state.py", "settings.py", "rng.py", "check.py", "frozen.py", "contextlib.py"),
+    )
     model = poros.prepare(build(num_layers=2), self_check=self_check)
     counter = Interrupts([], files)
     counter.run(lambda: once(model))

@@ -14,8 +14,8 @@ from support import AdversarialPrepare
 
 import poros
 from poros.gates import tiny
-from poros.gates.compare import compare_mappings
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from poros.self_check.compare import compare_mappings
 
 NUM_LAYERS = 4
 BATCHES = tiny.make_batches(3, num_tokens=8)

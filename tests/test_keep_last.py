@@ -14,10 +14,10 @@ from poros.gates import tiny
 from poros.gates.adversary import SlotHazard
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
-from poros.host import HostStore
+from poros.host.store import HostStore
 from poros.layout import BlockLayout
-from poros.manager import BlockManager
-from poros.ring import DeviceRing
+from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing
 from poros.streams import EagerStreams
 
 NUM_LAYERS = 5

@@ -11,8 +11,8 @@ import poros
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.labels import labelled, short_name
+from poros.slots.schedule import Action
 from poros.streams import EagerStreams
-from poros.walk import Action
 
 PREFIX = "poros::"
 

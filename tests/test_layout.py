@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import same_bits
 
-from poros.host import HostStore
+from poros.host.store import HostStore
 from poros.layout import ALIGNMENT, BlockLayout, slot_sizes, view
 
 DTYPES = (

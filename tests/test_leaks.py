@@ -16,9 +16,9 @@ import torch
 from snapshots import batches, build
 
 import poros
-from poros.channels import SideChannels
 from poros.gates import tiny
-from poros.remat import LayerCall
+from poros.layer.remat import LayerCall
+from poros.layer.side_outputs import SideChannels
 
 Model = Any
 

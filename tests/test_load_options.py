@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, G
 
 from poros.cli import BAD_INPUT
 from poros.errors import CheckpointFormatError, PolicyError
-from poros.loading import load
+from poros.loaders.load import load
 from tests.loaded import (
     EMBED,
     checkpoints,
@@ -234,7 +234,7 @@ def test_a_store_of_another_dtype_and_device(
     assert load(tmp_path / "store", quantization="nf4").dtype == torch.float16
     with pytest.raises(PolicyError, match="with dtype 'bfloat16'"):
         load(checkpoint(), store=tmp_path / "store")
-    monkeypatch.setattr("poros.load_options.device_name", lambda device: "another")
+    monkeypatch.setattr("poros.loaders.options.device_name", lambda device: "another")
     with pytest.raises(PolicyError, match="with device 'another'"):
         load(tmp_path / "store", device="cpu")
 
@@ -350,10 +350,10 @@ def test_control_two_threads_never_fill_at_once(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever their timing: the second waits while the first is held within its load."""
-    import poros.loading
+    import poros.loaders.load
 
     inside, release, order = threading.Event(), threading.Event(), []
-    fill = poros.loading.fill
+    fill = poros.loaders.load.fill
 
     def held(*arguments: Any) -> Any:
         order.append("in")
@@ -363,7 +363,7 @@ def test_control_two_threads_never_fill_at_once(
         order.append("out")
         return made
 
-    monkeypatch.setattr(poros.loading, "fill", held)
+    monkeypatch.setattr(poros.loaders.load, "fill", held)
     threads = [threading.Thread(target=load, args=(checkpoint(),)) for _ in range(2)]
     threads[0].start()
     assert inside.wait(60)

@@ -12,8 +12,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from poros.gates import tiny
 from poros.gates.registry import read_registry
-from poros.host import left_store
-from poros.loading import load
+from poros.host.store import left_store
+from poros.loaders.load import load
 from tests.loaded import (
     DOWN,
     EMBED,

@@ -15,13 +15,13 @@ from support import num_memory_files, same_bits
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import poros
-import poros.gates.self_check
-import poros.loading
+import poros.loaders.load
+import poros.self_check.check
 from poros.errors import CheckpointFormatError, UnsupportedModelError
 from poros.gates import tiny
-from poros.host import left_store
-from poros.loaders.intake import Intake
-from poros.loading import load
+from poros.host.store import left_store
+from poros.loaders.load import load
+from poros.loaders.slab_writer import Intake
 
 
 def checkpoint(folder: Path, **damage: Any) -> Path:
@@ -79,7 +79,7 @@ def test_an_interrupted_check_leaves_the_model_unprepared(monkeypatch: pytest.Mo
 
     model, twin = build(), build()
     kinds = [type(each) for each in model.modules()]
-    monkeypatch.setattr(poros.gates.self_check, "_digests", interrupted)
+    monkeypatch.setattr(poros.self_check.check, "_digests", interrupted)
     with pytest.raises(KeyboardInterrupt):
         poros.prepare(model)
     assert [type(each) for each in model.modules()] == kinds
@@ -148,9 +148,9 @@ def test_another_process_that_was_faster_is_no_error(
     path = checkpoint(tmp_path / "source")
     load(path, store=tmp_path / "store")
     # What this process saw before the other one was done.
-    is_store, first = poros.loading.is_store, iter([False])
+    is_store, first = poros.loaders.load.is_store, iter([False])
     monkeypatch.setattr(
-        poros.loading,
+        poros.loaders.load,
         "is_store",
         lambda folder: (
             next(first, True) and is_store(folder) if folder == tmp_path / "store" else False

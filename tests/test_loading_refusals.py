@@ -12,9 +12,9 @@ from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError
-from poros.loaders.intake import Intake
+from poros.loaders.load import load
 from poros.loaders.quantize import Quantizer
-from poros.loading import load
+from poros.loaders.slab_writer import Intake
 from tests.loaded import (
     DOWN,
     EMBED,

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import poros.loading
-from poros.disk import DiskStore
+import poros.loaders.load
 from poros.errors import (
     CheckpointFormatError,
     HostMemoryError,
@@ -25,13 +24,14 @@ from poros.errors import (
 from poros.gates import tiny
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec
-from poros.host import left_store
+from poros.host.disk import DiskStore
+from poros.host.store import left_store
 from poros.layout import slab_offsets
-from poros.loaders import intake as intake_module
+from poros.loaders import slab_writer as intake_module
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
+from poros.loaders.load import load
 from poros.loaders.store import open_store
-from poros.loading import load
 from tests.loaded import copy_of, differences, quantization, standard, tensors, unplaced
 from tests.support import AdversarialPrepare
 
@@ -229,10 +229,12 @@ class TestWithoutLayersToStream:
         self, path: Path, caplog: pytest.LogCaptureFixture, is_quantized: bool
     ) -> None:
         """With the memory that it takes, and on record."""
-        with caplog.at_level(logging.WARNING, logger="poros.loading"):
+        with caplog.at_level(logging.WARNING, logger="poros.loaders.load"):
             model = load(path, quantization="nf4" if is_quantized else None)
         assert differences(model, standard(path, quantization() if is_quantized else None)) == []
-        (line,) = [each.getMessage() for each in caplog.records if each.name == "poros.loading"]
+        (line,) = [
+            each.getMessage() for each in caplog.records if each.name == "poros.loaders.load"
+        ]
         num_bytes = sum(
             each.nbytes
             for name, each in tensors(model).items()
@@ -268,7 +270,9 @@ def test_too_little_host_memory_is_refused_before_anything_is_read(
         patch.setattr("poros.loaders.checkpoint.Checkpoint.fetch", fail)
         with pytest.raises(HostMemoryError, match="no"):
             load(checkpoints["qwen2"])
-    monkeypatch.setattr(poros.loading, "_open", lambda *_: standard(checkpoints["qwen2"], None))
+    monkeypatch.setattr(
+        poros.loaders.load, "_open", lambda *_: standard(checkpoints["qwen2"], None)
+    )
     load(checkpoints["qwen2"], store=tmp_path / "store")
     model = standard(checkpoints["qwen2"], quantization())
     outside = {

@@ -12,9 +12,9 @@ from slots import Slots
 
 from poros.errors import PorosError, SlotStateError
 from poros.gates.adversary import AdversarialStreams
-from poros.ring import SlotState
+from poros.slots.ring import SlotState
+from poros.slots.schedule import Phase, count, training_visits, walk
 from poros.streams import EagerStreams
-from poros.walk import Phase, count, training_visits, walk
 
 FREE, LOADING, READY, IN_USE = SlotState.FREE, SlotState.LOADING, SlotState.READY, SlotState.IN_USE
 FORWARD, BACKWARD, INFERENCE = Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE

@@ -5,11 +5,11 @@ import torch
 from slots import Slots
 
 from poros.gates.adversary import AdversarialStreams
-from poros.host import HostStore
+from poros.host.store import HostStore
 from poros.layout import BlockLayout
-from poros.ring import SlotState
+from poros.slots.ring import SlotState
+from poros.slots.schedule import Phase
 from poros.streams import Event
-from poros.walk import Phase
 
 FREE, LOADING, IN_USE = SlotState.FREE, SlotState.LOADING, SlotState.IN_USE
 

@@ -23,7 +23,7 @@ import poros
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.gates import tiny
-from poros.manager import BlockManager
+from poros.slots.manager import BlockManager
 from poros.streams import EagerStreams
 
 TOLERANCE = 0.05

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from poros.errors import HostMemoryError, PorosError
-from poros.memory import (
+from poros.host.limits import (
     RESERVE_NUM_BYTES,
     explain_pin_budget,
     host_memory_left,
@@ -128,7 +128,7 @@ def test_a_refusal_has_the_figures_and_the_way_out(tmp_path: Path) -> None:
 LIMITED = """
 import resource, sys
 sys.path[:0] = [{root!r}]
-from poros.memory import host_memory_left, require_host_memory
+from poros.host.limits import host_memory_left, require_host_memory
 limit = getattr(resource, {name!r})
 resource.setrlimit(limit, (2**40, 2**40))
 wide = host_memory_left()

@@ -13,12 +13,12 @@ from snapshots import assert_same_run, build, layers_of, run
 from stores import lay_down
 
 import poros
-import poros.loading
-from poros.block import is_streamed
+import poros.loaders.load
 from poros.errors import ParityError, StoreWriteError
 from poros.gates import tiny
-from poros.loaders.intake import Intake
+from poros.layer.streamed import is_streamed
 from poros.loaders.quantize import Quantizer
+from poros.loaders.slab_writer import Intake
 from poros.streams import EagerStreams
 
 
@@ -105,7 +105,7 @@ def in_pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     is_staged = request.node.callspec.params.get("way") == "staged"
     streams = EagerStreams(torch.device("cpu")) if is_staged else None
     pieces = partial(Quantizer, chunk_num_bytes=2048, streams=streams)
-    monkeypatch.setattr(poros.loading, "Quantizer", pieces)
+    monkeypatch.setattr(poros.loaders.load, "Quantizer", pieces)
     yield
 
 

@@ -18,9 +18,9 @@ from poros import streams as streams_module
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
-from poros.ring import SlotState
+from poros.slots.ring import SlotState
+from poros.slots.schedule import Phase, training_visits
 from poros.streams import CudaStreams
-from poros.walk import Phase, training_visits
 
 CONTEXT_MUTATIONS = mutants.stream_context_mutations()
 CUDA_MUTATIONS = mutants.cuda_mutations()
@@ -123,7 +123,7 @@ def test_every_point_of_order_is_mutated() -> None:
     # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``.
     # Inputs of layers have controls of their own, in test_boundaries. A measured rate is no part of
     # training.
-    others = {"poros.boundaries", "poros.planning.speeds"}
+    others = {"poros.layer.offload", "poros.planning.speeds"}
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
     methods = {each.change.split("(")[0].split(".")[-1] for each in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)

@@ -17,11 +17,11 @@ import torch
 from support import AdversarialPrepare
 
 import poros
-from poros.discover import validated_model_types
 from poros.gates import tiny
 from poros.gates.parity import ParityReport, check_architecture
 from poros.gates.reference import QUANTITIES
-from poros.rng import RngStash
+from poros.layer.rng import RngStash
+from poros.model.inspect import validated_model_types
 
 SMALL = {"num_layers": 4, "hidden_size": 64, "num_tokens": 16}
 

@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 
 import poros
-from poros.block import detach
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.parity import check_architecture, check_model_dir, run_parity
 from poros.gates.reference import QUANTITIES, TrainingSpec
 from poros.gates.report import ParityReport, render
+from poros.layer.streamed import detach
 
 PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
 

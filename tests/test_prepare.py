@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import poros
 from poros.errors import PreparedModelError
-from poros.walk import count, training_visits, walk
+from poros.slots.schedule import count, training_visits, walk
 
 STATS = {
     "num_loads",

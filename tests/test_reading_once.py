@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import poros
-import poros.loading
+import poros.loaders.load
 from poros.errors import (
     CheckpointFormatError,
     HostMemoryError,
@@ -27,8 +27,8 @@ from poros.errors import (
 )
 from poros.gates import tiny
 from poros.loaders.limits import Limits
+from poros.loaders.load import load
 from poros.loaders.store import is_store, open_store
-from poros.loading import load
 from tests.loaded import differences, quantization, standard
 
 
@@ -88,14 +88,14 @@ def test_a_file_that_is_swapped_while_weights_are_read(
     """Changes nothing: model, store and fingerprint are of the one that was read."""
     before = (path / file).read_bytes()
     expected = standard(path, quantization())
-    read = poros.loading.progress
+    read = poros.loaders.load.progress
 
     def swap(*arguments: Any) -> Any:
         fields = json.loads(before) | {"rms_norm_eps": 0.5, "max_new_tokens": 99}
         (path / file).write_text(json.dumps(fields))
         return read(*arguments)
 
-    monkeypatch.setattr(poros.loading, "progress", swap)
+    monkeypatch.setattr(poros.loaders.load, "progress", swap)
     store = tmp_path / "store"
     model = load(path, store=store if is_stored else None)
     assert differences(model, expected) == []
@@ -227,7 +227,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(
         raise RuntimeError("it has begun")
 
     monkeypatch.setattr("poros.gates.parity.check_architecture", work)
-    monkeypatch.setattr("poros.demo._make_text", work)
+    monkeypatch.setattr("poros.examples.demo._make_text", work)
     (tmp_path / "file").write_text("mine")
     out = tmp_path / "file" / "x"
     if where == "a folder or a file":

@@ -8,7 +8,6 @@ from bitsandbytes.nn import Linear4bit
 
 from poros.errors import UnsupportedModelError
 from poros.gates import tiny
-from poros.gates.compare import compare_mappings
 from poros.gates.reference import (
     QUANTITIES,
     TrainingSpec,
@@ -18,6 +17,7 @@ from poros.gates.reference import (
     start_digests,
     train,
 )
+from poros.self_check.compare import compare_mappings
 
 PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
 

@@ -367,7 +367,7 @@ def test_other_architectures_need_permission_then_warn_and_are_exact(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if the registry had no record of it.
-    monkeypatch.setattr("poros.discover.validated_model_types", lambda: ("qwen2",))
+    monkeypatch.setattr("poros.model.inspect.validated_model_types", lambda: ("qwen2",))
 
     def make() -> Any:
         model = build(name, attn_implementation=OTHERS[name])

@@ -17,7 +17,6 @@ from typer.testing import CliRunner, Result
 
 import poros.api
 from poros.cli import app
-from poros.discover import _check_validated, validated_model_types
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.gates import registry, sweep, tiny
 from poros.gates.registry import (
@@ -29,6 +28,7 @@ from poros.gates.registry import (
     source_hash,
 )
 from poros.gates.report import ParityReport, environment
+from poros.model.inspect import _check_validated, validated_model_types
 
 ROOT = Path(__file__).resolve().parents[1]
 FUZZ_PARTS = (
@@ -37,19 +37,20 @@ FUZZ_PARTS = (
 )
 # Decide no bit of either arm: messages, commands, audits after the fact, and the registry itself.
 NOT_HASHED = {
-    *("poros.api", "poros.budget", "poros.calls", "poros.cli", "poros.config"),
-    *("poros.demo", "poros.demo_data", "poros.demo_report", "poros.errors", "poros.guards"),
-    "poros.newcomers",
-    *("poros.digests", "poros.disk", "poros.load_options", "poros.load_settings"),
-    *("poros.kinds", "poros.loading", "poros.mapped", "poros.memory", "poros.output"),
-    *("poros.quantized", "poros.saving", "poros.telemetry"),
-    *(f"poros.planning.{each}" for each in ("advice", "cost_model", "formula", "meta_model")),
-    *(f"poros.planning.{each}" for each in ("planner", "speeds", "step_cost")),
-    *("poros.devices", "poros.labels", "poros.reads"),
-    *("poros.gates.registry", "poros.gates.registry_table", "poros.gates.report"),
-    *("poros.gates.trainer_parity", "poros.gates.self_check", "poros.gates.evidence"),
-    *("poros.gates.attention", "poros.gates.proof", "poros.gates.switches", "poros.gates.fuzz"),
-    *(f"poros.gates.fuzz_{each}" for each in FUZZ_PARTS),
+    f"{package}.{module}"
+    for package, modules in {
+        "poros": "api budget cli config devices digests errors labels output reads telemetry",
+        "poros.host": "disk limits mapped",
+        "poros.layer": "refused_calls",
+        "poros.model": "adapter_kinds added_adapters foreign guards saving",
+        "poros.planning": "advice cost_model formula meta_model planner speeds step_cost",
+        "poros.self_check": "attention check evidence proof switches",
+        "poros.loaders": "agreed load options",
+        "poros.examples": "demo demo_data demo_report",
+        "poros.gates": "fuzz registry registry_table report trainer_parity "
+        + " ".join(f"fuzz_{each}" for each in FUZZ_PARTS),
+    }.items()
+    for module in modules.split()
 }
 QUICK = "starcoder2"
 REAL = registry.PATH

@@ -9,12 +9,12 @@ import pytest
 from records import adapter_record
 
 import poros.api
-from poros.discover import _check_validated, validated_adapters
 from poros.errors import UnvalidatedArchitectureError
 from poros.gates import registry, sweep, tiny
 from poros.gates.kinds import KINDS
 from poros.gates.registry import Record, Registry, RegistryError, code_hash, read_registry
-from poros.kinds import Found
+from poros.model.adapter_kinds import Found
+from poros.model.inspect import _check_validated, validated_adapters
 
 # Trained in another order, with state of their own in a layer, or through a cache; or shared by
 # several modules of several layers.

@@ -15,7 +15,7 @@ import poros
 from poros.api import prepare_with
 from poros.errors import HostMemoryError, PreparedModelError
 from poros.gates import tiny
-from poros.host import HostSlab
+from poros.host.store import HostSlab
 from poros.streams import EagerStreams
 
 
@@ -157,19 +157,27 @@ def _raise_at(call: int, error: BaseException, original: Callable[..., Any]) -> 
 
 
 FAILURES = {
-    "host store": ("poros.host.HostStore.allocate", 1, HostMemoryError("none left")),
-    "second slab": ("poros.host.HostSlab.__init__", 2, HostMemoryError("none left")),
-    "first tensor's move": ("poros.host.HostSlab.tensor", 1, RuntimeError("no tensor")),
-    "move in the middle": ("poros.host.HostSlab.tensor", 30, RuntimeError("no tensor")),
-    "ring": ("poros.ring.DeviceRing.__init__", 1, MemoryError("no slots")),
+    "host store": ("poros.host.store.HostStore.allocate", 1, HostMemoryError("none left")),
+    "second slab": ("poros.host.store.HostSlab.__init__", 2, HostMemoryError("none left")),
+    "first tensor's move": ("poros.host.store.HostSlab.tensor", 1, RuntimeError("no tensor")),
+    "move in the middle": ("poros.host.store.HostSlab.tensor", 30, RuntimeError("no tensor")),
+    "ring": ("poros.slots.ring.DeviceRing.__init__", 1, MemoryError("no slots")),
     "second slot": ("poros.streams.EagerStreams.allocate", 2, RuntimeError("out of memory")),
-    "manager": ("poros.manager.BlockManager.__init__", 1, RuntimeError("no manager")),
-    "twin in the middle": ("poros.frozen.DeviceConstants.get", 7, RuntimeError("no constants")),
-    "bindings of block 3": ("poros.frozen.LayerBindings.__init__", 3, RuntimeError("block 3")),
-    "layer 3": ("poros.block.LayerRuntime.__init__", 3, RuntimeError("layer 3")),
-    "guards": ("poros.guards.Guards.install", 1, RuntimeError("no guards")),
-    "guards half-way": ("poros.guards.Guards._put", 4, RuntimeError("no guards")),
-    "interrupt": ("poros.frozen.LayerBindings.__init__", 2, KeyboardInterrupt()),
+    "manager": ("poros.slots.manager.BlockManager.__init__", 1, RuntimeError("no manager")),
+    "twin in the middle": (
+        "poros.layer.frozen.DeviceConstants.get",
+        7,
+        RuntimeError("no constants"),
+    ),
+    "bindings of block 3": (
+        "poros.layer.frozen.LayerBindings.__init__",
+        3,
+        RuntimeError("block 3"),
+    ),
+    "layer 3": ("poros.layer.streamed.LayerRuntime.__init__", 3, RuntimeError("layer 3")),
+    "guards": ("poros.model.guards.Guards.install", 1, RuntimeError("no guards")),
+    "guards half-way": ("poros.model.guards.Guards._put", 4, RuntimeError("no guards")),
+    "interrupt": ("poros.layer.frozen.LayerBindings.__init__", 2, KeyboardInterrupt()),
 }
 
 

@@ -18,16 +18,16 @@ from support import AdversarialPrepare
 from transformers.utils.output_capturing import _active_collector
 
 import poros
-from poros.ambient import AmbientState
-from poros.audit import GraphAudit, Uses
-from poros.channels import SideChannels
 from poros.errors import ParityError, UnsupportedModelError
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
-from poros.manager import BlockManager
-from poros.ring import Slot
-from poros.rng import RngStash
-from poros.tree import Adapter, ModuleTree
-from poros.walk import Phase
+from poros.layer.audit import GraphAudit, Uses
+from poros.layer.rng import RngStash
+from poros.layer.side_outputs import SideChannels
+from poros.layer.state import AmbientState
+from poros.layer.tree import Adapter, ModuleTree
+from poros.slots.manager import BlockManager
+from poros.slots.ring import Slot
+from poros.slots.schedule import Phase
 
 Patch = pytest.MonkeyPatch
 BF16_AUTOCAST = {"autocast_dtype": torch.bfloat16}

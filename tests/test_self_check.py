@@ -19,9 +19,9 @@ from torch import nn
 
 import poros
 from poros.errors import ParityError, PolicyError
-from poros.gates.evidence import Evidence
-from poros.gates.proof import Outcome
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.self_check.evidence import Evidence
+from poros.self_check.proof import Outcome
 
 
 def prepared(model: Any, self_check: str = "strict", **overrides: Any) -> Any:
@@ -168,7 +168,7 @@ def test_layers_below_the_lowest_adapter_are_checked_too() -> None:
 def test_each_layer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared(build())
     backward(model)
-    monkeypatch.setattr(poros.gates.self_check.SelfCheck, "_mismatch", None)
+    monkeypatch.setattr(poros.self_check.check.SelfCheck, "_mismatch", None)
     backward(model)
 
 

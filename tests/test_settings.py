@@ -11,8 +11,8 @@ import torch
 from snapshots import assert_same_run, build, changes, run, step
 
 import poros
-from poros.gates.switches import current_settings, set_settings
-from poros.settings import Settings
+from poros.layer.settings import Settings
+from poros.self_check.switches import current_settings, set_settings
 
 backends: Any = torch.backends
 Change = Callable[[], object]
@@ -209,8 +209,8 @@ def test_a_step_with_a_setting_changed_before_its_backward_is_exact(between: Cha
 SILENCE = """
 import torch
 from contextlib import ExitStack
-from poros.gates.switches import current_settings, set_settings
-from poros.settings import Settings
+from poros.self_check.switches import current_settings, set_settings
+from poros.layer.settings import Settings
 
 def followed():
     found = []

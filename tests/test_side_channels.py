@@ -227,13 +227,13 @@ def test_a_base_weight_that_becomes_trainable() -> None:
 def test_an_interrupt_inside_a_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = poros.prepare(build())
     bits = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    swap_in = poros.frozen.LayerBindings.swap_in
+    swap_in = poros.layer.frozen.LayerBindings.swap_in
 
     def interrupted(self: Any) -> None:
         swap_in(self)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(poros.frozen.LayerBindings, "swap_in", interrupted)
+    monkeypatch.setattr(poros.layer.frozen.LayerBindings, "swap_in", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(model)
     monkeypatch.undo()

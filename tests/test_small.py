@@ -13,11 +13,11 @@ from support import AdversarialPrepare, same_bits
 from torch import nn
 
 import poros
-from poros.discover import find_frozen, find_layers
 from poros.errors import PreparedModelError, RematerializationError
-from poros.frozen import FrozenTensor
 from poros.gates import tiny
+from poros.layer.frozen import FrozenTensor
 from poros.layout import ALIGNMENT, SMALL_NUM_BYTES, is_small
+from poros.model.inspect import find_frozen, find_layers
 
 NUM_LAYERS = 4
 

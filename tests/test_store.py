@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import same_bits
 
 from poros.errors import CheckpointFormatError, PorosError
-from poros.host import HostStore
+from poros.host.store import HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, view
 from poros.loaders.header import open_regular, read_header
 from poros.loaders.manifest import MANIFEST, REST, SLABS, sha256, write_manifest

@@ -17,9 +17,9 @@ from poros.gates import tiny
 from poros.layout import slab_offsets
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import open_regular, read_header
+from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import open_store
-from poros.loading import load
 from tests.loaded import EMBED, copy_of, differences, tensors
 
 

@@ -21,10 +21,10 @@ from trainer_arms import (
 )
 
 import poros
-from poros.gates.compare import Difference, compare_mappings
 from poros.gates.reference import Trajectory, compare_trajectories
-from poros.rng import RngStash
-from poros.walk import Phase, count, training_visits, walk
+from poros.layer.rng import RngStash
+from poros.self_check.compare import Difference, compare_mappings
+from poros.slots.schedule import Phase, count, training_visits, walk
 
 NUM_SLOTS = 2
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from poros.gates import tiny
-from poros.gates.compare import compare_mappings
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.gates.trainer_parity import (
     ADAPTER_FILES,
@@ -16,6 +15,7 @@ from poros.gates.trainer_parity import (
     train_with_trainer,
     trainer_arguments,
 )
+from poros.self_check.compare import compare_mappings
 
 PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from poros.tree import ModuleTree
+from poros.layer.tree import ModuleTree
 
 
 class Layer(nn.Module):

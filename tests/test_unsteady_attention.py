@@ -18,11 +18,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 import poros
 from poros.errors import ParityError
-from poros.gates import attention
 from poros.gates.reference import TrainingSpec, train
-from poros.manager import BlockManager
-from poros.ring import Slot
-from poros.walk import Phase
+from poros.self_check import attention
+from poros.slots.manager import BlockManager
+from poros.slots.ring import Slot
+from poros.slots.schedule import Phase
 
 Patch = pytest.MonkeyPatch
 Noise = Callable[[int], bool]
@@ -192,7 +192,7 @@ def remove_the_wait(patch: Patch) -> None:
 
 def spoil_gradients(patch: Patch) -> None:
     """Only what is handed back is wrong: nothing but the second streamed run can show it."""
-    from poros.remat import RematerializeLayer
+    from poros.layer.remat import RematerializeLayer
 
     genuine = RematerializeLayer.backward
 

@@ -18,19 +18,19 @@ from snapshots import batches, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
-import poros.remat
+import poros.layer.remat
 from poros import streams as streams_module
 from poros.api import prepare_with
-from poros.audit import GraphAudit
-from poros.block import LayerRuntime
 from poros.config import StreamingPolicy
-from poros.manager import BlockManager
-from poros.remat import RematerializeLayer
-from poros.ring import DeviceRing
-from poros.rng import RngStash
+from poros.layer.audit import GraphAudit
+from poros.layer.remat import RematerializeLayer
+from poros.layer.rng import RngStash
+from poros.layer.streamed import LayerRuntime
+from poros.layer.tree import ModuleTree
+from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing
+from poros.slots.schedule import training_visits
 from poros.streams import CudaStreams, EagerStreams, Event
-from poros.tree import ModuleTree
-from poros.walk import training_visits
 
 NUM_LAYERS = 4
 CPU = torch.device("cpu")
@@ -215,12 +215,12 @@ def read_a_value(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_inputs(patch: pytest.MonkeyPatch) -> None:
-    genuine = poros.remat._leaves
+    genuine = poros.layer.remat._leaves
 
     def copies(tensors: Any) -> Any:
         return [t.detach().clone().requires_grad_(t.requires_grad) for t in genuine(tensors)]
 
-    patch.setattr(poros.remat, "_leaves", copies)
+    patch.setattr(poros.layer.remat, "_leaves", copies)
 
 
 def copy_twice(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poros.walk import Action, Phase, count, divide, missing, predict, training_visits, walk
+from poros.slots.schedule import (
+    Action,
+    Phase,
+    count,
+    divide,
+    missing,
+    predict,
+    training_visits,
+    walk,
+)
 
 Visit = tuple[int, Phase]
 

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.discover import find_frozen, find_layers
 from poros.errors import UnsupportedModelError
+from poros.layer.staying import small_parts
 from poros.layout import BlockLayout
+from poros.model.inspect import find_frozen, find_layers
 from poros.nf4 import is_4bit, part_tensors
 from poros.planning.formula import (
     MemoryPlan,
@@ -20,7 +21,6 @@ from poros.planning.formula import (
 )
 from poros.planning.meta_model import Recipe, base_of
 from poros.planning.step_cost import StepCost, step_cost
-from poros.small import small_parts
 
 
 @dataclass(frozen=True)

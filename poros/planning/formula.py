@@ -36,7 +36,7 @@ from poros.config import MIN_SLOTS
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.layout import BlockLayout, slot_sizes
 from poros.planning.step_cost import StepCost
-from poros.walk import divide
+from poros.slots.schedule import divide
 
 _MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256
 """bitsandbytes keeps smaller states in float32, and one float32 scale per block of others."""

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
-from poros.kinds import Found, adapter_kinds, configured_kinds
 from poros.loaders.build import one_at_a_time
 from poros.loaders.settings import configuration, model_class_of, said
 from poros.loaders.source import find_config
+from poros.model.adapter_kinds import Found, adapter_kinds, configured_kinds
 from poros.nf4 import QUANT_TYPES, Format, is_4bit, own
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import nn
 
 from poros.devices import usable_device
 from poros.errors import UnsupportedModelError
-from poros.host import HostSlab
+from poros.host.store import HostSlab
 from poros.layout import BlockLayout
 from poros.nf4 import Format
 from poros.planning.formula import Speeds

@@ -1,0 +1,1 @@
+"""The demo, and programs to copy."""

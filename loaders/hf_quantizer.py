@@ -1,0 +1,349 @@
+"""Has transformers load a model whose tensors an ``Intake`` takes in.
+
+transformers' own loading decides everything: names, conversions, dtypes, what is tied, what is
+missing. It has one place where a tensor, renamed and converted, passes through code of a
+quantization method before the model gets it, one tensor at a time. So a method of our own is known
+to it for the time of the call, under a name that only this call knows.
+
+The method derives from bitsandbytes' 4-bit one, or from none for dense weights; afterwards nothing
+of it is left on the model.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.utils.quantization_config import (
+    BitsAndBytesConfig,
+    QuantizationConfigMixin,
+    QuantizationMethod,
+)
+
+from poros.loaders.slab_writer import Intake
+from poros.loaders.states import require_state
+from poros.loaders.store_reader import KeptIntake
+from poros.nf4 import Format, is_params4bit, own, parts_of, places
+
+
+class LoadAborted(BaseException):
+    """Carries an error of the intake through transformers, which would collect an ``Exception``.
+
+    Args:
+        error: What ``reading_into`` raises in its place.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def reading_into(
+    intake: Intake,
+    config: BitsAndBytesConfig | None,
+    *,
+    is_quantized: bool = False,
+    after_each: Callable[[], None] = lambda: None,
+) -> Iterator[QuantizationConfigMixin]:
+    """Make ``intake`` known to transformers inside the body.
+
+    Args:
+        intake: Its ``plan`` is called with the model on the meta device, and then ``take``,
+            ``quantize`` or ``keep`` for each tensor of a layer.
+        config: Of the 4-bit weights; None loads dense weights.
+        is_quantized: Whether the checkpoint holds 4-bit weights already.
+        after_each: Called when a tensor has been taken.
+
+    Yields:
+        What to pass to ``from_pretrained`` as ``quantization_config``. Call ``clean`` with the
+        model that it returns.
+
+    Raises:
+        CheckpointFormatError, HostMemoryError, UnsupportedModelError: Of the intake, as they are.
+    """
+    method = f"poros-{id(intake):x}"
+    kind: Any
+    if isinstance(intake, KeptIntake):
+        kind = _Dense if config is None else _Quantizing
+        kind = type(kind.__name__, (_Fetching, kind), {})
+    elif config is None:
+        kind = _Dense
+    else:
+        kind = _Prequantized if is_quantized else _Quantizing
+
+    def make(given: QuantizationConfigMixin, **_: Any) -> HfQuantizer:
+        made: HfQuantizer = kind(intake, given, after_each)
+        return made
+
+    given = config or QuantizationConfigMixin(quant_method=method)
+    given.quant_method = method
+    AUTO_QUANTIZER_MAPPING[method] = make
+    failure: Exception | None = None
+    try:
+        yield given
+    except LoadAborted as aborted:
+        failure, aborted.error, aborted.__cause__ = aborted.error, None, None  # type: ignore[assignment]
+    finally:
+        del AUTO_QUANTIZER_MAPPING[method]
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure  # it refers to this frame, which would keep all that was loaded
+
+
+def clean(model: Any) -> None:
+    """Leave on the model what ``from_pretrained`` without an intake would have left."""
+    ours = model.hf_quantizer
+    if isinstance(ours, _Fetching):
+        # Nothing was converted; without this, save_pretrained would not convert back either.
+        del model._weight_conversions
+    if isinstance(ours, _Dense):
+        del model.hf_quantizer
+        del model.config.quantization_config
+        return
+    plain = Bnb4BitHfQuantizer(ours.quantization_config, pre_quantized=ours.pre_quantized)
+    for each in getattr(model, "_weight_conversions", None) or ():
+        operations = getattr(each, "operations", None)
+        if operations and any(isinstance(one, _Deserialize) for one in operations):
+            each.operations = [one.plain(plain) for one in operations]
+    ours_only = ("_intake", "_after_each", "_dtype")
+    plain.__dict__ |= {key: each for key, each in vars(ours).items() if key not in ours_only}
+    model.hf_quantizer = plain
+
+
+class _Receiving:
+    """What the three methods have in common."""
+
+    _intake: Intake
+    _after_each: Callable[[], None]
+    _dtype: torch.dtype
+
+    def _plan(self, model: Any, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._intake.plan(model, model._get_dtype_plan(dtype))
+
+    def _is_placed(self, model: Any, name: str) -> bool:
+        """Whether a dense tensor is taken as it comes.
+
+        Not where the model keeps a dtype of its own: transformers would cast it to the dtype to
+        load in first.
+        """
+        return (
+            self._intake.has_place(name, self._dtype)
+            and model.get_parameter_or_buffer(name).dtype == self._dtype
+        )
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Take(self._intake, self._after_each)
+
+
+class _Dense(_Receiving, HfQuantizer):
+    """No quantization: tensors of the layers are written to their places."""
+
+    def __init__(
+        self, intake: Intake, config: QuantizationConfigMixin, after_each: Callable[[], None]
+    ) -> None:
+        super().__init__(config, pre_quantized=False)
+        self._intake, self._after_each = intake, after_each
+
+    def preprocess_model(self, model: Any, dtype: Any = None, **_: Any) -> None:
+        # Without the marks of a quantized model that the base class would put on it.
+        self._plan(model, dtype)
+
+    def postprocess_model(self, model: Any, **_: Any) -> Any:
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        return self._is_placed(model, param_name)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+
+class _Quantizing(_Receiving, Bnb4BitHfQuantizer):
+    """4-bit weights are quantized to their places, dense ones are written to theirs."""
+
+    _is_pre_quantized = False
+
+    def __init__(
+        self, intake: Intake, config: BitsAndBytesConfig, after_each: Callable[[], None]
+    ) -> None:
+        super().__init__(config, pre_quantized=self._is_pre_quantized)
+        config.quant_method = QuantizationMethod.BITS_AND_BYTES
+        self._intake, self._after_each = intake, after_each
+
+    def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+        self._plan(model, dtype)
+
+    def _process_model_before_weight_loading(self, model: Any, *_: Any, **kwargs: Any) -> None:
+        # "All on the CPU" is where Poros loads to. With llm_int8_enable_fp32_cpu_offload,
+        # transformers would take it for what the user wants to be left dense.
+        super()._process_model_before_weight_loading(model, **{**kwargs, "device_map": None})
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        needed = super().param_needs_quantization(model, param_name, **kwargs)
+        return bool(needed) or self._is_placed(model, param_name)
+
+
+class _Prequantized(_Quantizing):
+    """4-bit weights of the checkpoint are written to their places as they are."""
+
+    _is_pre_quantized = True
+
+    def get_weight_conversions(self) -> list[Any]:
+        conversions: list[Any] = super().get_weight_conversions()
+        for each in conversions:
+            each.operations = [
+                _Deserialize(inner, self._intake, self._after_each) for inner in each.operations
+            ]
+        return conversions
+
+
+class _Fetching(_Receiving):
+    """Everything is fetched from a store, by the names that the model has for it."""
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        return True
+
+    def update_weight_conversions(self, *_: Any) -> list[Any]:
+        return []
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Fetch(self._intake, self._after_each)
+
+
+class _Operation(ConversionOps):
+    """An operation with an intake. transformers makes deep copies of operations."""
+
+    def __init__(self, intake: Intake, after_each: Callable[[], None]) -> None:
+        self._intake = intake
+        self._after_each = after_each
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Operation":
+        return self
+
+
+class _Take(_Operation):
+    """Quantizes or writes the tensors that it is given."""
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
+        try:
+            taken = {name: self._take(name, each, model) for name, each in input_dict.items()}
+            self._after_each()
+            return taken
+        except Exception as error:
+            raise LoadAborted(error) from error
+
+    def _take(self, name: str, value: Any, model: Any) -> torch.Tensor:
+        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+        module_name, _, key = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        planned = getattr(module, key)
+        if not is_params4bit(planned):
+            return self._intake.take(name, tensor) if self._intake.has_place(name) else tensor
+        if issubclass(module.source_cls, Conv1D):
+            tensor = tensor.T
+        packed, state = self._intake.quantize(name, tensor, planned.shape)
+        return _loaded(Format.of(planned), packed, state, module)
+
+
+class _Fetch(_Operation):
+    """Takes a tensor from a store in place of the stand-in that it is given."""
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
+        try:
+            found = {name: self._fetch(name, model) for name in input_dict}
+            self._after_each()
+            return found
+        except Exception as error:
+            raise LoadAborted(error) from error
+
+    def _fetch(self, name: str, model: Any) -> torch.Tensor:
+        planned = model.get_parameter_or_buffer(name)
+        if not isinstance(self._intake, KeptIntake):
+            raise TypeError(f"expected an intake from a store, found a {type(self._intake)}")
+        tensor, state = self._intake.fetch(name, planned)
+        if state is None:
+            return tensor
+        format = replace(Format.of(planned), blocksize=state.blocksize, double_quant=state.nested)
+        return _loaded(format, tensor, state, model.get_submodule(name.rpartition(".")[0]))
+
+
+class _Deserialize(_Operation):
+    """Moves what bitsandbytes' own operation makes to its place."""
+
+    def __init__(self, inner: Any, intake: Intake, after_each: Callable[[], None]) -> None:
+        super().__init__(intake, after_each)
+        self._inner = inner
+        self.hf_quantizer = inner.hf_quantizer
+        """transformers leaves the dtypes of tensors alone that go to an operation with one."""
+
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        try:
+            self._require_state(full_layer_name, input_dict, model)
+        except Exception as error:
+            raise LoadAborted(error) from error
+        made = self._inner.convert(
+            input_dict, full_layer_name=full_layer_name, model=model, **kwargs
+        )
+        try:
+            for each in made.values():
+                if is_params4bit(each):
+                    planned = model.get_parameter_or_buffer(full_layer_name)
+                    self._intake.require_packed(
+                        full_layer_name, parts_of(each), each.quant_state, planned.shape
+                    )
+                    self._keep(full_layer_name, each)
+            self._after_each()
+            return dict(made)
+        except Exception as error:
+            raise LoadAborted(error) from error
+
+    def _require_state(self, name: str, parts: dict[str, Any], model: Any) -> None:
+        planned = model.get_parameter_or_buffer(name)
+        if not is_params4bit(planned):
+            if len(parts) > 1:
+                raise self._intake.packed(name)
+            return
+        tensors = {key: each[0] if isinstance(each, list) else each for key, each in parts.items()}
+        if len(tensors) == 1:
+            raise self._intake.dense(name, *tensors.values())
+        quant_type = str(self.hf_quantizer.quantization_config.bnb_4bit_quant_type)
+        require_state(self._intake.path, name, tensors, quant_type)
+
+    def plain(self, quantizer: Any) -> Any:
+        """Bitsandbytes' own operation."""
+        self._inner.hf_quantizer = quantizer
+        return self._inner
+
+    def _keep(self, name: str, weight: Any) -> None:
+        for part, place in places(name, weight).items():
+            if part != "offset":
+                # Packed bytes may be stored as floats, and as floats they mean nothing.
+                is_packed = part == "packed"
+                place.put(self._intake.keep_part(place.name, place.get(), is_packed=is_packed))
+
+
+def _loaded(format: Format, packed: torch.Tensor, state: Any, module: Any) -> torch.Tensor:
+    weight: torch.Tensor = format.weight(packed, state, module)
+    own(module, weight)
+    module._is_hf_initialized = True
+    return weight

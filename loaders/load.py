@@ -1,0 +1,443 @@
+"""``load``: a checkpoint in host memory, ready to be streamed, with nothing of it on the GPU."""
+
+import copy
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from poros.config import parse_num_bytes
+from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
+from poros.host.disk import DiskStore
+from poros.host.limits import require_host_memory
+from poros.host.store import HostStore, leave_store
+from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
+from poros.loaders.agreed import Settled, limits_of, maker_of, set_generation, settle
+from poros.loaders.build import fill, one_at_a_time, progress, quiet
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.header import defect, shown
+from poros.loaders.limits import Limits
+from poros.loaders.options import (
+    DTYPES,
+    UNSAID,
+    LoadOptions,
+    Unsaid,
+    format_of,
+    quantizing_device,
+)
+from poros.loaders.quantize import Quantizer
+from poros.loaders.settings import (
+    configuration,
+    generation_settings,
+    model_class_of,
+    stored_quantization,
+)
+from poros.loaders.slab_writer import Allocate, Intake
+from poros.loaders.soundness import require_floats, require_whole_experts
+from poros.loaders.source import CONFIG, GENERATION
+from poros.loaders.store import OpenStore, is_store, open_store
+from poros.loaders.store_reader import KeptIntake, contents, small_files
+from poros.model.inspect import find_layers
+from poros.model.saving import watch_saving
+from poros.nf4 import QUANT_TYPES
+
+if TYPE_CHECKING:
+    from transformers import (
+        BitsAndBytesConfig,
+        PreTrainedModel,
+    )
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    quantization: "str | BitsAndBytesConfig | Unsaid | None" = UNSAID,
+    dtype: torch.dtype | str | Unsaid = UNSAID,
+    device: torch.device | str | None = None,
+    store: str | os.PathLike[str] | None = None,
+    host_budget: int | str | None = None,
+    allow_nonfinite: bool = False,
+    limits: Limits | None = None,
+    **from_pretrained_kwargs: Any,
+) -> "PreTrainedModel":
+    """Load a causal language model into host memory, for ``get_peft_model`` and ``poros.prepare``.
+
+    The result is an ordinary transformers model on the CPU. The tensors of its decoder layers lie
+    in one slab of host memory per layer, from which ``poros.prepare`` streams them without copying
+    them once more. Weights are quantized in pieces on ``device``; a checkpoint that is 4-bit
+    already is loaded as it is.
+
+    Args:
+        source: A folder, one ``.safetensors`` file with its ``config.json``, the name of a
+            repository of the hub; or a store on disk, which is opened as it is.
+        quantization: ``"nf4"`` or ``"fp4"`` (with double quantization and ``dtype`` as the compute
+            dtype), a 4-bit ``BitsAndBytesConfig``, or None for dense weights. The default is
+            ``"nf4"``, or what a checkpoint or store has already; another one is refused there.
+        dtype: Of everything that is not quantized. The default is bfloat16, or that of the store;
+            ``"auto"`` is what the checkpoint says.
+        device: Where to quantize; None is the current GPU, or the CPU if there is none.
+        store: A folder for the quantized base on disk. If there is none yet, the checkpoint is
+            quantized into it, which takes little memory; then the model is read from there, and
+            ``source`` is only compared. None keeps nothing on disk.
+        host_budget: Host memory for the layers, in bytes or such as ``"24GiB"``. The first layers
+            lie in memory as far as they fit into it; the others stay in the store's file, from
+            which they are read ahead during training. Needs a store. None is all of them.
+        allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
+        limits: Bounds on what files may ask for; None are the defaults.
+        **from_pretrained_kwargs: Of ``AutoModelForCausalLM.from_pretrained``: ``revision``,
+            ``cache_dir``, ``token``, ``local_files_only``, ``force_download``, ``subfolder``,
+            ``variant``, ``config``, ``generation_config``, ``key_mapping``,
+            ``attn_implementation`` and other fields of the configuration. What cannot be honoured
+            is refused.
+
+    Returns:
+        The model in evaluation mode, as ``from_pretrained`` returns it.
+
+    Exactness:
+        Every byte of every tensor equals that of ``from_pretrained`` with the same options and a
+        4-bit ``BitsAndBytesConfig`` on the device that quantizes; on a CPU, with the same number of
+        threads.
+
+    Raises:
+        CheckpointFormatError: If the checkpoint is malformed or does not fit its configuration.
+        HostMemoryError: If the model does not fit in host memory; nothing has been read then.
+        PolicyError: If an option cannot be honoured, or the store was made with others.
+        ParityError: If scales change while a weight is quantized.
+        StoreWriteError: If the store cannot be written, or bytes change on their way into it;
+            nothing of it is left.
+        UnsupportedModelError: If it is no causal language model, has an adapter beside it, or is
+            quantized in another way.
+
+        In each case nothing of the model is left.
+
+    Source:
+        Poros technical report, section 4.2.
+    """
+    asked = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs)
+    asked.refuse_for_a_folder(source)
+    bounds = limits_of(limits)
+    budget = (
+        None if host_budget is None else parse_num_bytes(host_budget, "host_budget", at_least=0)
+    )
+    # Tensors made under inference mode could not take part in training later.
+    with torch.inference_mode(False):
+        if is_store(source):
+            if store is not None:
+                raise PolicyError(
+                    "store: expected none with a source that is one, found "
+                    f"{quoted(os.fspath(store))}"
+                )
+            return _open(source, budget, asked, bounds, True, allow_nonfinite)
+        if store is None and budget is not None:
+            raise PolicyError(
+                "host_budget: expected a store on disk for the layers beyond it, found none; pass "
+                "store=, a folder on a fast disk"
+            )
+        reading = _Reading(source, asked, quantizing_device(device), allow_nonfinite, bounds)
+        if store is None:
+            return reading.into_memory()
+        reading.into_store_unless_there(store)
+        model = _open(store, budget, asked, bounds, False, allow_nonfinite)
+    model.name_or_path = model.config.name_or_path = os.fspath(source)
+    return model
+
+
+class _Reading:
+    """One checkpoint on its way into memory or into a store."""
+
+    def __init__(
+        self,
+        source: "str | os.PathLike[str]",
+        asked: LoadOptions,
+        device: torch.device,
+        allow_nonfinite: bool,
+        limits: Limits,
+    ) -> None:
+        self._source = source
+        self._asked = asked
+        self._quantizer = Quantizer(device, allow_nonfinite=allow_nonfinite)
+        self._limits = limits
+
+    def into_memory(self) -> "PreTrainedModel":
+        """The model, in new memory."""
+        with self._checkpoint() as checkpoint:
+            try:
+                settled = settle(checkpoint, self._asked, self._limits)
+                model, intake, _ = self._read(checkpoint, settled)
+            except _NotStreamableError as error:
+                model = self._load_standard(checkpoint, settled, error)
+                store = HostStore([], fallbacks=[f"loaded by transformers: {error}"])
+            else:
+                store = intake.finished
+                store.fallbacks += intake.fallbacks
+        model.name_or_path = model.config.name_or_path = os.fspath(self._source)
+        leave_store(model, store)
+        return model
+
+    def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> None:
+        """The same, unless it is in that store already; refuse a store of something else."""
+        from poros.loaders.partial import remove_stale
+
+        remove_stale(Path(directory).resolve())
+        if not is_store(directory):
+            try:
+                self.into_store(directory)
+                return
+            except StoreWriteError:
+                if not is_store(directory):
+                    raise
+                # Another process has written it meanwhile.
+        self.require_made_of_it(directory)
+
+    def into_store(self, directory: "str | os.PathLike[str]") -> Path:
+        """The model, in a store on disk; in memory is only what lies outside its layers."""
+        from poros.loaders.writer import StoreWriter
+
+        with ExitStack() as stack:
+            hashing = stack.enter_context(ThreadPoolExecutor(1))  # ends when the checkpoint closes
+            checkpoint = stack.enter_context(self._checkpoint())
+            writers: list[StoreWriter] = []
+
+            def allocate(layouts: Sequence[BlockLayout]) -> HostStore:
+                writers.append(stack.enter_context(StoreWriter(directory, layouts)))
+                return writers[0].host
+
+            # What is hashed comes from the cache that loading fills, or the other way round.
+            fingerprint = hashing.submit(checkpoint.fingerprint)
+            settled = settle(checkpoint, self._asked, self._limits)
+            model, intake, used = self._read(checkpoint, settled, allocate)
+            rest, names = contents(model, intake)
+            about = {
+                "source": fingerprint.result(),
+                "source_seen": checkpoint.seen(),
+                "quantization": used and used.to_dict(),
+                "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
+                "dtype": _name(settled.dtype),
+                "allow_nonfinite": self._quantizer.allow_nonfinite,
+                **names,
+                **maker_of(self._quantizer.device),
+            }
+            return writers[0].commit(rest, about, small_files(checkpoint, self._limits))
+
+    def require_made_of_it(self, directory: "str | os.PathLike[str]") -> None:
+        """Refuse a store of another checkpoint, or one made with other options."""
+        with self._checkpoint() as checkpoint, open_store(directory, limits=self._limits) as it:
+            about = it.manifest.about
+            if about.get("source_seen") != checkpoint.seen():
+                it.require_source(checkpoint.fingerprint())
+            dtype = settle(checkpoint, self._asked, self._limits).dtype
+        asked = self._asked.of_dtype(dtype)
+        asked.require_store(about, quoted(os.fspath(directory)), is_source=False)
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint.open(self._source, self._asked.place, self._limits)
+
+    def _read(
+        self, checkpoint: Checkpoint, settled: Settled, allocate: "Allocate | None" = None
+    ) -> "tuple[PreTrainedModel, Intake, BitsAndBytesConfig | None]":
+        from poros.loaders.hf_quantizer import clean, reading_into
+
+        require_whole_experts(checkpoint)
+        used = copy.deepcopy(settled.wanted)
+        intake = Intake(
+            checkpoint.path,
+            find_layers,
+            self._quantizer,
+            format_of(used),
+            checkpoint.owns,
+            allocate,
+        )
+        taken: set[str] = set()
+        is_quantized = settled.found is not None
+        with (
+            one_at_a_time(),
+            progress(checkpoint, taken) as (slices, after_each),
+            reading_into(
+                intake, used, is_quantized=is_quantized, after_each=after_each
+            ) as quantization,
+        ):
+            options = {"config": settled.config, "dtype": settled.dtype, **self._asked.handed_on}
+            try:
+                model = fill(settled.model_class, intake, quantization, slices, options)
+            except UnsupportedModelError as error:  # of the plan
+                raise _NotStreamableError(str(error), intake.num_bytes) from error
+        clean(model)
+        require_floats(checkpoint, taken, model)
+        # A file that was cut off would end the process when what is left of it is copied.
+        checkpoint.check_unchanged()
+        intake.finish(model)
+        checkpoint.check_unchanged()
+        set_generation(model, settled.generation, self._asked)
+        return model, intake, used
+
+    def _load_standard(
+        self, checkpoint: Checkpoint, settled: Settled, why: "_NotStreamableError"
+    ) -> "PreTrainedModel":
+        """What transformers does without an intake, loudly."""
+        from transformers import AutoModelForCausalLM
+
+        logger.warning(
+            "poros: %s cannot be streamed (%s). transformers loads it, into about %.2f GB of host "
+            "memory; poros.prepare will refuse it",
+            quoted(os.fspath(self._source), is_bare=True),
+            why,
+            why.num_bytes / 1e9,
+        )
+        what = f"the weights of {quoted(os.fspath(self._source), is_bare=True)}"
+        quantization = settled.found or settled.wanted
+        if getattr(quantization, "llm_int8_enable_fp32_cpu_offload", False):
+            raise UnsupportedModelError(
+                f"{what}: expected llm_int8_enable_fp32_cpu_offload=False for a model that cannot "
+                "be streamed, found True. transformers would quantize nothing that lies in host "
+                f"memory, which is all. It cannot be streamed because: {why}"
+            )
+        require_host_memory(why.num_bytes, what)
+        asked = self._asked
+        # As it was read, with the quantization that was taken out of the other one.
+        config = configuration(checkpoint.path, checkpoint.texts, asked.fields, given=asked.config)
+        options = dict(asked.handed_on)
+        if settled.found is None and settled.wanted is not None:
+            options["quantization_config"] = copy.deepcopy(settled.wanted)
+        if checkpoint.source.is_named:
+            config.transformers_weights = checkpoint.source.files[0].name
+        with one_at_a_time():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path,
+                config=config,
+                dtype=settled.dtype,
+                device_map={"": "cpu"},
+                local_files_only=True,
+                variant=checkpoint.source.variant,
+                **options,
+            )
+        checkpoint.check_unchanged()
+        if checkpoint.source.is_named:
+            del model.config.transformers_weights
+        set_generation(model, settled.generation, asked)
+        return model
+
+
+class _NotStreamableError(UnsupportedModelError):
+    """A model that transformers can load and that has no layers to stream."""
+
+    def __init__(self, why: str, num_bytes: int) -> None:
+        super().__init__(why)
+        self.num_bytes = num_bytes
+
+
+def _open(
+    directory: "str | os.PathLike[str]",
+    budget: int | None,
+    asked: LoadOptions,
+    limits: Limits,
+    is_source: bool,
+    allow_nonfinite: bool,
+) -> "PreTrainedModel":
+    """The model of a store, its first layers in new memory and the others in the file."""
+    from poros.loaders.hf_quantizer import clean, reading_into
+
+    with open_store(directory, limits=limits) as opened:
+        about = opened.manifest.about
+        if is_source:
+            asked.require_store(about, quoted(os.fspath(directory)), is_source=True)
+        dtype, used = _made(opened)
+        if about["allow_nonfinite"] and not allow_nonfinite:
+            raise PolicyError(
+                "allow_nonfinite: expected a store of finite weights, found "
+                f"{quoted(os.fspath(directory))}, which was written with allow_nonfinite=True; "
+                "pass it here too, or write the store again"
+            )
+        texts = {
+            name: opened.text(name)
+            for name in (CONFIG, GENERATION)
+            if name in opened.manifest.files
+        }
+        config = configuration(opened.path, texts, asked.fields, given=asked.config, limits=limits)
+        stored_quantization(opened.path, config)
+        model_class, config = model_class_of(config)
+        generation = generation_settings(opened.path, texts)
+        host = _slabs(opened, budget)
+        intake = KeptIntake(opened, host, find_layers, format_of(used))
+        stand_ins = {name: torch.empty(0, dtype=dtype) for name in intake.names()}
+        with one_at_a_time(), quiet(), reading_into(intake, used) as quantization:
+            options = {"config": config, "dtype": dtype, **asked.handed_on}
+            model = fill(model_class, intake, quantization, stand_ins, options)
+        clean(model)
+        if used is not None:
+            model.hf_quantizer.pre_quantized = about["is_prequantized"]
+        opened.check()  # what follows may write to slabs
+        intake.finish(model)
+        set_generation(model, generation, asked)
+    model.name_or_path = model.config.name_or_path = os.fspath(directory)
+    leave_store(model, host)
+    if isinstance(host, DiskStore):
+        watch_saving(model, host)
+    return model
+
+
+def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":
+    """In which dtype a store was made, and how quantized."""
+    from transformers import BitsAndBytesConfig
+
+    about = opened.manifest.about
+    try:
+        dtype = getattr(torch, about["dtype"])
+        used = about["quantization"] and BitsAndBytesConfig.from_dict(about["quantization"])
+        is_told = dtype in DTYPES and isinstance(about["is_prequantized"], bool)
+        is_told = is_told and isinstance(about["allow_nonfinite"], bool)
+        if not is_told or CONFIG not in opened.manifest.files:
+            raise ValueError("no dtype or no configuration")
+        if used is not None and used.bnb_4bit_quant_type not in QUANT_TYPES:
+            raise ValueError(f"bnb_4bit_quant_type {used.bnb_4bit_quant_type!r}")
+    except Exception as error:
+        raise defect(
+            opened.path,
+            f"expected how it was made, found {quoted(error)}",
+            remedy="write the store again",
+        ) from error
+    return dtype, used
+
+
+def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
+    """The slabs of a store: in memory those that ``budget`` has room for, the others mapped."""
+    layouts = opened.layouts
+    starts = slab_offsets(layouts)
+    ends = [
+        start + align(each.num_bytes, PAGE_NUM_BYTES)
+        for start, each in zip(starts, layouts, strict=True)
+    ]
+    first = len(layouts) if budget is None else sum(end <= budget for end in ends)
+    require_host_memory(
+        ends[first - 1] if first else 0, f"the first layers of {shown(opened.path)}"
+    )
+    resident = HostStore.allocate(layouts[:first])
+    opened.read_into(resident)
+    if first == len(layouts):
+        return resident
+    logger.warning(
+        "poros: %d of %d layers stay on the disk, in %s: training reads %.2f GB from there in each "
+        "forward and again in each backward pass",
+        len(layouts) - first,
+        len(layouts),
+        shown(opened.slabs),
+        (ends[-1] - (ends[first - 1] if first else 0)) / 1e9,
+    )
+    return DiskStore.over_file(
+        resident,
+        opened.slabs,
+        opened.data_offset,
+        layouts,
+        opened.manifest.slab_digests,
+        opened.identity,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,391 @@
+"""Where each tensor of a model that is being loaded goes: the layers' into slabs, piece by piece.
+
+The plan is made on the model without memory that transformers has built, before anything is read:
+for each decoder layer the parts that move, in the order in which ``poros.prepare`` lists them, with
+the dtypes they will have. Then each tensor is taken as it comes, converted and renamed, and written
+to its place; the few that come another way (norms kept in float32, buffers computed from the
+configuration) are moved to theirs at the end.
+
+Nothing here knows how transformers reads a checkpoint; see ``poros.loaders.hf_quantizer`` for that.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.digests import PackedDigests
+from poros.errors import CheckpointFormatError, quoted
+from poros.host.limits import require_host_memory
+from poros.host.store import HostSlab, HostStore
+from poros.layout import BlockLayout, TensorSpec, is_small
+from poros.loaders.header import shown
+from poros.loaders.quantize import Quantizer, require_finite
+from poros.loaders.states import require_codes
+from poros.nf4 import (
+    BLOCKSIZES,
+    DTYPES,
+    MOVING,
+    Format,
+    Parts,
+    is_params4bit,
+    part_name,
+    part_tensors,
+    state_of,
+    streams,
+)
+
+Allocate = Callable[[Sequence[BlockLayout]], HostStore]
+FindLayers = Callable[[nn.Module], tuple[str, Sequence[nn.Module]]]
+
+
+class Intake:
+    """Takes the tensors of one model in.
+
+    Args:
+        path: Of what is loaded, for messages.
+        find_layers: Finds the decoder layers: the name of their list, and the layers.
+        quantizer: Quantizes 4-bit weights.
+        format: Of 4-bit weights; None if nothing is quantized.
+        is_mapped: Whether a tensor's memory is a mapped file of the checkpoint, which the model
+            must not keep.
+        allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
+
+    Attributes:
+        store: One slab per decoder layer; None before ``plan``.
+        fallbacks: What could not be had, one line each.
+        num_bytes: Of the model as it will be; 0 before ``plan``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        find_layers: FindLayers,
+        quantizer: Quantizer,
+        format: Format | None,
+        is_mapped: Callable[[torch.Tensor], bool],
+        allocate: Allocate | None = None,
+    ) -> None:
+        self.path = path
+        self.format = format
+        self.store: HostStore | None = None
+        self.fallbacks: list[str] = []
+        self.num_bytes = 0
+        self.layers_name = ""
+        self._allocate = allocate
+        self._find_layers = find_layers
+        self._quantizer = quantizer
+        self._is_mapped = is_mapped
+        self._packed = PackedDigests()
+        self._places: dict[str, tuple[HostSlab, TensorSpec]] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._is_4bit: set[str] = set()
+        self._is_float: set[str] = set()
+        self._checked: set[str] = set()
+        """Names of what is finite, or need not be: buffers that are computed (masks)."""
+
+    def plan(self, model: nn.Module, kept: Mapping[str, torch.dtype]) -> None:
+        """Lay out the layers of ``model``, which is on the meta device, and reserve their memory.
+
+        Args:
+            model: With its 4-bit modules in place.
+            kept: Dtypes of parameters that keep one of their own, by patterns of their names.
+
+        Raises:
+            UnsupportedModelError: If it has no decoder layers that can be streamed.
+            HostMemoryError: If the model would not fit in host memory.
+        """
+        everything = [
+            part for name, tensor in _named_tensors(model) for part in self._parts(name, tensor)
+        ]
+        self.num_bytes = _num_bytes(everything)
+        self.layers_name, layers = self._find_layers(model)
+        self._shapes = {name: tensor.shape for name, tensor in _named_tensors(model)}
+        self._is_float = {n for n, each in _named_tensors(model) if each.is_floating_point()}
+        self._is_4bit = {n for n, each in _named_tensors(model) if is_params4bit(each)}
+        loaded = model.state_dict().keys()
+        self._checked = self._shapes.keys() - loaded
+        layouts = []
+        for index, layer in enumerate(layers):
+            parts: list[tuple[str, torch.Tensor]] = []
+            for name, tensor, is_buffer in _own_tensors(
+                model, f"{self.layers_name}.{index}", layer
+            ):
+                if name in loaded:
+                    tensor = tensor.to(_kept_dtype(name, kept) or tensor.dtype)
+                parts += self._streamed_parts(name, tensor, is_buffer)
+            layouts.append(BlockLayout.pack(parts))
+        in_layers = {spec.name for layout in layouts for spec in layout.tensors}
+        outside = _num_bytes(part for part in everything if part[0] not in in_layers)
+        self.num_bytes = outside + sum(layout.num_bytes for layout in layouts)
+        what = f"the weights of {shown(self.path)}"
+        require_host_memory(self.num_bytes if self._allocate is None else outside, what)
+        self.store = (self._allocate or HostStore.allocate)(layouts)
+        for slab in self.store.slabs:
+            for spec in slab.layout.tensors:
+                self._places[spec.name] = (slab, spec)
+
+    def has_place(self, name: str, dtype: torch.dtype | None = None) -> bool:
+        """Whether ``name`` lies in a slab as it is, and with that dtype if one is given."""
+        if name not in self._places:
+            return False
+        return dtype is None or self._places[name][1].dtype == dtype
+
+    def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Write a tensor that is not quantized to its place.
+
+        Returns:
+            The tensor in its place, or ``tensor`` itself if its place has another dtype: it is
+            moved by ``finish``.
+
+        Raises:
+            CheckpointFormatError: If it has another shape than the model's, or is not finite.
+        """
+        slab, spec = self._places[name]
+        self._require_shape(name, tensor.shape, torch.Size(spec.shape))
+        if tensor.dtype != spec.dtype:
+            return tensor
+        self._require_finite(name, tensor)
+        return _copied(tensor, slab.tensor(spec))
+
+    def quantize(self, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> Any:
+        """Quantize a weight into its place, or into memory of its own outside the layers.
+
+        Args:
+            name: Of the parameter.
+            tensor: (N, K), in the dtype to load in.
+            shape: What the module expects.
+
+        Returns:
+            Packed weight and quantization state.
+
+        Raises:
+            CheckpointFormatError: If it has another shape or dtype, or is not finite.
+        """
+        format = self._require_format()
+        self._require_shape(name, tensor.shape, torch.Size(shape))
+        if tensor.dtype not in DTYPES.values():
+            raise CheckpointFormatError(
+                f"{self._where(name)}: expected weights of 16 or 32-bit floats to quantize, found "
+                f"{tensor.dtype}; load the checkpoint that it was made from"
+            )
+        targets = {
+            part: self._target(part_name(name, part), expected)
+            for part, expected in format.form(shape).items()
+            if part in MOVING
+        }
+        state = self._quantizer.quantize_into(
+            tensor,
+            name=name,
+            where=self._where(name),
+            format=format,
+            targets=targets,
+            wait=False,
+            digests=self._packed,
+        )
+        return targets["packed"], state
+
+    def keep(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
+        """A copy of ``tensor`` in its place; in memory of its own if it has none or does not fit.
+
+        Packed bytes are taken as they are, whatever dtype they are stored as.
+
+        Raises:
+            CheckpointFormatError: If it is not finite.
+        """
+        if not is_packed:
+            self._require_finite(name, tensor)
+        return _copied(tensor, self._target(name, tensor))
+
+    def keep_part(
+        self, name: str, tensor: torch.Tensor, *, is_packed: bool = False
+    ) -> torch.Tensor:
+        """As ``keep``, for a part of a 4-bit weight: hashed while it is copied."""
+        hashed = self._packed.add(name, tensor)
+        try:
+            return self.keep(name, tensor, is_packed=is_packed)
+        finally:
+            hashed.result()  # the checkpoint may take the pages back
+
+    def require_packed(self, name: str, parts: Parts, state: Any, shape: Sequence[int]) -> None:
+        """Refuse a 4-bit weight of the checkpoint whose parts do not belong together.
+
+        Raises:
+            CheckpointFormatError: If a part has not the size that weight and block size ask for, or
+                a code book or scale is not what a kernel takes for granted.
+        """
+        self._require_shape(name, torch.Size(state.shape), torch.Size(shape))
+        if type(state.blocksize) is not int or state.blocksize not in BLOCKSIZES:
+            raise CheckpointFormatError(
+                f"{self._where(name)}: expected a block size among {BLOCKSIZES}, found "
+                f"{quoted(state.blocksize)}; fetch the checkpoint again"
+            )
+        storage = parts["packed"].dtype
+        form = Format(state.quant_type, state.nested, storage, state.blocksize).form(shape)
+        for part in form:
+            if part in MOVING:
+                self._require_shape(part_name(name, part), parts[part].shape, form[part].shape)
+        require_codes(self._where(name), state, parts, form)
+
+    @property
+    def finished(self) -> HostStore:
+        """The slabs, once there are some."""
+        if self.store is None:
+            raise ValueError("expected a plan, found none; call plan first")
+        return self.store
+
+    def finish(self, model: nn.Module) -> None:
+        """Move what came another way, and see that everything is where it belongs.
+
+        Raises:
+            CheckpointFormatError: If a tensor has another shape than the model's, or is not finite.
+        """
+        self._quantizer.flush()
+        for name, tensor in _named_tensors(model):
+            is_packed = state_of(tensor) is not None
+            if name in self._is_4bit and not is_packed:
+                raise self.dense(name, tensor)
+            if name in self._shapes and not is_packed:
+                self._require_shape(name, tensor.shape, self._shapes[name])
+                if name in self._is_float and not tensor.is_floating_point():
+                    raise CheckpointFormatError(
+                        f"{self._where(name)}: expected weights in floating point, found "
+                        f"{tensor.dtype}; load the checkpoint that it was made from"
+                    )
+            if is_packed or self.is_placed(name, tensor):
+                continue
+            if name in self._places or self._is_mapped(tensor):
+                tensor.data = self.keep(name, tensor.data)
+            else:
+                self._require_finite(name, tensor)
+        self._note_digests(model)
+
+    def packed_digests(self) -> Mapping[str, bytes]:
+        """Of the parts of 4-bit weights, as they were before they were written to memory."""
+        return self._packed.results()
+
+    def _note_digests(self, model: nn.Module) -> None:
+        """Leave them on the store, for ``poros.prepare`` and for whoever writes it to a disk."""
+        digests, noted = self.packed_digests(), self.finished.as_packed
+        for name, tensor in _named_tensors(model):
+            for part, each in part_tensors(name, tensor, with_constants=True).items():
+                if part in digests:
+                    noted.note(part, tensor if part == name else each, digests[part])
+
+    def dense(self, name: str, tensor: torch.Tensor) -> CheckpointFormatError:
+        """The error for a weight that came without the state that its packed form needs."""
+        return CheckpointFormatError(
+            f"{self._where(name)}: expected a 4-bit weight with its quantization state, as "
+            f"config.json says, found {tensor.dtype} {quoted(tuple(tensor.shape))} without one; "
+            "check that config.json and weights belong together"
+        )
+
+    def packed(self, name: str) -> CheckpointFormatError:
+        """The error for a 4-bit weight where the configuration wants a dense one."""
+        return CheckpointFormatError(
+            f"{self._where(name)}: expected a dense weight, as config.json says "
+            "(llm_int8_skip_modules?), found a 4-bit one; check that config.json and weights "
+            "belong together"
+        )
+
+    def _parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """What a tensor of the planned model takes: itself, or its packed form and scales."""
+        if not is_params4bit(tensor):
+            return [(name, tensor)]
+        form = self._require_format().form(tensor.shape).items()
+        return [(part_name(name, part), each) for part, each in form if part in MOVING]
+
+    def _streamed_parts(
+        self, name: str, tensor: torch.Tensor, is_buffer: bool
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Those of its parts that lie in a slab; see "What is small stays" in ``poros.layout``."""
+        if not is_params4bit(tensor):
+            return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
+        form = self._require_format().form(tensor.shape).items()
+        return [(part_name(name, part), each) for part, each in form if streams(part, each)]
+
+    def _target(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        if name in self._places:
+            slab, spec = self._places[name]
+            if (spec.shape, spec.dtype) == (tuple(like.shape), like.dtype):
+                return slab.tensor(spec)
+            self.fallbacks.append(
+                f"{name} has memory of its own: {like.dtype} {tuple(like.shape)} was found where "
+                f"{spec.dtype} {spec.shape} was planned"
+            )
+        return torch.empty_like(like, device="cpu")
+
+    def is_placed(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a part lies at its place in a slab."""
+        if name not in self._places:
+            return False
+        slab, spec = self._places[name]
+        return slab.holds(tensor, spec) or spec.num_bytes == 0
+
+    def _require_format(self) -> Format:
+        if self.format is None:
+            raise ValueError("expected a 4-bit format, found that nothing is to be quantized")
+        return self.format
+
+    def _where(self, name: str) -> str:
+        return f"{shown(self.path)}: {quoted(name, is_bare=True)}"
+
+    def _require_finite(self, name: str, tensor: torch.Tensor) -> None:
+        if not self._quantizer.allow_nonfinite and name not in self._checked:
+            require_finite(tensor, self._where(name))
+            self._checked.add(name)
+
+    def _require_shape(self, name: str, found: torch.Size, expected: torch.Size) -> None:
+        if found != expected:
+            raise CheckpointFormatError(
+                f"{self._where(name)}: expected shape {tuple(expected)} for this configuration, "
+                f"found {quoted(tuple(found))}; check that config.json and weights belong together"
+            )
+
+
+def _num_bytes(parts: Iterable[tuple[str, torch.Tensor]]) -> int:
+    return sum(each.numel() * each.element_size() for _, each in parts)
+
+
+def _copied(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return target.copy_(tensor)
+
+
+def _own_tensors(
+    model: nn.Module, prefix: str, layer: nn.Module
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Name and tensor of what only this layer holds, in the order of its modules.
+
+    And whether it is a buffer.
+    """
+    inside = {id(module) for module in layer.modules()}
+    elsewhere = {
+        id(tensor)
+        for module in model.modules()
+        if id(module) not in inside
+        for owner in (module._parameters, module._buffers)
+        for tensor in owner.values()
+    }
+    found: set[int] = set()
+    for module_name, module in layer.named_modules(prefix=prefix):
+        for owner in (module._parameters, module._buffers):
+            for key, tensor in owner.items():
+                if tensor is not None and id(tensor) not in elsewhere | found:
+                    found.add(id(tensor))
+                    yield f"{module_name}.{key}", tensor, owner is module._buffers
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _kept_dtype(name: str, kept: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    for pattern, dtype in kept.items():
+        if re.search(pattern.replace("*", ".*"), name):
+            return dtype
+    return None

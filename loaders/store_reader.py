@@ -1,0 +1,180 @@
+"""A model and its store on disk: what of a model is kept there, and a model made of it again.
+
+The slabs are kept as they are. The rest of the model goes by name: everything outside the layers,
+and of each 4-bit weight the few constants that stay on the device. Buffers that transformers
+computes from the configuration are computed again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.errors import quoted
+from poros.host.store import HostStore
+from poros.layout import BlockLayout
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.extras import read_extras
+from poros.loaders.header import defect
+from poros.loaders.limits import Limits
+from poros.loaders.quantize import Quantizer
+from poros.loaders.slab_writer import FindLayers, Intake
+from poros.loaders.store import OpenStore
+from poros.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
+
+_REMEDY = "write the store again"
+PARTS_DIGESTS = "parts_digests"
+"""What a store calls the digests of the parts of its 4-bit weights."""
+
+
+def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What of a loaded model is in no slab, and how to put it together again.
+
+    Returns:
+        Tensors by name; and as JSON values the names of all dense tensors, dtype and block size of
+        each 4-bit weight, and digests of its parts.
+    """
+    rest: dict[str, torch.Tensor] = {}
+    dense: list[str] = []
+    weights: dict[str, list[Any]] = {}
+    loaded = model.state_dict(keep_vars=True).keys()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name not in loaded:
+            continue
+        state = state_of(tensor)
+        if state is None:
+            dense.append(name)
+        else:
+            weights[name] = [str(state.dtype).removeprefix("torch."), state.blocksize]
+        for part, each in part_tensors(name, tensor, with_constants=True).items():
+            if not intake.is_placed(part, each):
+                rest[part] = each.detach()
+    digests = {name: each.hex() for name, each in intake.packed_digests().items()}
+    return rest, {"dense": dense, "weights": weights, PARTS_DIGESTS: digests}
+
+
+def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
+    """The small files of a checkpoint that a store keeps, by name: settings as they were read."""
+    return {**read_extras(checkpoint.path, limits), **checkpoint.texts}
+
+
+class KeptIntake(Intake):
+    """Puts a model together from an open store, whose slabs have been read or mapped.
+
+    Args:
+        opened: The store.
+        host: Its slabs.
+        find_layers: As in ``Intake``.
+        format: Of 4-bit weights; None if nothing is quantized.
+    """
+
+    def __init__(
+        self,
+        opened: OpenStore,
+        host: HostStore,
+        find_layers: FindLayers,
+        format: Format | None,
+    ) -> None:
+        super().__init__(
+            opened.path,
+            find_layers,
+            Quantizer(torch.device("cpu"), allow_nonfinite=True),  # quantizes nothing
+            format,
+            lambda tensor: False,
+            allocate=self._given,
+        )
+        self._opened = opened
+        self._host = host
+        self._rest = opened.rest()
+        self._dense, self._weights = self._named(opened.manifest.about)
+        self._digests = self._hashed(opened.manifest.about)
+
+    def names(self) -> list[str]:
+        """The parameters and buffers that can be fetched."""
+        return [*self._dense, *self._weights]
+
+    def fetch(self, name: str, planned: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A tensor, or a packed weight and its quantization state (else None).
+
+        Raises:
+            CheckpointFormatError: If the store has not what the model needs.
+        """
+        if name not in self._weights:
+            found = self._part(name)
+            self._require_shape(name, found.shape, planned.shape)
+            if found.is_floating_point() != planned.is_floating_point():
+                raise self._defect(
+                    f"expected a tensor like {planned.dtype}, found {found.dtype}", tensor=name
+                )
+            return found, None
+        dtype, blocksize = self._weights[name]
+        names = sorted(PARTS[f"{name}.offset" in self._rest])
+        parts = {part: self._part(part_name(name, part)) for part in names}
+        format = replace(self._require_format(), blocksize=blocksize)
+        state = format.state(parts, planned.shape, dtype)
+        self.require_packed(name, parts, state, planned.shape)
+        return parts["packed"], state
+
+    def keep(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
+        """As in ``Intake``; what lies there already is not written again.
+
+        A page of a mapped slab that is written to is no longer the file's.
+        """
+        target = self._target(name, tensor)
+        as_bytes = [each.reshape(-1).view(torch.uint8) for each in (tensor, target)]
+        return target if torch.equal(*as_bytes) else target.copy_(tensor)
+
+    def _named(self, about: Mapping[str, Any]) -> tuple[set[str], Mapping[str, tuple[Any, Any]]]:
+        """Dense tensors; and dtype and block size of each 4-bit weight."""
+        try:
+            dense = {str(name) for name in about["dense"]}
+            weights = {
+                name: (DTYPES[dtype], blocksize)
+                for name, (dtype, blocksize) in about["weights"].items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._defect(
+                f"expected the names of its tensors, found {quoted(error)}"
+            ) from error
+        return dense, weights
+
+    def packed_digests(self) -> Mapping[str, bytes]:
+        return self._digests
+
+    def _hashed(self, about: Mapping[str, Any]) -> Mapping[str, bytes]:
+        """Digests of the parts of 4-bit weights; those that the store has."""
+        try:
+            found = about.get(PARTS_DIGESTS, {})
+            return {str(name): bytes.fromhex(digest) for name, digest in found.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise self._defect(
+                f"expected digests of the parts of its weights, found {quoted(error)}"
+            ) from error
+
+    def _part(self, name: str) -> torch.Tensor:
+        # What did not fit its planned place is kept with the rest.
+        if name in self._rest:
+            return self._rest[name]
+        if name not in self._places:
+            raise self._defect("expected it in the store, found it nowhere", tensor=name)
+        slab, spec = self._places[name]
+        return slab.tensor(spec)
+
+    def _given(self, layouts: Sequence[BlockLayout]) -> HostStore:
+        for index, (expected, found) in enumerate(zip(layouts, self._opened.layouts, strict=False)):
+            if expected != found:
+                differing = set(expected.tensors) ^ set(found.tensors)
+                names = sorted({each.name for each in differing})[:3]
+                raise self._defect(
+                    f"expected layer {index} as this configuration and this release of "
+                    f"transformers have it, found another form of "
+                    f"{quoted(', '.join(names), is_bare=True) or 'its end'}"
+                )
+        if len(layouts) != len(self._opened.layouts):
+            raise self._defect(f"expected {len(layouts)} layers, found {len(self._opened.layouts)}")
+        return self._host
+
+    def _defect(self, found: str, tensor: str | None = None) -> Exception:
+        return defect(self._opened.path, found, tensor=tensor, remedy=_REMEDY)

@@ -1,0 +1,403 @@
+"""The disk tier: the first blocks in memory, the others read from a file just in time.
+
+At rest the tensors of a block on the disk are views of a private mapping of the file
+(``poros.host.mapped``), so that state_dict, save and restore see them like any others, and the
+system drops their pages when it needs room. Training does not go through that mapping: a page
+fault would stop the training thread for each page. A reader thread reads whole blocks, ahead of the
+predicted walk, into a few staging buffers (page-locked for a GPU), and the copies to the device
+start from there. What it reads for the first time is hashed.
+
+Note: Staging lifetime
+    A staging buffer may be overwritten only after the *device* has copied the last bytes out of it
+    (see "Slot lifetime" in ``poros.streams``). ``lent_until`` keeps the event of that copy, and
+    only the training thread, which can ask about events, gives a buffer to the reader. The reader
+    never touches a stream.
+
+Direct reads (O_DIRECT) go around the page cache: the file is larger than the memory that is to be
+used, so that the cache would only push out what is needed. Where the file system has none, ordinary
+reads do.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poros.digests import Identity, identity_of, num_threads
+from poros.errors import CheckpointFormatError
+from poros.host.mapped import SlabFile, Stretch, is_same_file, num_written_pages, require_digests
+from poros.host.store import Arena, HostSlab, HostStore, NamedTensor
+from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.reads import read_into
+from poros.streams import Event, StreamContext
+
+logger = logging.getLogger(__name__)
+
+NUM_STAGING = 3
+"""Buffers: one being copied to the device, one full, one being read."""
+
+_JOIN_S = 60.0
+
+
+@dataclass(eq=False)
+class _Staging:
+    """One staging buffer. The training thread owns it, except from ``read`` to ``is_read``."""
+
+    slab: HostSlab
+    block: int | None = None
+    """What it holds, or will hold when ``is_read`` is set."""
+    is_read: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    is_copied: Event = None
+    """Event of the last copy out of it."""
+    is_lent: bool = False
+    """Whether such a copy is about to be queued."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    staging: _Staging
+    num_bytes: int
+    offset: int
+    identity: Identity
+    """What the file has to be."""
+    expected: Sequence[Stretch]
+    """What has to be read."""
+    is_checked: bool
+    """Whether it was hashed at an earlier read."""
+
+
+@dataclass(eq=False)
+class DiskStore(HostStore):
+    """A host store whose later slabs are on a disk.
+
+    Made by ``DiskStore.over_file`` with one slab per layer; ``adopt`` makes one of blocks.
+    """
+
+    behind: SlabFile | None = None
+    """The slabs that are on the disk; None if none are."""
+
+    def __post_init__(self) -> None:
+        self._streams: StreamContext | None = None
+        self._is_checked: set[int] = set()
+        self._staging: list[_Staging] = []
+        self._wanted: list[int] = []
+        self._jobs: queue.SimpleQueue[_Job | None] | None = None
+        self._reader: threading.Thread | None = None
+        self._stop: Any = None
+
+    @classmethod
+    def over_file(
+        cls,
+        resident: HostStore,
+        file: Path,
+        data_offset: int,
+        layouts: Sequence[BlockLayout],
+        digests: Sequence[str],
+        identity: Identity | None = None,
+    ) -> "DiskStore":
+        """The slabs of ``resident`` first, and those behind them from ``file``.
+
+        Args:
+            resident: The first slabs of ``layouts``, filled; none is fine.
+            file: Holds all slabs, each on a page, one after the other.
+            data_offset: Where in it the first slab starts, in bytes; a multiple of a page.
+            layouts: One per layer.
+            digests: Of each slab (``poros.digests``), padded with zeros to a page.
+            identity: What the file was when it was opened.
+
+        Raises:
+            HostMemoryError: If the file cannot be mapped, which takes no memory.
+            CheckpointFormatError: If it is shorter than the slabs, or another one.
+        """
+        first = len(resident.slabs)
+        if not any(each.num_bytes for each in layouts[first:]):
+            return cls(list(resident.slabs))
+        opened = SlabFile(file, data_offset, layouts, first, digests, identity)
+        behind = HostStore.over(opened.arena, layouts[first:])
+        return cls(
+            [*resident.slabs, *behind.slabs],
+            list(resident.fallbacks),
+            behind=opened,
+        )
+
+    def is_untouched(self, slab: HostSlab) -> bool:
+        """Whether the file still holds what the tensors over the mapping hold."""
+        return not self._is_on_disk(slab) or not num_written_pages(slab.bytes)
+
+    def read(self, block: int) -> torch.Tensor:
+        """As ``HostStore.read``: from the file, and checked.
+
+        Raises:
+            CheckpointFormatError: If it cannot be read, or is not what was written.
+        """
+        slab = self.slabs[block]
+        if self.behind is None or not self._is_on_disk(slab) or not slab.layout.num_bytes:
+            return slab.bytes
+        found = self.behind.read(slab.offset, slab.layout.num_bytes).bytes
+        return found[: slab.layout.num_bytes]
+
+    def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        return iter(tensors) if self.behind is None else self.behind.at_rest(tensors)
+
+    def require_intact(self) -> None:
+        if self.behind is not None:
+            self.behind.require_intact()
+
+    def adopt(self, blocks: Sequence[Sequence[Sequence[NamedTensor]]]) -> HostStore | None:
+        adopted = super().adopt(blocks)
+        if adopted is None or self.behind is None:
+            return adopted
+        return DiskStore(adopted.slabs, adopted.fallbacks, behind=self.behind)
+
+    def start(self, streams: StreamContext) -> None:
+        """Start the reader. Its buffers are part of the memory that ``pin`` page-locks."""
+        self._streams = streams
+        self._make_staging()
+
+    def lend(self, block: int) -> torch.Tensor:
+        """As ``HostStore.lend``; waits for the reader, and counts for how long.
+
+        Raises:
+            CheckpointFormatError: If the block cannot be read. Another try reads again.
+        """
+        if not self._is_on_disk(self.slabs[block]):
+            return self.slabs[block].bytes
+        begin = time.perf_counter()
+        for each in self._staging:
+            each.is_lent = False  # a copy that was never queued has failed
+        staging = self._find(block)
+        if staging is None:
+            staging = self._claim()
+            self._read(staging, block)
+        self._wait(staging)
+        self.disk_stall_ms += 1e3 * (time.perf_counter() - begin)
+        staging.is_lent = True
+        return staging.slab.bytes[: self.slabs[block].layout.num_bytes]
+
+    def lent_until(self, block: int, event: Event) -> None:
+        staging = self._find(block)
+        if staging is not None:
+            staging.is_copied, staging.is_lent = event, False
+
+    def read_ahead(self, blocks: Iterable[int]) -> None:
+        """Have the reader read the next blocks into buffers that are free now. Does not wait."""
+        if not self._staging:
+            return
+        self._wanted = []
+        for block in blocks:
+            if not self._is_on_disk(self.slabs[block]) or block in self._wanted:
+                continue
+            self._wanted.append(block)
+            if len(self._wanted) == len(self._staging):
+                break
+        for block in self._wanted:
+            if self._find(block) is None:
+                free = [each for each in self._unwanted() if self._is_free(each)]
+                if not free:
+                    return
+                self._read(free[0], block)
+
+    def pin(self, device: torch.device) -> None:
+        """Page-lock the staging buffers, and then the blocks in memory."""
+        self._make_staging()
+        staged = [each.slab for each in self._staging]
+        both = HostStore([*staged, *(each for each in self.slabs if not self._is_on_disk(each))])
+        both.pin(device)
+        self.fallbacks += both.fallbacks
+
+    def unpin(self) -> None:
+        """Stop the reader, and undo ``pin``. Idempotent."""
+        if self._stop is not None:
+            self._stop()
+        if self._reader is not None:
+            self._reader.join(_JOIN_S)
+            if self._reader.is_alive():
+                logger.error("poros: a read of %s does not end; its buffer is kept", self.file)
+                return
+        for each in self._staging:
+            each.slab.unpin()
+        self._staging, self._reader, self._jobs, self._stop = [], None, None, None
+        super().unpin()
+
+    @property
+    def num_bytes(self) -> int:
+        """Frozen bytes in host memory, staging buffers included."""
+        resident = (each for each in self.slabs if not self._is_on_disk(each))
+        staged = (each.slab for each in self._staging)
+        return sum(each.layout.num_bytes for each in (*resident, *staged))
+
+    @property
+    def pinned_num_bytes(self) -> int:
+        slabs = (*self.slabs, *(each.slab for each in self._staging))
+        return sum(each.layout.num_bytes for each in slabs if each.is_pinned)
+
+    def _is_on_disk(self, slab: HostSlab) -> bool:
+        return slab.arena is self.mapped
+
+    def _on_disk(self) -> list[int]:
+        return [
+            index
+            for index, slab in enumerate(self.slabs)
+            if self._is_on_disk(slab) and slab.layout.num_bytes
+        ]
+
+    def _make_staging(self) -> None:
+        on_disk = self._on_disk()
+        self.disk_num_bytes = sum(self.slabs[each].layout.num_bytes for each in on_disk)
+        if self._staging or not on_disk or self.behind is None:
+            return
+        largest = max(align(self.slabs[each].layout.num_bytes, PAGE_NUM_BYTES) for each in on_disk)
+        buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
+        self._staging = [_Staging(each) for each in buffers.slabs]
+        self._jobs = queue.SimpleQueue()
+        # The thread must not keep this store alive, and must end with it.
+        self._reader = threading.Thread(
+            target=_read_jobs,
+            args=(self.behind.path, self._jobs),
+            name="poros-reader",
+            daemon=True,
+        )
+        self._reader.start()
+        self._stop = weakref.finalize(self, self._jobs.put, None)
+
+    def _find(self, block: int) -> _Staging | None:
+        return next((each for each in self._staging if each.block == block), None)
+
+    def _unwanted(self) -> list[_Staging]:
+        return [each for each in self._staging if each.block not in self._wanted]
+
+    def _is_free(self, staging: _Staging) -> bool:
+        """Whether nothing is read into it, and nothing copied out of it any more."""
+        return not staging.is_lent and (
+            staging.block is None
+            or (staging.is_read.is_set() and self._has_passed(staging.is_copied))
+        )
+
+    def _claim(self) -> _Staging:
+        """A buffer for a block that is needed now: the one that is missed least, once it is free.
+
+        Waits for its read, and for the copy out of it.
+        """
+        wanted = filter(None, map(self._find, reversed(self._wanted)))
+        in_order = [*self._unwanted(), *wanted]
+        staging = next((each for each in in_order if self._is_free(each)), in_order[0])
+        if staging.block is not None:
+            self._await(staging)
+            if self._streams is not None and staging.is_copied is not None:
+                self._streams.synchronize(staging.is_copied)
+        return staging
+
+    def _has_passed(self, event: Event) -> bool:
+        return event is None or self._streams is None or self._streams.has_passed(event)
+
+    def _read(self, staging: _Staging, block: int) -> None:
+        slab = self.slabs[block]
+        staging.block, staging.error, staging.is_copied = block, None, None
+        staging.is_read.clear()
+        size = align(slab.layout.num_bytes, PAGE_NUM_BYTES)
+        if self._jobs is None or self.behind is None:
+            raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
+        self._jobs.put(
+            _Job(
+                staging,
+                size,
+                self.behind.offset + slab.offset,
+                self.behind.identity,
+                self.behind.within(slab.offset, size),
+                block in self._is_checked,
+            )
+        )
+
+    def _await(self, staging: _Staging) -> None:
+        """Wait until the reader is done with ``staging``, for as long as there is a reader."""
+        while not staging.is_read.wait(1.0):
+            if self._reader is None or not self._reader.is_alive():
+                raise CheckpointFormatError(f"{self.file}: the thread that reads it has died")
+
+    def _wait(self, staging: _Staging) -> None:
+        self._await(staging)
+        if staging.error is not None:
+            error, staging.error, staging.block = staging.error, None, None
+            if isinstance(error, CheckpointFormatError):
+                raise error
+            raise CheckpointFormatError(
+                f"{self.file}: expected to read a block of the frozen base, found: {error}. Check "
+                "the disk; training can go on from the last checkpoint of the adapters"
+            ) from error
+        if staging.block is not None:
+            self._is_checked.add(staging.block)
+
+    @property
+    def file(self) -> Path:
+        """Where the blocks are that are not in memory."""
+        return self.behind.path if self.behind is not None else Path()
+
+    @property
+    def mapped(self) -> Arena | None:
+        """The mapping of these blocks."""
+        return self.behind.arena if self.behind is not None else None
+
+
+def _read_jobs(file: Path, jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    """The reader thread: one job after the other, until None."""
+    descriptor, is_direct = -1, False
+    while (job := jobs.get()) is not None:
+        try:
+            if descriptor < 0:
+                descriptor, is_direct = _open(file)
+            try:
+                _fill(descriptor, job)
+            except OSError:
+                if not is_direct:
+                    raise
+                # Some file systems take the flag and refuse the reads.
+                os.close(descriptor)
+                descriptor, is_direct = -1, False  # should opening fail, the number is another's
+                descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                _fill(descriptor, job)
+            _check(file, descriptor, job)
+        except BaseException as error:
+            job.staging.error = error
+        job.staging.is_read.set()
+        del job
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+def _open(file: Path) -> tuple[int, bool]:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    if hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(file, flags | os.O_DIRECT), True
+        except OSError:
+            logger.debug("poros: %s is read through the page cache", file)
+    return os.open(file, flags), False
+
+
+def _fill(descriptor: int, job: _Job) -> None:
+    array: Any = job.staging.slab.bytes.numpy()
+    done = read_into(descriptor, memoryview(array)[: job.num_bytes], job.offset)
+    if done < job.num_bytes:
+        raise EOFError(f"the end of the file at {job.offset + done}")
+
+
+def _check(file: Path, descriptor: int, job: _Job) -> None:
+    """Compare what was read with what it has to be, by its bytes if there is any doubt."""
+    found = identity_of(os.fstat(descriptor))
+    if not is_same_file(found, job.identity):
+        raise ValueError("another file, or one that was written to since it was opened")
+    if job.is_checked and found == job.identity:
+        return
+    array: Any = job.staging.slab.bytes.numpy()
+    with ThreadPoolExecutor(num_threads()) as pool:
+        require_digests(file, memoryview(array), job.expected, pool)

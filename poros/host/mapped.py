@@ -1,0 +1,256 @@
+"""The slabs that stay on a disk: a private mapping of their file, and reads that are checked.
+
+The tensors of these slabs are views of the mapping, so that they can be named, counted and handed
+around like any others, and take no memory. Bytes that are wanted in bulk do not come through it:
+behind a file that was cut off, touching a page ends the process, and what somebody has written to
+the file since would pass for the weights. So they are read, hashed, and the file is compared with
+what it was.
+
+Note: What may change
+    Device, inode, size and time of modification must be as they were. The time of change alone also
+    moves when somebody links, renames or unlinks the file, and it moves if somebody writes and sets
+    the time of modification back: then every byte that is used is hashed again.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from poros.digests import Identity, digest_of, identity_of, num_threads
+from poros.errors import CheckpointFormatError
+from poros.host.store import Arena, HostSlab
+from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
+from poros.reads import read_into
+
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_REMEDY = (
+    "Adapters are not affected and can be saved; check the disk, or write the store again, and go "
+    "on from them"
+)
+
+
+class Stretch(NamedTuple):
+    """A run of bytes with a known digest."""
+
+    start: int
+    num_bytes: int
+    digest: str
+
+
+class SlabFile:
+    """The last slabs of a file, mapped; it stays open.
+
+    Args:
+        path: Holds all slabs, each on a page, one after the other.
+        data_offset: Where in it the first slab starts, in bytes; a multiple of a page.
+        layouts: One per slab.
+        first: The first slab to map.
+        digests: Of each slab, padded with zeros to a page.
+        identity: What the file was when it was opened; None if nobody has looked before.
+
+    Raises:
+        HostMemoryError: If the file cannot be mapped, which takes no memory.
+        CheckpointFormatError: If it is shorter than the slabs, or not the file that was opened.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        data_offset: int,
+        layouts: Sequence[BlockLayout],
+        first: int,
+        digests: Sequence[str],
+        identity: Identity | None,
+    ) -> None:
+        self.path = path
+        starts = slab_offsets(layouts)
+        sizes = [align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts]
+        self.offset = data_offset + starts[first]
+        """Where in the file the mapping starts."""
+        self._stretches = [
+            Stretch(start - starts[first], size, digest)
+            for start, size, digest in zip(starts, sizes, digests, strict=True)
+        ][first:]
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        status = os.fstat(self._descriptor)
+        size, end = sum(sizes[first:]), self.offset + sum(sizes[first:])
+        if status.st_size < end:
+            raise CheckpointFormatError(
+                f"{path}: expected {end} bytes, found {status.st_size}; write the store again"
+            )
+        self.identity = identity_of(status)
+        if identity is not None:
+            found, self.identity = self.identity, identity
+            self._require(found)
+        self.arena = Arena(size, file=self._descriptor, offset=self.offset, private=True)
+        self._address = torch.frombuffer(self.arena.memory, dtype=torch.uint8).data_ptr()
+
+    def within(self, start: int, num_bytes: int) -> list[Stretch]:
+        """The slabs that begin in a part of the mapping, with starts in that part."""
+        return [
+            each._replace(start=each.start - start)
+            for each in self._stretches
+            if each.num_bytes and start <= each.start < start + num_bytes
+        ]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the mapping."""
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return False
+        return 0 <= tensor.data_ptr() - self._address < len(self.arena.memory)
+
+    def read(self, start: int, num_bytes: int) -> HostSlab:
+        """Read a part of the mapping, which begins and ends with a slab, into new memory.
+
+        Raises:
+            CheckpointFormatError: If it cannot be read, or is not what was written.
+        """
+        size = align(num_bytes, PAGE_NUM_BYTES)
+        slab = HostSlab(BlockLayout((), size), Arena(size, is_shareable=False))
+        target = memoryview(slab.arena.memory)
+        self._read_into(target, start)
+        self._require(identity_of(os.fstat(self._descriptor)))
+        with ThreadPoolExecutor(num_threads()) as pool:
+            require_digests(self.path, target, self.within(start, num_bytes), pool)
+        return slab
+
+    def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The tensors, those over the mapping in new memory; a slab at a time is read for them.
+
+        One that somebody has written to in this process is given as it is: the file has not got it.
+
+        Raises:
+            CheckpointFormatError: As ``read``.
+        """
+        last: tuple[Stretch, HostSlab] | None = None
+        for tensor in tensors:
+            if not self.holds(tensor) or not tensor.is_contiguous():
+                yield tensor
+                continue
+            place = tensor.data_ptr() - self._address
+            flat = torch.frombuffer(
+                self.arena.memory,
+                dtype=torch.uint8,
+                count=tensor.numel() * tensor.element_size(),
+                offset=place,
+            )
+            if num_written_pages(flat):
+                self._populate(place, flat.numel())
+                yield tensor
+                continue
+            if last is None or not 0 <= place - last[0].start < last[0].num_bytes:
+                found = next(
+                    each for each in self._stretches if each.start + each.num_bytes > place
+                )
+                last = (found, self.read(found.start, found.num_bytes))
+            stretch, slab = last
+            spec = TensorSpec("", tuple(tensor.shape), tensor.dtype, offset=place - stretch.start)
+            yield slab.tensor(spec)
+
+    def require_intact(self) -> None:
+        """See that the file is what it was; if in doubt, by reading all of it.
+
+        Raises:
+            CheckpointFormatError: If it is not.
+        """
+        found = identity_of(os.fstat(self._descriptor))
+        self._require(found)
+        if found != self.identity:
+            for each in self._stretches:
+                self.read(each.start, each.num_bytes)
+            self.identity = found
+
+    def _require(self, found: Identity) -> None:
+        if not is_same_file(found, self.identity):
+            raise CheckpointFormatError(
+                f"{self.path}: expected device, inode, size and time of modification "
+                f"{self.identity[:-1]} as when it was opened, found {found[:-1]}: another file, or "
+                f"one that was written to since. {_REMEDY}"
+            )
+
+    def _read_into(self, target: memoryview, start: int) -> None:
+        at = self.offset + start
+        try:
+            done = read_into(self._descriptor, target, at)
+            if done < len(target):
+                raise EOFError(f"the end of the file at {at + done}")
+        except (OSError, EOFError) as error:
+            raise CheckpointFormatError(
+                f"{self.path}: expected to read a layer of the frozen base, found: {error}. "
+                f"{_REMEDY}"
+            ) from error
+
+    def _populate(self, place: int, num_bytes: int) -> None:
+        """Have the system map pages, which reports what touching them would end the process for."""
+        if sys.platform != "linux":
+            return
+        page = mmap.PAGESIZE
+        begin = (self._address + place) // page * page
+        size = self._address + place + num_bytes - begin
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _MADV_POPULATE_READ):
+            reason = ctypes.get_errno()
+            # Any other: a system that does not know the request.
+            if reason in (errno.EFAULT, errno.EIO, errno.ENOMEM):
+                raise CheckpointFormatError(
+                    f"{self.path}: expected to read a layer of the frozen base, found: "
+                    f"{os.strerror(reason)}. {_REMEDY}"
+                )
+
+
+def is_same_file(found: Identity, expected: Identity) -> bool:
+    """Whether all but the time of change is the same; see "What may change"."""
+    return found[:-1] == expected[:-1]
+
+
+def require_digests(
+    path: Path, memory: memoryview, stretches: Sequence[Stretch], pool: ThreadPoolExecutor
+) -> None:
+    """Hash what was read.
+
+    Raises:
+        CheckpointFormatError: If it is not what was written.
+    """
+    for start, num_bytes, expected in stretches:
+        found = digest_of([memory[start : start + num_bytes]], pool)
+        if found != expected:
+            raise CheckpointFormatError(
+                f"{path}: expected digest {expected} of a layer of the frozen base, found "
+                f"{found}: bytes changed since it was written. {_REMEDY}"
+            )
+
+
+def num_written_pages(flat: torch.Tensor) -> int:
+    """How many pages of a private mapping this process has written; 0 where nobody can tell.
+
+    Source:
+        Documentation/admin-guide/mm/pagemap.rst of Linux: bit 61 is set for a page of a file, bits
+        62 and 63 for one that is swapped or present.
+    """
+    if sys.platform != "linux" or not flat.numel():
+        return 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    first = flat.data_ptr() // page
+    last = (flat.data_ptr() + flat.numel() - 1) // page
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as stream:
+            stream.seek(8 * first)
+            text = stream.read(8 * (last + 1 - first))
+    except OSError:
+        return 0
+    if not text:
+        return 0
+    entries = torch.frombuffer(bytearray(text), dtype=torch.int64)
+    # Bit 63 is the sign.
+    is_there = (entries < 0) | (entries & (1 << 62) != 0)
+    return int((is_there & (entries & (1 << 61) == 0)).sum())

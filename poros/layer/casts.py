@@ -1,0 +1,220 @@
+"""Adapter parameters that autocast casts: in whose order and in which sums their gradients arrive.
+
+Inside one region autocast casts a parameter once, at its first use by anybody, and all uses share
+the cast. So a resident run hands a gradient over when autograd gets to that one cast, which may be
+far behind the layer: after everything that was made later. And it sums the gradients of all these
+uses in the low precision, and casts the sum back. A recomputed layer casts for itself and has its
+own gradient in full.
+
+Note: Through the cast of the region
+    What a layer hands over goes through the cast that the region keeps, which it has the region
+    make if there is none yet; so it arrives in the resident order. The very gradient of the layer
+    leaves it, since a detour through the low precision changes the bits of a NaN. If more arrives
+    at the cast than the gradient of one call of the layer, the result is refused. A second use
+    inside the layer shows in its graph, and is refused there. Nothing is left on the parameter, and
+    the cast goes with the region.
+
+    A cast that is older than an update of its parameter is what a resident run goes on with, until
+    the region ends. The layer has cast anew; so this is refused.
+
+    Where the region ends with the call of the model, nobody else can use its casts, and the order
+    within the layer is all there is; then none is made.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from poros.errors import UnsupportedModelError
+from poros.layer.arrival import CAST
+
+_CARRIED = "poros: carried"
+
+
+class SharedCasts:
+    """The casts of one layer's parameters in the region of one of its forwards.
+
+    Args:
+        name: The layer's qualified name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._reused: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Casts that were there before, each with its parameter."""
+
+    def require_single(self, casts: Sequence[torch.Tensor]) -> None:
+        """Raise if the layer itself casts a leaf more than once: a parameter, or an input.
+
+        Args:
+            casts: The leaves, one for each cast.
+
+        Raises:
+            UnsupportedModelError: If it does.
+        """
+        counts = Counter(map(id, casts))
+        for leaf in casts:
+            count = counts[id(leaf)]
+            if count > 1:
+                raise UnsupportedModelError(
+                    f"{self._name}: expected each adapter parameter, and each input that is a "
+                    "leaf, to be used once under autocast, found one of shape "
+                    f"{tuple(leaf.shape)} used {count} times (a module that is called twice, or "
+                    "several projections of one input?). A resident run casts such a tensor once "
+                    "and sums its gradients in the low precision; a streamed run cannot. Train "
+                    "without autocast"
+                )
+
+    def through(self, parameter: torch.Tensor) -> torch.Tensor:
+        """``parameter``, such that its gradient goes through the cast that the region keeps."""
+        before = torch._C._autograd._get_sequence_nr()
+        cast = _cast(parameter)
+        if cast is None:
+            return parameter[...]
+        node = cast.grad_fn
+        while node.name() != CAST:
+            node = node.next_functions[0][0]
+        if node._sequence_nr() < before:
+            self._reused.append((cast.detach(), parameter.detach()))
+        # One for all forwards of a region: what is registered stays as long as the cast.
+        carried = node.metadata.get(_CARRIED)
+        if carried is None:
+            carried = node.metadata[_CARRIED] = _Carried(self._name)
+            node.register_hook(carried.give)
+        given: torch.Tensor = _ThroughCast.apply(carried, cast, parameter)
+        return given
+
+    def require_current(self) -> None:
+        """Raise if a cast that the region has kept is not the one of its parameter now.
+
+        Raises:
+            UnsupportedModelError: If so.
+        """
+        reused, self._reused = self._reused, []
+        if not reused:
+            return
+        # Of the bits: a fused optimizer's step does not count as an edit.
+        are_same = [
+            torch.eq(
+                cast.view(torch.int16).flatten(), now.to(cast.dtype).view(torch.int16).flatten()
+            )
+            for cast, now in reused
+        ]
+        if not torch.cat(are_same).all():
+            raise UnsupportedModelError(
+                f"{self._name}: expected its adapters as they were when this autocast region cast "
+                "them, found them updated since. A resident run goes on with the old casts until "
+                "the region ends; a streamed run cannot. Open the region anew after each step of "
+                "the optimizer"
+            )
+
+
+class _Carried:
+    """What layers have handed to one cast in the backward that runs now.
+
+    Args:
+        name: The qualified name of the layer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._task = -1
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Each a gradient in the low precision, and the same in full."""
+
+    def add(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``gradient`` in the low precision."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._pairs = task, []
+        low = gradient.to(dtype)
+        self._pairs.append((low, gradient))
+        return low
+
+    def give(
+        self, inputs: object, outputs: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor] | None:
+        """The hook on the cast: what leaves it, if nothing but the gradient of one call arrived."""
+        pairs, self._pairs = self._pairs, []
+        if self._task != torch._C._current_graph_task_id() or not pairs:
+            return None
+        self.require_alone(outputs[0], [low for low, _ in pairs])
+        return (pairs[0][1],)
+
+    def require_alone(self, found: torch.Tensor | None, own: Sequence[torch.Tensor]) -> None:
+        """Raise if ``found``, which has arrived, is not the one gradient of a layer.
+
+        Raises:
+            UnsupportedModelError: If so.
+        """
+        if len(own) > 1 or found is None or not _is_same(found, own[0]):
+            raise UnsupportedModelError(
+                f"{self._name}: expected its adapters to be used by this layer alone within an "
+                "autocast region and backward, found gradients from elsewhere too (a penalty on "
+                "the weights?). A resident run would sum them in the low precision; a streamed run "
+                "cannot. Compute the penalty outside of `torch.autocast`, or call its backward "
+                "separately, or train without autocast"
+            )
+
+
+class _ThroughCast(torch.autograd.Function):
+    """A parameter out of its cast; see "Through the cast of the region"."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, carried: _Carried, cast: torch.Tensor, parameter: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.carried, ctx.shape, ctx.dtype = carried, cast.shape, cast.dtype
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None
+        return None, ctx.carried.add(gradient, ctx.dtype).view(ctx.shape), None
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one._version == other._version
+
+
+def _cast(parameter: torch.Tensor) -> Any:
+    """The cast that the region keeps, in whatever shape; None if it keeps none."""
+    if parameter.dtype != torch.float32 or not parameter.dim():
+        return None
+    # Any operator that autocast runs in the low precision; of nothing. It saves the cast.
+    nothing = parameter.new_empty(parameter.shape[-1], 0, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        product: Any = torch.matmul(parameter, nothing)
+        node = product.grad_fn
+        while not hasattr(node, "_saved_self"):
+            node = node.next_functions[0][0]
+        cast = node._saved_self
+    return cast if cast.dtype != parameter.dtype else None
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def is_region_within(is_model: Callable[[Any], bool]) -> bool:
+    """Whether the active region ends with the call of the model that runs now.
+
+    Accelerate wraps the forward of a model in one: nobody else can use a parameter in it.
+    """
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    frame = inspect.currentframe() if nesting == 2 else None
+    is_inside = False
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "decorate_autocast":
+            is_inside = frame.f_globals.get("__name__") == "torch.amp.autocast_mode"
+        elif name == "_call_impl" and is_model(frame.f_locals.get("self")):
+            return is_inside
+        frame = frame.f_back
+    return False

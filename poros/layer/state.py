@@ -1,0 +1,155 @@
+"""What decides what a layer computes, besides its arguments.
+
+Note: Rematerialization equality
+    The recomputed forward must see the same bits as the forward did. Besides arguments and adapters
+    (guarded by version counters in ``poros.layer.remat``) that is: random states, autocast, the
+    training flags of the layer's modules, and the process-wide settings that pick kernels
+    (``poros.layer.settings``). Each is captured at the layer's forward and *replayed* at its
+    recomputation, then put back. Not covered: the generators of Python and NumPy.
+
+    The set of active adapters, their scalings and whether they are disabled or merged is captured
+    too, but a change of it between forward and backward *raises*: PEFT keeps it in many places, and
+    training on after such a change is hardly ever meant.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from poros.layer.rng import RngStash
+from poros.layer.settings import Settings
+from poros.layer.within import Within
+
+
+class AutocastState(NamedTuple):
+    """Autocast of one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def capture(cls, device_type: str) -> "AutocastState":
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+        )
+
+    def enter(self) -> torch.autocast:
+        """The same autocast, without its cache of cast weights.
+
+        The cache is keyed by tensor: a cast made while the graph is dropped would be reused by the
+        recomputation, which then would not reach the adapter.
+        """
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
+
+
+class AutocastRegions:
+    """Tells forwards of one autocast region from those of another.
+
+    Inside one region autocast casts a weight once and all uses share the cast, so a resident run
+    sums the gradients of two forwards in the low precision, before they are cast back. Each layer's
+    recomputation casts for itself. A region is recognized by its cast of a tensor made for that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._probe: torch.Tensor | None = None
+        self._last_index = -1
+        self._region: object | None = None
+
+    def current(self, index: int) -> object | None:
+        """The region layer ``index`` runs in: the same object within one; None without a cache.
+
+        Probes once per pass, at the first layer that asks.
+        """
+        if index <= self._last_index or self._last_index < 0:
+            self._region = self._find() if torch.is_autocast_cache_enabled() else None
+        self._last_index = index
+        return self._region
+
+    def _find(self) -> object:
+        if self._probe is None:
+            self._probe = torch.ones(1, 1, device=self._device, requires_grad=True)
+        product: Any = torch.mm(self._probe, self._probe)
+        region: object = product.grad_fn.next_functions[0][0]
+        return region
+
+
+@dataclass(frozen=True, slots=True)
+class AmbientState:
+    """The state around one forward of one layer. See "Rematerialization equality"."""
+
+    rng: RngStash
+    autocast: tuple[AutocastState, ...]
+    settings: Settings
+    training: tuple[bool, ...]
+
+    @classmethod
+    def capture(cls, device: torch.device, modules: Sequence[nn.Module]) -> "AmbientState":
+        device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        return cls(
+            rng=RngStash.capture(device),
+            autocast=tuple(map(AutocastState.capture, device_types)),
+            settings=Settings.capture(),
+            training=_training_flags(modules),
+        )
+
+    @property
+    def is_autocast(self) -> bool:
+        return any(each.enabled for each in self.autocast)
+
+    def without_autocast_cache(self) -> AbstractContextManager[object]:
+        """For the forward itself: autocast as it is, minus the cache."""
+        if not self.is_autocast:
+            return nullcontext()
+
+        def fill(stack: ExitStack) -> None:
+            for each in self.autocast:
+                if each.enabled:
+                    stack.enter_context(each.enter())
+
+        return Within(fill)
+
+    def replay(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
+        """Run the body in this state; afterwards everything is as it was before it."""
+
+        def fill(stack: ExitStack) -> None:
+            stack.enter_context(self.rng.replay())
+            for each in self.autocast:
+                if each.enabled or torch.is_autocast_enabled(each.device_type):
+                    stack.enter_context(each.enter())
+            stack.enter_context(self.settings.replay())
+            if _training_flags(modules) != self.training:
+                for module, wanted in zip(modules, self.training, strict=True):
+                    if module.training != wanted:
+                        stack.callback(setattr, module, "training", module.training)
+                        module.training = wanted
+
+        return Within(fill)
+
+
+def _training_flags(modules: Sequence[nn.Module]) -> tuple[bool, ...]:
+    return tuple(map(attrgetter("training"), modules))
+
+
+def adapter_state(modules: Sequence[nn.Module]) -> tuple[object, ...]:
+    """Which adapters act in these modules, and how; equal values mean equal arithmetic."""
+    tuners: Sequence[Any] = modules
+    return tuple(
+        (
+            tuple(tuner.active_adapters),
+            tuner.disable_adapters,
+            tuple(tuner.merged_adapters),
+            tuple(tuner.scaling.items()) if hasattr(tuner, "scaling") else (),
+        )
+        for tuner in tuners
+    )

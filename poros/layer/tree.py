@@ -1,0 +1,206 @@
+"""A layer's modules, taken stock of once and checked at each call.
+
+PEFT adds and removes modules between steps, so what was found at ``prepare`` cannot be relied upon;
+walking the tree at each call would cost more than the layer's own dispatch. Comparing the flat list
+of children is exact and cheap: two equal lists of modules hold the same objects. Adapters of some
+kinds come as parameters or buffers of modules that are there already, so tensors are compared too,
+in any order: PEFT takes fused experts out and puts them back as it runs. Most of the dictionaries
+looked at are empty, so they are passed over without a step of Python for each.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain, repeat
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from poros.errors import PreparedModelError
+from poros.layer.attributes import Attributes
+from poros.layer.handover import sealed
+
+
+class Adapter(NamedTuple):
+    """One place of a trainable parameter in a layer, and the leaf that stands in for it there.
+
+    The stand-in shares storage and version counter with the parameter. Gradients are taken with
+    respect to it, so that hooks on the parameter run once, when autograd accumulates the result.
+    """
+
+    owner: dict[str, Any]
+    key: str
+    parameter: nn.Parameter
+    stand_in: nn.Parameter
+
+
+class ModuleTree:
+    """The modules of one layer at one time, and what is looked up in them at every call.
+
+    Holds the layer itself weakly: the layer holds the tree.
+
+    Args:
+        layer: The layer.
+        frozen: Ids of the tensors that rest in the host store.
+        is_adapter_module: Whether PEFT put a module there.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        frozen: Collection[int],
+        is_adapter_module: Callable[[nn.Module], bool],
+    ) -> None:
+        modules = list(layer.modules())
+        self._layer = weakref.ref(layer)
+        self._inner = modules[1:]
+        self._tables = [module._modules for module in modules]
+        self._children = _values(self._tables)
+        self._places = [each for m in modules for each in (m._parameters, m._buffers)]
+        self.note_names()
+        self.note_tensors()
+        self._hooks = [
+            hooks
+            for each in self._inner
+            for hooks in (
+                each._forward_pre_hooks,
+                each._forward_hooks,
+                each._backward_pre_hooks,
+                each._backward_hooks,
+            )
+        ]
+        self._hooks += _hooks_of_all_modules()
+        self._dicts = [each.__dict__ for each in self._inner]
+        # Most owners hold nothing but frozen weights; no adapter ever appears in those.
+        self._owners = [
+            module._parameters
+            for module in modules
+            if not module._parameters
+            or any(id(each) not in frozen for each in module._parameters.values())
+        ]
+        self.adapter_modules = [each for each in self._inner if is_adapter_module(each)]
+        self.attributes = Attributes(layer)
+        self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._frozen = frozen
+        self._adapters: list[Adapter] | None = None
+        # What was in the owners when those were looked up, and what of it was not trainable.
+        self._entries: list[tuple[Any, ...]] = []
+        self._idle: list[torch.Tensor] = []
+
+    def is_current(self) -> bool:
+        """Whether the layer still consists of exactly these modules."""
+        return self._children == _values(self._tables)
+
+    def has_same_names(self) -> bool:
+        """Whether its tensors are called what they were called when that was noted."""
+        return self._names == _names(self._places)
+
+    def has_same_tensors(self) -> bool:
+        """Whether it holds the tensors that were noted, and no others."""
+        return self._ids == set(map(id, _values(self._places)))
+
+    def note_tensors(self) -> None:
+        """Note which tensors there are now. They are kept alive, so that ids stay theirs."""
+        self._tensors = _values(self._places)
+        self._ids = set(map(id, self._tensors))
+
+    def note_names(self) -> None:
+        """Note what they are called now: the layer itself may make some as it runs."""
+        self._names = _names(self._places)
+
+    def modules(self) -> list[nn.Module]:
+        """The layer and all modules in it."""
+        layer = self._layer()
+        if layer is None:
+            raise PreparedModelError("expected a living layer, found one whose model was deleted")
+        return [layer, *self._inner]
+
+    def hooks(self) -> list[int]:
+        """Keys of the hooks that run inside the layer; equal lists mean the same hooks."""
+        return list(chain.from_iterable(filter(None, self._hooks)))
+
+    def has_fixed_graph(self) -> bool:
+        """Whether the layer's own code alone decides what graph a call of it makes."""
+        return not (any(self._hooks) or any(map(dict.__contains__, self._dicts, repeat("forward"))))
+
+    def adapters(self) -> list[Adapter]:
+        """The trainable parameters now. PEFT changes them without changing modules.
+
+        The same list as before, which is not to be changed, as long as they are the same.
+        """
+        if self._adapters is None or not self._are_current(self._adapters):
+            entries = [(owner, *item) for owner in self._owners for item in owner.items()]
+            # Whether a frozen tensor is still frozen is looked at by poros.layer.frozen.
+            places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+                (owner, key, value)
+                for owner, key, value in entries
+                if value is not None and id(value) not in self._frozen
+            ]
+            self._entries = list(zip(*entries, strict=True)) or [(), (), ()]
+            self._idle = [each for _, _, each in places if not each.requires_grad]
+            self._adapters = [
+                Adapter(owner, key, each, self._stand_in(each))
+                for owner, key, each in places
+                if each.requires_grad
+            ]
+        return self._adapters
+
+    def _are_current(self, adapters: Sequence[Adapter]) -> bool:
+        owners, keys, values = self._entries
+        # As many entries as there were, each where it was: so there is no other. An entry that is
+        # gone is not one that is None.
+        now = map(dict.get, owners, keys, repeat(self))
+        return (
+            sum(map(len, self._owners)) == len(values)
+            and all(map(is_, now, values))
+            and all(each.parameter.requires_grad for each in adapters)
+            and not any(each.requires_grad for each in self._idle)
+            and all(shares_memory(each.parameter, each.stand_in) for each in adapters)
+        )
+
+    def put_back(self) -> None:
+        """Replace every stand-in by its parameter."""
+        originals = {id(stand_in): original for original, stand_in in self._stand_ins.values()}
+        for owner in self._owners:
+            for key, each in owner.items():
+                owner[key] = originals.get(id(each), each)
+
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        known = self._stand_ins.get(id(parameter))
+        if known is not None and known[0] is parameter and shares_memory(*known):
+            return known[1]
+        stand_in = nn.Parameter(parameter.detach())
+        sealed(stand_in)
+        self._stand_ins[id(parameter)] = (parameter, stand_in)
+        return stand_in
+
+
+def shares_memory(parameter: nn.Parameter, stand_in: nn.Parameter) -> bool:
+    """Whether ``stand_in`` still is the same bits as ``parameter``, in the same form."""
+    return (
+        stand_in.data_ptr() == parameter.data_ptr()
+        and stand_in.dtype == parameter.dtype
+        and stand_in.shape == parameter.shape
+    )
+
+
+def _hooks_of_all_modules() -> list[dict[int, Any]]:
+    """Hooks that run at every module: PyTorch counts them with those of modules."""
+    module = nn.modules.module
+    return [
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+    ]
+
+
+def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str]]:
+    """How many keys each of these dictionaries has, and which there are."""
+    return list(map(len, tables)), set(chain.from_iterable(filter(None, tables)))
+
+
+def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
+    """What these dictionaries hold, one after the other."""
+    return list(chain.from_iterable(map(dict.values, filter(None, tables))))

@@ -1,0 +1,128 @@
+"""Adapters that come to a prepared model.
+
+Note: Initialisations that read the base
+    DoRA's magnitude and the starting values of other kinds are worked out from the weight that is
+    adapted, which rests on the host. So while PEFT makes the adapter of a module, the block of its
+    layer is on the device: what is read and drawn there is what a resident model reads and draws.
+    An initialisation that changes the base (KaSA, PiSSA), or that keeps a piece of it, would lose
+    it with the slot; it is refused, and the adapter taken out again.
+"""
+
+import weakref
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import nn
+
+from poros.errors import PreparedModelError, UnvalidatedArchitectureError
+from poros.layer.streamed import is_streamed, runtime_of
+from poros.model.adapter_kinds import adapter_kinds
+from poros.model.inspect import validated_adapters
+
+
+def require_proven(layer: nn.Module, known: Collection[str]) -> None:
+    """Raise if a kind of adapters has come to ``layer`` that nobody has proved or allowed.
+
+    Args:
+        layer: A decoder layer.
+        known: The kinds that ``poros.prepare`` found in the model.
+
+    Raises:
+        UnvalidatedArchitectureError: If so.
+    """
+    kinds = adapter_kinds(layer)
+    if kinds.keys() <= {*known, "lora"}:
+        return
+    for kind in sorted(kinds.keys() - set(known) - validated_adapters() - {"lora"}):
+        raise UnvalidatedArchitectureError(
+            f"expected adapters of kinds that stream exactly, found {kinds[kind]}, which came "
+            "after poros.prepare and which no gate has shown to be exact. Delete the adapter, or "
+            "call poros.restore(model) and prepare it again with allow_unvalidated=True: then the "
+            "first step is checked with it"
+        )
+
+
+class Initialisation:
+    """``BaseTuner._create_and_replace``, with the weights that it adapts on the device.
+
+    Args:
+        tuner: Whose it is.
+        renew: Makes all slots anew.
+    """
+
+    def __init__(self, tuner: BaseTuner, renew: Callable[[], None]) -> None:
+        self._tuner = weakref.ref(tuner)
+        self._renew = renew
+
+    def __call__(
+        self, config: Any, adapter: str, *args: Any, current_key: str, **kwargs: Any
+    ) -> None:
+        tuner: Any = self._tuner()
+        make = partial(type(tuner)._create_and_replace, tuner, config, adapter, *args, **kwargs)
+        layer = _layer_at(tuner.model, current_key)
+        if layer is None:
+            make(current_key=current_key)
+            return
+        runtime = runtime_of(layer)
+        before = after = None
+        complaint: PreparedModelError | None = None
+        kept = False
+        try:
+            with runtime.present() as slot:
+                before = runtime.bindings.twin_marks()
+                try:
+                    make(current_key=current_key)
+                finally:
+                    after = runtime.bindings.twin_marks()
+            kept = _keeps_some(layer, slot)
+        except PreparedModelError as error:
+            if before is None:
+                raise
+            complaint = error
+        finally:
+            # Whatever else has failed: nobody is to read what was written.
+            if before != after:
+                self._renew()
+        if complaint is not None or kept or before != after:
+            _take_out(tuner, adapter)
+            raise PreparedModelError(
+                f"{runtime.name}: expected an adapter whose initialisation leaves the base as it "
+                f"is, found that PEFT writes to it, or keeps part of it, in {current_key!r} for "
+                f"{adapter!r}; that would be lost with the slot. The adapter was taken out again. "
+                "Add it before poros.prepare: call poros.restore(model), add it, and prepare again"
+            ) from complaint
+
+
+def _layer_at(model: nn.Module, key: str) -> nn.Module | None:
+    """The streamed layer on the way from ``model`` to the module ``key``."""
+    module: nn.Module | None = model
+    for part in key.split("."):
+        module = None if module is None else module._modules.get(part)
+        if module is None or is_streamed(module):
+            return module
+    return None
+
+
+def _keeps_some(layer: nn.Module, slot: torch.Tensor) -> bool:
+    """Whether anything in ``layer`` at rest lies in ``slot``."""
+    memory = slot.untyped_storage().data_ptr()
+    return any(
+        isinstance(each, torch.Tensor)
+        and each.layout is torch.strided
+        and each.untyped_storage().data_ptr() == memory
+        for module in layer.modules()
+        for table in (module._parameters, module._buffers, module.__dict__)
+        for each in table.values()
+    )
+
+
+def _take_out(tuner: Any, adapter: str) -> None:
+    for parent in list(tuner.model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, BaseTunerLayer):
+                child.delete_adapter(adapter)
+                if not child._all_available_adapter_names():
+                    setattr(parent, name, child.get_base_layer())

@@ -1,0 +1,122 @@
+"""Calls on a prepared model that would go around the host copy: refused, or made harmless.
+
+The guards sit on the modules above the layers as instance attributes, so that a refused call has
+not changed anything yet; ``Guards.remove`` takes them off again.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from poros.errors import PreparedModelError
+from poros.layer.refused_calls import refuse_copy, require_harmless
+
+logger = logging.getLogger(__name__)
+
+_MERGING = ("merge_adapter", "merge_and_unload", "unload", "unmerge_adapter")
+_CHECKPOINTING = "_set_gradient_checkpointing"
+"""What every way of switching it on goes through. That also has the inputs require gradients."""
+
+
+class Guards:
+    """All guards of one prepared model."""
+
+    def __init__(self) -> None:
+        self._set: list[tuple[Callable[[], nn.Module | None], str]] = []
+
+    def install(
+        self,
+        ancestors: Sequence[tuple[str, nn.Module]],
+        device: torch.device,
+        initialisation: Callable[[BaseTuner], Callable[..., Any]],
+    ) -> None:
+        """Guard the modules above the layers, outermost first; the outermost can be copied."""
+        for name, module in ancestors:
+            where = name or type(module).__name__
+            self._put(module, "_apply", _ApplyGuard(module, where, device))
+            self._put(module, "compile", _refuse_compiling)
+            for method in ("__deepcopy__", "__reduce_ex__"):
+                self._put(module, method, _refuse_copying(where))
+            if isinstance(module, BaseTuner):
+                for method in _MERGING:
+                    self._put(module, method, _refuse_merging(method))
+                self._put(module, "_create_and_replace", initialisation(module))
+            if isinstance(module, PreTrainedModel):
+                self._put(module, _CHECKPOINTING, _skip_checkpointing(module))
+
+        for module in ancestors[-1][1].modules():
+            if isinstance(module, BaseTunerLayer):
+                for method in ("merge", "unmerge"):
+                    self._put(module, method, _refuse_merging(method))
+
+    def remove(self) -> None:
+        """Take every guard off."""
+        for reference, name in self._set:
+            module = reference()
+            if module is not None:
+                module.__dict__.pop(name, None)
+        self._set.clear()
+
+    def _put(self, module: nn.Module, name: str, guard: Callable[..., Any]) -> None:
+        if name not in module.__dict__:
+            module.__dict__[name] = guard
+            self._set.append((weakref.ref(module), name))
+
+
+class _ApplyGuard:
+    """``Module._apply``, which ``to``, ``half``, ``cuda`` and their like end in."""
+
+    def __init__(self, module: nn.Module, where: str, device: torch.device) -> None:
+        self._module = weakref.ref(module)
+        self._where = where
+        self._device = device
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        module = self._module()
+        require_harmless(fn, module.parameters(), self._device, self._where)  # type: ignore[union-attr]
+        return type(module)._apply(module, fn, recurse)  # type: ignore[union-attr, arg-type]
+
+
+def _refuse_merging(method: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise PreparedModelError(
+            f"{method}: expected a model whose base is in place, found a prepared one (its base is "
+            "in the host store). Call poros.restore(model) first"
+        )
+
+    return refuse
+
+
+def _refuse_copying(where: str) -> Callable[..., NoReturn]:
+    def refuse(_: object) -> NoReturn:
+        refuse_copy(f"{where} of a prepared one")
+
+    return refuse
+
+
+def _refuse_compiling(*args: Any, **kwargs: Any) -> Any:
+    raise PreparedModelError(
+        "compile: expected a call on each layer, found one on what holds them. Streaming happens "
+        "between layers, which one graph over all of them would not see; after poros.prepare, call "
+        "layer.compile() for every decoder layer"
+    )
+
+
+def _skip_checkpointing(module: PreTrainedModel) -> Callable[..., None]:
+    genuine = getattr(type(module), _CHECKPOINTING)
+    reference = weakref.ref(module)  # which holds this
+
+    # Without a parameter called "value", by which transformers knows an older form.
+    def skip(enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        if enable:
+            logger.info("poros: checkpointing ignored: every streamed layer is recomputed already")
+        else:
+            genuine(reference(), enable, *args, **kwargs)
+
+    return skip

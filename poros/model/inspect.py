@@ -1,0 +1,434 @@
+"""Finds what can be streamed in a model, by its structure, and refuses by name what cannot.
+
+No family is special: the decoder layers are the one ModuleList whose entries are all transformers'
+checkpointable layers, adapters are what PEFT's tuner layers say they added, and everything else
+that is frozen inside a layer moves.
+"""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
+from poros.layer.frozen import FrozenTensor
+from poros.layout import is_small
+from poros.model.adapter_kinds import IN_CACHE, Found, adapter_kinds
+from poros.model.foreign import refuse_foreign_quantization
+from poros.nf4 import is_4bit, is_params4bit, is_plain
+
+logger = logging.getLogger(__name__)
+
+_WRAPPERS = (
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What ``poros.prepare`` works on."""
+
+    base: PreTrainedModel
+    layers_name: str
+    layers: Sequence[nn.Module]
+    blocks: Sequence[Sequence[FrozenTensor]]
+    """The frozen tensors of each block that stream, in slab order."""
+    small: Sequence[Sequence[FrozenTensor]]
+    """The frozen tensors of each layer that stay on the device."""
+    tied_adapters: Sequence[str]
+    """Adapter parameters used at more than one place."""
+    kinds: Collection[str]
+    """The kinds of adapters in the model."""
+
+    def by_layer(self) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
+        """What stays of each layer, and what streams."""
+        streamed: list[list[FrozenTensor]] = [[] for _ in self.layers]
+        for each in (each for block in self.blocks for each in block):
+            streamed[each.places[0][0]].append(each)
+        return list(zip(self.small, streamed, strict=True))
+
+    def layer_name(self, index: int) -> str:
+        return f"{self.layers_name}.{index}"
+
+
+def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -> Inventory:
+    """Check every precondition and list what moves. Changes nothing.
+
+    Raises:
+        UnsupportedModelError: If the model cannot be streamed exactly; the message says why.
+        UnvalidatedArchitectureError: If only the proof is missing.
+    """
+    _refuse_wrapped(model)
+    base = _base_model(model)
+    _refuse_placement(model)
+    layers_name, layers = find_layers(model)
+    refuse_foreign_quantization(base, layers_name, layers)
+    _refuse_intercepted(layers_name, layers)
+    kinds = adapter_kinds(model)
+    _check_kinds(layers_name, kinds)
+    tied = _check_adapters(layers_name, layers)
+    found = find_frozen(model, layers_name, layers, block_size)
+    _check_validated(base, kinds, allow_unvalidated)
+    return Inventory(base, layers_name, layers, *found, tied, kinds.keys())
+
+
+def validated_model_types() -> frozenset[str]:
+    """Values of ``config.model_type`` of which every variant on record streams exactly."""
+    from poros.gates.registry import read_registry
+
+    return read_registry().exact_model_types()
+
+
+def validated_adapters() -> frozenset[str]:
+    """Kinds of adapters that stream exactly wherever the gate has tried them."""
+    from poros.gates.registry import read_registry
+
+    return read_registry().exact_adapters()
+
+
+def is_adapter_module(module: nn.Module) -> bool:
+    """Whether PEFT put ``module`` around a module of the base."""
+    return isinstance(module, BaseTunerLayer)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"expected a torch module, found a {type(model).__qualname__}")
+    for name, module in model.named_modules():
+        names = {each.__name__ for each in type(module).__mro__} & set(_WRAPPERS)
+        compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if names or compiled:
+            raise UnsupportedModelError(
+                f"expected a plain model, found {' / '.join(names) or 'a compiled module'} at "
+                f"{name or 'the top'}; call poros.prepare before wrapping, sharding or compiling"
+            )
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            "expected whole parameters, found parameters partitioned by DeepSpeed ZeRO-3; "
+            "streaming and partitioning exclude each other: load the model without DeepSpeed"
+        )
+
+
+def _base_model(model: nn.Module) -> PreTrainedModel:
+    get_base_model = getattr(model, "get_base_model", None)
+    base = get_base_model() if callable(get_base_model) else model
+    if not isinstance(base, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"expected a transformers model or a PEFT model of one, found {type(base).__qualname__}"
+        )
+    if (
+        base.config.is_encoder_decoder
+        or type(base).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        # Only where a model type is both: GPT-NeoX says is_decoder=False and means nothing by it.
+        or (
+            base.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+            and getattr(base.config, "is_decoder", True) is False
+        )
+    ):
+        raise UnsupportedModelError(
+            f"expected a decoder-only causal language model (AutoModelForCausalLM), found "
+            f"{type(base).__name__} (model_type {base.config.model_type!r})"
+        )
+    return base
+
+
+def _refuse_placement(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_hf_hook"):
+            raise UnsupportedModelError(
+                "expected a model in one place, found an Accelerate offload hook at "
+                f"{name or 'the top'}; load it with device_map={{'': 'cpu'}} (or on one GPU) and "
+                "let Poros do the offloading"
+            )
+    for name, tensor in _named_tensors(model):
+        if tensor.is_meta:
+            raise UnsupportedModelError(
+                f"expected tensors with bytes, found {name} on the meta device; load the weights "
+                "before poros.prepare"
+            )
+        if tensor.is_inference():
+            raise UnsupportedModelError(
+                f"expected ordinary tensors, found {name} made under torch.inference_mode; load "
+                "the model outside of it"
+            )
+
+
+def find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    """The name of the list of decoder layers, and the layers.
+
+    Raises:
+        UnsupportedModelError: If there is not exactly one such list, or a layer is in it twice.
+    """
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(isinstance(each, GradientCheckpointingLayer) for each in module)
+    ]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            "expected exactly one ModuleList of decoder layers, found "
+            f"{', '.join(name for name, _ in found) or 'none'}; this model cannot be streamed"
+        )
+    name, layers = found[0]
+    if len({id(each) for each in layers}) != len(layers):
+        raise UnsupportedModelError(
+            f"{name}: expected each layer once, found a layer that is used several times"
+        )
+    return name, list(layers)
+
+
+def _refuse_intercepted(layers_name: str, layers: Sequence[nn.Module]) -> None:
+    for index, layer in enumerate(layers):
+        if "forward" in layer.__dict__:
+            raise UnsupportedModelError(
+                f"{layers_name}.{index}: expected the forward of its class, found one set on the "
+                "instance (by a hook or a patch), which would bypass streaming; remove it first"
+            )
+
+
+def _check_kinds(layers_name: str, kinds: Mapping[str, Found]) -> None:
+    """Refuse a model without adapters, and adapters that cannot be recomputed."""
+    if not kinds:
+        raise UnsupportedModelError(
+            f"expected PEFT adapters in {layers_name}, found none; call get_peft_model (and before "
+            "it prepare_model_for_kbit_training, if you use it) and then poros.prepare"
+        )
+    for each in (kinds[name] for name in IN_CACHE if name in kinds):
+        raise UnsupportedModelError(
+            f"expected adapters on modules or on the model's input, found {each}: it trains keys "
+            "and values that all layers are given in their KV cache, and layers are recomputed "
+            "in backward without a cache (PEFT refuses it with gradient checkpointing, too). "
+            "Prompt tuning and p-tuning train tokens before the first layer and can be streamed, "
+            "as can adapters on modules, such as LoRA"
+        )
+
+
+def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
+    """Refuse merged adapters; name the tied ones."""
+    places: dict[int, list[str]] = {}
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
+            if isinstance(module, BaseTunerLayer) and getattr(module, "merged", False):
+                raise UnsupportedModelError(
+                    f"{name}: expected separate adapters, found {module.merged_adapters} "
+                    "merged into the base; call model.unmerge_adapter() before poros.prepare"
+                )
+            if _has_generator(module):
+                raise UnsupportedModelError(
+                    f"{name}: expected random numbers from PyTorch's default generators, whose "
+                    "state is restored for the recomputation, found a generator of its own in "
+                    f"{type(module).__name__}; attach it without (PVeRA: generator_seed=None)"
+                )
+        adapters = _adapter_parameters(layer)
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            if id(parameter) in adapters:
+                places.setdefault(id(parameter), []).append(f"{layers_name}.{index}.{name}")
+    return [where[0] for where in places.values() if len(where) > 1]
+
+
+def _has_generator(module: nn.Module) -> bool:
+    held = [value for value in vars(module).values() if isinstance(value, dict | torch.Generator)]
+    return any(
+        isinstance(each, torch.Generator)
+        for value in held
+        for each in (value.values() if isinstance(value, dict) else (value,))
+    )
+
+
+def _adapter_parameters(layer: nn.Module) -> set[int]:
+    """Ids of the parameters and buffers that PEFT added, active or not."""
+    added: set[int] = set()
+    for module in layer.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            for name in module.adapter_layer_names:
+                part = getattr(module, name, None)
+                if isinstance(part, nn.Module):
+                    added.update(id(tensor) for _, tensor in _named_tensors(part))
+                elif isinstance(part, torch.Tensor):
+                    added.add(id(part))
+            # Constants of an adapter stream; PEFT makes some of them trainable as it casts them.
+            for name in getattr(module, "other_param_names", ()):
+                part = getattr(module, name, None)
+                if isinstance(part, nn.Module):
+                    added.update(id(each) for each in part.parameters() if each.requires_grad)
+        if isinstance(module, BaseTunerLayer):
+            # bias="lora_only" and "all" train the biases of the base where adapters sit.
+            bias = getattr(module.get_base_layer(), "bias", None)
+            if bias is not None and bias.requires_grad:
+                added.add(id(bias))
+    return added
+
+
+class Frozen(NamedTuple):
+    """The frozen tensors of the layers, each once."""
+
+    blocks: list[list[FrozenTensor]]
+    """Those that stream, by block, in slab order."""
+    small: list[list[FrozenTensor]]
+    """Those that stay on the device, by layer."""
+
+
+def find_frozen(
+    model: nn.Module, layers_name: str, layers: Sequence[nn.Module], block_size: int
+) -> Frozen:
+    """The frozen tensors of layers that travel in blocks of ``block_size``.
+
+    What is used outside the layers too is left out, as is a matrix of several blocks.
+    """
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    shared_outside = {
+        id(tensor)
+        for module in model.modules()
+        if id(module) not in in_layers
+        for tensor in _own_tensors(module)
+    }
+    blocks: list[list[FrozenTensor]] = []
+    block_of: dict[int, int] = {}
+    stays: set[int] = set(shared_outside)
+    for first in range(0, len(layers), block_size):
+        found: dict[int, FrozenTensor] = {}
+        for index in range(first, min(first + block_size, len(layers))):
+            _collect(f"{layers_name}.{index}", index, layers[index], found)
+        for each in found:
+            # A tensor that two blocks share has no one slot to live in.
+            if block_of.setdefault(each, len(blocks)) != len(blocks):
+                stays.add(each)
+        blocks.append(list(found.values()))
+    found_small: list[list[FrozenTensor]] = [[] for _ in layers]
+    seen = shared_outside
+    for tensor in (tensor for block in blocks for tensor in block):
+        if tensor.stays and id(tensor.tensor) not in seen:
+            seen.add(id(tensor.tensor))
+            found_small[tensor.places[0][0]].append(tensor)
+    streamed = [
+        [each for each in block if not each.stays and id(each.tensor) not in stays]
+        for block in blocks
+    ]
+    return Frozen(streamed, found_small)
+
+
+def staying_places(
+    layer: nn.Module, streamed: Collection[int]
+) -> list[tuple[str, dict[str, Any], str]]:
+    """Where ``layer`` holds what it reads of the base and what does not stream.
+
+    Args:
+        layer: A decoder layer.
+        streamed: Ids of the tensors that stream.
+
+    Returns:
+        Name below the layer, owner dictionary and key of each parameter and buffer.
+    """
+    adapters = _adapter_parameters(layer)
+    return [
+        (f"{name}.{key}" if name else key, owner, key)
+        for name, module in layer.named_modules()
+        for owner in (module._parameters, module._buffers)
+        for key, tensor in owner.items()
+        if tensor is not None and id(tensor) not in streamed and id(tensor) not in adapters
+    ]
+
+
+def _collect(prefix: str, index: int, layer: nn.Module, found: dict[int, FrozenTensor]) -> None:
+    adapters = _adapter_parameters(layer)
+    # PEFT adapts parameters that belong to no linear layer (fused experts) directly.
+    adapted = {id(each.get_param()) for each in layer.modules() if isinstance(each, ParamWrapper)}
+    for module_name, module in layer.named_modules(prefix=prefix):
+        for owner in (module._parameters, module._buffers):
+            for key, tensor in owner.items():
+                if tensor is None or id(tensor) in adapters:
+                    continue
+                name, is_buffer = f"{module_name}.{key}", owner is module._buffers
+                if tensor.requires_grad and is_small(tensor, is_buffer=is_buffer):
+                    continue  # trained where it is, like an adapter
+                _check_streamable(name, tensor)
+                entry = found.setdefault(
+                    id(tensor), FrozenTensor(name, tensor, id(tensor) in adapted, is_buffer)
+                )
+                if entry.is_adapted and is_4bit(tensor):
+                    raise UnsupportedModelError(
+                        f"{name}: expected adapters on 4-bit modules, found one on the packed "
+                        "weight itself (target_parameters); choose target_modules instead"
+                    )
+                entry.places.append((index, owner, key))
+                if is_4bit(tensor) and "quant_state" in module.__dict__:
+                    entry.modules.append((index, module))
+
+
+def _check_streamable(name: str, tensor: torch.Tensor) -> None:
+    if tensor.requires_grad:
+        raise UnsupportedModelError(
+            f"{name}: expected a frozen base, found a trainable base weight in a streamed layer; "
+            "attach adapters with get_peft_model (which freezes the base), or set "
+            "requires_grad_(False), before poros.prepare"
+        )
+    if not (is_plain(tensor) or is_4bit(tensor)) or tensor.layout is not torch.strided:
+        found = type(tensor).__qualname__
+        unquantized = " that is not quantized yet" if is_params4bit(tensor) else ""
+        raise UnsupportedModelError(
+            f"{name}: expected a plain tensor or a bitsandbytes 4-bit weight, found a {found}"
+            f"{unquantized}; load the model with BitsAndBytesConfig(load_in_4bit=True)"
+        )
+
+
+def _check_validated(
+    base: PreTrainedModel, kinds: Mapping[str, Found], allow_unvalidated: bool
+) -> None:
+    name = base.config.model_type
+    # The records of architectures were made with LoRA.
+    others = [kinds[kind] for kind in sorted(kinds.keys() - validated_adapters() - {"lora"})]
+    unproven = [f"architecture {name!r}"] if name not in validated_model_types() else []
+    commands = [f"`poros check --architecture {name}`"] if unproven else []
+    for each in others:
+        unproven.append(f"adapters of kind {each}")
+        commands.append(_command(name, each.kind))
+    if not unproven:
+        return
+    what = " with ".join(unproven)
+    if not allow_unvalidated:
+        raise UnvalidatedArchitectureError(
+            f"no gate has shown that {what} streams exactly (`poros check --registered` "
+            f"lists what does). Run {' and '.join(commands)}; if it reports 0 differing bits, "
+            "pass allow_unvalidated=True"
+        )
+    logger.warning("poros: no gate has shown that %s streams exactly; you allowed it", what)
+
+
+def _command(architecture: str, kind: str) -> str:
+    from poros.gates.kinds import KINDS
+
+    if kind in KINDS:
+        return f"`poros check --architecture {architecture} --adapter {kind}`"
+    return (
+        f"both your training and its self-check on a small model (the gate cannot attach {kind}; "
+        f"it knows {', '.join(KINDS)})"
+    )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for tensors in (module._parameters, module._buffers):
+        yield from (tensor for tensor in tensors.values() if tensor is not None)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

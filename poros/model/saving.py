@@ -1,0 +1,165 @@
+"""Saving a model some of whose layers stay in a file: what is saved was read, and is checked.
+
+``state_dict`` gives views of the mapped file, which takes no time and no memory, so that adapters
+can be saved whatever has become of the base. If the file is no longer what it was, the tensors over
+it come as ``LostTensor``, which raises at any use. ``save_pretrained`` of the base, which uses them
+all, gets tensors that were read from the file instead, as far as there is memory.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.errors import CheckpointFormatError
+from poros.host.disk import DiskStore
+from poros.host.limits import RESERVE_NUM_BYTES, host_memory_left
+
+logger = logging.getLogger(__name__)
+
+
+class LostTensor(torch.Tensor):
+    """Stands for a tensor whose bytes are gone: any use of it raises ``CheckpointFormatError``."""
+
+    why: str
+
+    @staticmethod
+    def in_place_of(tensor: torch.Tensor, why: str) -> "LostTensor":
+        """One of the same form."""
+        lost: LostTensor = torch.Tensor._make_wrapper_subclass(
+            LostTensor, tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
+        lost.__dict__["why"] = why
+        return lost
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = [*args, *(kwargs or {}).values()]
+        inside = [
+            each for one in flat for each in (one if isinstance(one, list | tuple) else [one])
+        ]
+        raise CheckpointFormatError(
+            next(each.__dict__["why"] for each in inside if isinstance(each, LostTensor))
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls.__torch_function__(func, types, args, kwargs)
+
+
+def watch_saving(model: nn.Module, store: DiskStore) -> None:
+    """Have ``state_dict`` and ``save_pretrained`` of a loaded model see to its file.
+
+    A copy or a pickle of the model, whose tensors are its own, has neither.
+
+    Args:
+        model: A transformers model; its layers lie in ``store``.
+        store: One slab per layer.
+    """
+    if store.behind is None:
+        return
+    watch = _Watch(store)
+    model.register_state_dict_post_hook(watch)
+    model.__dict__["save_pretrained"] = _Saving(model, watch)
+
+
+class _Watch:
+    """The hook behind ``state_dict``."""
+
+    def __init__(self, store: DiskStore) -> None:
+        self._store = store
+        self._is_saving = False
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What ``state_dict`` gives meanwhile is read from the file."""
+        self._is_saving = True
+        try:
+            yield
+        finally:
+            self._is_saving = False
+
+    def __call__(self, module: nn.Module, found: dict[str, Any], *_: Any) -> None:
+        names = [name for name, each in found.items() if self._is_in_file(each)]
+        if not names:
+            return
+        if self._is_saving:
+            self._read(found, names)
+            return
+        try:
+            self._store.require_intact()
+        except CheckpointFormatError as error:
+            logger.error("poros: %s", error)
+            for name in names:
+                found[name] = LostTensor.in_place_of(found[name], f"{name}: {error}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        self._store.require_intact()  # before the layers are copied
+        return _do_nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._store.require_intact()
+        return _hook_of_a_copy, ()
+
+    def _is_in_file(self, value: Any) -> bool:
+        behind = self._store.behind
+        return behind is not None and isinstance(value, torch.Tensor) and behind.holds(value)
+
+    def _read(self, found: dict[str, Any], names: list[str]) -> None:
+        tensors = [found[name].detach() for name in names]
+        num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+        room = host_memory_left()
+        if room is None or num_bytes + RESERVE_NUM_BYTES <= room.num_bytes:
+            found.update(zip(names, self._store.at_rest(tensors), strict=True))
+            return
+        logger.warning(
+            "poros: %.2f GB of layers do not fit in host memory (%s): they are checked, and saved "
+            "out of %s; nothing may write to it meanwhile",
+            num_bytes / 1e9,
+            room.limit,
+            self._store.file,
+        )
+        for _ in self._store.at_rest(tensors):
+            pass
+
+
+class _Saving:
+    """``save_pretrained`` of one model."""
+
+    def __init__(self, model: Any, watch: _Watch) -> None:
+        self._model = model  # as a bound method does: load(...).save_pretrained(...)
+        self._watch = watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._watch.saving():
+            saved = _plain(self._model)(*args, **kwargs)
+        self._watch._store.require_intact()
+        return saved
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _plain(memo[id(self._model)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain, (self._model,)
+
+
+def _plain(model: Any) -> Any:
+    return MethodType(type(model).save_pretrained, model)
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """The hook of a copy."""
+
+
+# As torch marks the hooks that do not replace the dictionary.
+_do_nothing._from_public_api = True  # type: ignore[attr-defined]

@@ -1,0 +1,381 @@
+"""The first training step on the user's own machine, checked layer by layer.
+
+Each layer is checked once, in the first backward that reaches it, with the real batch. By then its
+streamed forward and backward have happened. The check takes the same input h_k, random state s_k
+and incoming gradient g_(k+1), loads the layer's frozen tensors afresh and synchronously into memory
+of its own, runs the layer's own forward once in an ordinary graph, and requires equal bits of
+
+    the output h_(k+1), the random state s_(k+1), the input gradient g_k, every adapter gradient.
+
+Since h_(k+1) and s_(k+1) are where layer k + 1 starts, and g_k where layer k - 1 ends, the chain
+from the embedding to the head is what a resident run computes. Nothing is kept of the check: random
+states are put back, no gradient is accumulated, and the extra memory is one block at a time, which
+the optimizer state takes later.
+
+Neither slots, streams and copies nor the recomputation take part, so a fault in them cannot hide
+itself. The bytes themselves are compared with digests of what they were before they were moved:
+those of 4-bit weights that ``poros.load`` has packed, as soon as the model is prepared, with what
+they were before that.
+
+Note: Layers that do not repeat themselves
+    On a GPU the backward of fused attention does not repeat itself over long sequences: two
+    resident runs of a layer differ now and then, so neither a difference nor an equality of two
+    runs says anything about streaming. Its outputs do repeat themselves, so the forward and the
+    recomputation of the step itself are compared as ever. For the gradients the layer is streamed
+    once more, over a block that is loaded anew, with deterministic attention, and compared with an
+    ordinary graph over the same kernels (``poros.self_check.proof``). Only a difference there is an
+    error. A layer that does not repeat itself even so is named as not provable, and trains.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from poros.digests import digest
+from poros.errors import ParityError
+from poros.layer.remat import LayerCall
+from poros.layer.streamed import is_streamed, runtime_of
+from poros.model.attach import Takeover
+from poros.self_check.evidence import (
+    Evidence,
+    first_difference,
+    forward_values,
+    named,
+    random_states,
+)
+from poros.self_check.proof import Kernels, Outcome, Runs, is_gradient
+
+logger = logging.getLogger(__name__)
+
+_UNSTEADY = (
+    "resident does not equal itself: running the layer twice from the same state gives different "
+    "bits ({}), so nothing can be said about streaming. It depends on something that is neither "
+    'its input nor a random state of PyTorch; self_check="warn" trains without a proof'
+)
+_CACHE_HINT = (
+    ". The layer was called with an empty KV cache, which a streamed layer does without; it may "
+    "compute otherwise with one: pass use_cache=False, in the resident run as well"
+)
+
+
+class SelfCheck:
+    """The check of one prepared model.
+
+    Args:
+        takeover: What streams the model.
+        layers: Its decoder layers.
+        mode: ``"strict"`` raises on a mismatch, ``"warn"`` logs it.
+
+    Attributes:
+        mode: See above.
+        status: ``"pending"``, ``"passed"``, ``"failed"``, or ``"unproven"``: complete, nothing
+            differs, but there is a layer in ``not_provable``.
+        message: The mismatch, if any.
+        proved_otherwise: Layers that were proved with deterministic attention; whether two resident
+            runs with the kernels in use were seen to differ.
+        not_provable: Layers that do not repeat themselves.
+    """
+
+    def __init__(self, takeover: Takeover, layers: Sequence[nn.Module], mode: str) -> None:
+        self.mode = mode
+        self.message: str | None = None
+        self.num_layers = len(layers)
+        self._device = takeover.device
+        self._takeover = takeover
+        self._digests = _digests(takeover)
+        self._packed = _damaged_before(takeover, self._digests)
+        """What ``poros.load`` has packed and is not what it was; None once that has been said."""
+        if self._packed is not None and mode == "strict":
+            raise ParityError(self._packed)
+        self._unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
+        self.proved_otherwise: dict[str, bool] = {}
+        self.not_provable: list[str] = []
+        self._runs = Runs(takeover)
+        self._without_gradient: set[int] = set()
+        """Layers of which only the forward was checked: nothing below them is trained."""
+
+    @property
+    def status(self) -> str:
+        if self.message is not None:
+            return "failed"
+        if not self._is_complete:
+            return "pending"
+        return "unproven" if self.not_provable else "passed"
+
+    @property
+    def _is_complete(self) -> bool:
+        return (
+            len(self._unchecked) < self.num_layers
+            and self._unchecked.keys() <= self._without_gradient
+        )
+
+    def watch(
+        self, index: int, call: LayerCall, run: Callable[[], Any], arguments: tuple[Any, Any]
+    ) -> Any:
+        """Run one layer's forward as it is streamed, and check it when its backward has passed."""
+        reference = self._unchecked.get(index)
+        layer = reference() if reference is not None else None
+        if layer is None:
+            return run()
+        if not call.needs_gradient and (index in self._without_gradient or not layer.training):
+            return run()
+        self._without_gradient.discard(index)
+        call.keeps_recomputed = True
+        evidence, result = Evidence.collect(layer, call, run, arguments, self._device)
+        node = next((each.grad_fn for _, each in named("", result) if each.grad_fn), None)
+        held = [evidence]
+        if node is None:
+            self._begin(held, ())
+            self._check(index, held, (), ())
+        else:
+            # Emptied by the check: the graph may live on, with the loss.
+            node.register_prehook(partial(self._begin, held))
+            node.register_hook(partial(self._check, index, held))
+        return result
+
+    def _begin(self, held: Sequence[Evidence], grad_outputs: object) -> None:
+        for evidence in held:
+            evidence.rng_backward = random_states(self._device)
+
+    def _check(
+        self,
+        index: int,
+        held: list[Evidence],
+        grad_inputs: Sequence[torch.Tensor | None],
+        grad_outputs: Sequence[torch.Tensor | None],
+    ) -> None:
+        """The hook behind the layer's backward."""
+        if not held:
+            return
+        evidence = held.pop()
+        if index not in self._unchecked or not evidence.is_intact():
+            return
+        if not is_streamed(evidence.layer):
+            return  # restored since its forward
+        if evidence.is_on_host:
+            evidence.move(self._device)
+        if grad_inputs:
+            del self._unchecked[index]
+        else:
+            self._without_gradient.add(index)
+        try:
+            mismatch = self._damaged_bytes(index // self._takeover.block_size) or self._mismatch(
+                index, evidence, grad_inputs, grad_outputs
+            )
+        finally:
+            evidence.call.recomputed = None  # the call lives as long as the graph
+        self._settle(evidence.call.layer.name, mismatch)
+
+    def watch_bytes(self, index: int, buffer: torch.Tensor) -> None:
+        """Check a kept layer once: it runs in an ordinary graph, so its bytes are all there is.
+
+        Streams:
+            Copies the block back behind what the compute stream waits for, and blocks the host.
+        """
+        reference = self._unchecked.get(index)
+        layer = reference() if reference is not None else None
+        if layer is None:
+            return
+        del self._unchecked[index]
+        block = index // self._takeover.block_size
+        mismatch = None
+        if self._differs(block, buffer.cpu()):
+            mismatch = f"block {block} on the device is not what poros.prepare took over"
+        self._settle(runtime_of(layer).name, self._damaged_bytes(block) or mismatch)
+
+    def _settle(self, name: str, mismatch: str | None) -> None:
+        if mismatch is not None:
+            self.message = f"{name}: {mismatch}"
+            if self.mode == "strict":
+                raise ParityError(
+                    f"self-check failed in {self.message}. The streamed step is not the resident "
+                    "step on this machine; nothing has been trained on it. Please report it with "
+                    "this message; poros.restore(model) gives the model back"
+                )
+            logger.warning("poros: self-check failed in %s; training goes on", self.message)
+        elif self.status == "passed":
+            logger.info("poros: self-check passed: %d layers, 0 differing bits", self.num_layers)
+        if mismatch is None and self._is_complete:
+            self._report_proofs()
+
+    def _damaged_bytes(self, block: int) -> str | None:
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            return packed
+        where = self._differs(block, self._takeover.host.read(block))
+        if where is not None:
+            return (
+                f"the host bytes of block {block} are not those that poros.prepare took over "
+                f"({where})"
+            )
+        size = self._takeover.block_size
+        for names in self._takeover.small.damaged[block * size : (block + 1) * size]:
+            if names:
+                return f"{names[0]} has not reached the device as poros.prepare found it"
+        return None
+
+    def _differs(self, block: int, flat: torch.Tensor) -> str | None:
+        """The name of a tensor of ``block`` that is not in ``flat`` as it came."""
+        for spec in self._takeover.host.slabs[block].layout.tensors:
+            found = flat[spec.offset : spec.offset + spec.num_bytes]
+            if digest(found) != self._digests[spec.name]:
+                return spec.name
+        return None
+
+    def _mismatch(
+        self,
+        index: int,
+        evidence: Evidence,
+        grad_inputs: Sequence[torch.Tensor | None],
+        grad_outputs: Sequence[torch.Tensor | None],
+    ) -> str | None:
+        streamed = forward_values(evidence.outputs, evidence.rng_end)
+        rng_after = forward_values({}, random_states(self._device))
+        resident = self._runs.resident(index, evidence, grad_outputs)
+        # Hooks may draw as gradients pass; the recomputation may not.
+        disturbed = first_difference(forward_values({}, resident.rng_backward), rng_after)
+        if disturbed is not None:
+            return f"its backward has to leave no trace of random draws: {disturbed}"
+        given = [*evidence.inputs, *evidence.parameters]
+        gradients = dict(zip(map(id, given), grad_inputs, strict=bool(grad_inputs)))
+        if grad_inputs:
+            # What autograd gets is not the sum but its terms, one by one. Added up only now: the
+            # resident run needs the memory.
+            for number, repeated in evidence.call.repeated.items():
+                gradients[id(given[number])] = _sum(repeated.terms)
+        for name, tensor in resident.sources:
+            streamed[f"gradient of {name}"] = gradients.get(id(tensor))
+        streamed = evidence.comparable(streamed)
+        difference = first_difference(resident.values, streamed)
+        if difference is None:
+            return None
+        kept = {f"input {n}": each.detach().clone() for n, each in enumerate(evidence.inputs)}
+        again = self._runs.resident(index, evidence, grad_outputs)
+        unsteady = first_difference(resident.values, again.values)
+        if unsteady is None and not resident.may_vary:
+            return difference + (_CACHE_HINT if evidence.has_cache else "")
+        now = {f"input {n}": each for n, each in enumerate(evidence.inputs)}
+        edited = first_difference(kept, now)
+        if edited is not None:
+            return f"the layer, or a hook inside it, edits what it is given in place ({edited})"
+        if self._device.type == "cpu" and not resident.may_vary:
+            return _UNSTEADY.format(unsteady)
+        try:
+            return self._prove(index, evidence, grad_outputs, Unsteady(resident, again, streamed))
+        except torch.OutOfMemoryError:
+            self._give_up(evidence, "the device has no memory for the proof")
+            return None
+
+    def _prove(
+        self,
+        index: int,
+        evidence: Evidence,
+        grad_outputs: Sequence[torch.Tensor | None],
+        found: "Unsteady",
+    ) -> str | None:
+        """Prove a layer whose kernels need not repeat themselves; the mismatch, if there is one.
+
+        The outputs of such a layer mostly do repeat themselves, in the forward as well as in the
+        recomputation, so they are compared as they were. For the gradients both sides run once
+        more, with attention that repeats itself.
+        """
+        resident, again, streamed = found
+        difference = (
+            first_difference(
+                resident.forward, {n: each for n, each in streamed.items() if not is_gradient(n)}
+            )
+            or evidence.recomputed_difference()
+        )
+        unsteady = first_difference(resident.forward, again.forward)
+        if difference is not None and unsteady is None:
+            return difference + (_CACHE_HINT if evidence.has_cache else "")
+        if difference is not None:
+            steady = [
+                self._runs.resident(index, evidence, (), Kernels.DETERMINISTIC) for _ in range(2)
+            ]
+            hidden = first_difference(steady[0].forward, steady[1].forward)
+            if hidden is not None:
+                return _UNSTEADY.format(hidden)
+            self._give_up(evidence, f"its outputs do not repeat themselves ({unsteady})")
+            return None
+        kernels = Kernels.DETERMINISTIC_ATTENTION
+        expected = self._runs.resident(index, evidence, grad_outputs, kernels)
+        proof = self._runs.streamed(index, evidence, grad_outputs, expected)
+        difference = first_difference(expected.values, proof.values)
+        if difference is None:
+            differs = first_difference(resident.values, again.values) is not None
+            self.proved_otherwise[evidence.call.layer.name] = differs
+            return None
+        repeated = self._runs.resident(index, evidence, grad_outputs, kernels)
+        unsteady = first_difference(expected.values, repeated.values)
+        if unsteady is None:
+            return f"{difference} (with deterministic attention on both sides)"
+        self._give_up(evidence, f"not even with deterministic attention ({unsteady})")
+        return None
+
+    def _give_up(self, evidence: Evidence, why: str) -> None:
+        name = evidence.call.layer.name
+        self.not_provable.append(name)
+        logger.warning(
+            "poros: the self-check cannot prove %s: run twice from one state, resident, it gives "
+            "different bits, %s. Nothing can be said about streaming it; training goes on",
+            name,
+            why,
+        )
+
+    def _report_proofs(self) -> None:
+        """Say once what was proved, and how."""
+        if not self.proved_otherwise:
+            return
+        names = list(self.proved_otherwise)
+        logger.warning(
+            "poros: the attention kernels in use do not repeat themselves in backward: in %d of %d "
+            "layers (%s) the streamed gradients differed from those of a resident run, and in %d "
+            "of these a second resident run was seen to differ as well. With deterministic "
+            "attention on both sides all of them are equal, bit for bit; training goes on with "
+            "your kernels",
+            len(names),
+            self.num_layers,
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+            sum(self.proved_otherwise.values()),
+        )
+
+
+class Unsteady(NamedTuple):
+    """Two resident runs of a layer, and its streamed run, with the kernels that the user chose."""
+
+    resident: Outcome
+    again: Outcome
+    streamed: dict[str, Any]
+
+
+def _sum(terms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The sum that autograd makes of the terms that arrive one after the other."""
+    return reduce(torch.add, present) if (present := [t for t in terms if t is not None]) else None
+
+
+def _digests(takeover: Takeover) -> dict[str, bytes]:
+    """Of what streams, by name, as it was before ``poros.prepare`` moved it."""
+    if takeover.digests is None:
+        raise ValueError("expected a takeover with digests, found self_check switched off")
+    return takeover.digests.results()
+
+
+def _damaged_before(takeover: Takeover, found: Mapping[str, bytes]) -> str | None:
+    """What has changed between a loader's source and ``poros.prepare``, if anything has."""
+    damaged = takeover.digests.damaged(found) if takeover.digests is not None else None
+    if damaged is None:
+        return None
+    name, expected = damaged
+    return (
+        f"{name}: expected digest {expected.hex()} as of what poros.load has put into host "
+        f"memory, found {found[name].hex()} there: bytes have changed on the way or since, by "
+        "nothing that PyTorch counts. Load the model again; if that does not help, the memory of "
+        "this machine is at fault. An edit of your own has to be one that PyTorch counts: in place "
+        "on the tensor itself, not through .data or NumPy"
+    )

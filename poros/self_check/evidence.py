@@ -1,0 +1,305 @@
+"""What the self-check holds of one call of one layer, and how it names what it compares.
+
+Everything here is read from the call itself and from PyTorch and transformers, not from what the
+recomputation captured: a state that the recomputation forgets is then missing on one side only.
+"""
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.utils.output_capturing import _active_collector
+
+from poros.layer.remat import LayerCall
+from poros.self_check.compare import differing
+from poros.self_check.switches import current_settings, set_settings
+
+_HIDDEN_STATES = "hidden_states"
+
+
+@dataclass
+class Evidence:
+    """What was there when one layer ran forward, and what came out."""
+
+    layer: nn.Module
+    call: LayerCall
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """Mappings among them are copies from before the call."""
+    inputs: list[torch.Tensor]
+    are_leaves: list[bool]
+    """Of the inputs: whether autocast, where it keeps casts, keeps theirs."""
+    input_versions: list[int]
+    """How often each was edited in place, as PyTorch counts."""
+    parameters: list[nn.Parameter]
+    trained: set[int]
+    """Ids of all that was trained in the layer, whatever the recomputation saw of it."""
+    recorded: list[str]
+    """What transformers recorded inside layers at the time, what layers return aside."""
+    rng: list[torch.Tensor]
+    autocast: list[tuple[str, bool, torch.dtype]]
+    has_cast_cache: bool
+    """Whether autocast keeps its casts of parameters, and so sums what they are used for."""
+    settings: list[Any]
+    training: list[bool]
+    outputs: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    """Value, and whether it needs a gradient, by name."""
+    output_versions: list[int] = field(default_factory=list)
+    rng_end: list[torch.Tensor] = field(default_factory=list)
+    rng_backward: list[torch.Tensor] = field(default_factory=list)
+    """When its backward began."""
+    is_on_host: bool = False
+    """Whether input and outputs were moved there."""
+
+    @classmethod
+    def collect(
+        cls,
+        layer: nn.Module,
+        call: LayerCall,
+        run: Callable[[], Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        device: torch.device,
+    ) -> tuple["Evidence", Any]:
+        """Run the streamed forward ``run`` and write down all around it; also its result."""
+        args, kwargs = arguments
+        before = mappings_in(kwargs)
+        collector: Mapping[str, list[Any]] = _active_collector.get() or {}
+        recorded = [key for key in collector if key != _HIDDEN_STATES and not key.startswith("_")]
+        evidence = cls(
+            layer=layer,
+            call=call,
+            args=args,
+            kwargs={**kwargs, **{key: type(kwargs[key])(held) for key, held in before.items()}},
+            inputs=list(call.tensors),
+            are_leaves=[each.is_leaf for each in call.tensors],
+            input_versions=_versions(call.tensors),
+            parameters=list(call.parameters),
+            trained={id(each) for each in layer.parameters() if each.requires_grad},
+            recorded=recorded,
+            rng=random_states(device),
+            autocast=[
+                (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
+                for each in sorted({device.type, "cpu"})
+            ],
+            has_cast_cache=torch.is_autocast_cache_enabled(),
+            settings=current_settings(),
+            training=[module.training for module in layer.modules()],
+        )
+        lengths = {key: len(collector[key]) for key in recorded}
+        result = run()
+        evidence.rng_end = random_states(device)
+        record = {key: collector[key][length:] for key, length in lengths.items()}
+        named = named_outputs(result, written(kwargs, before), record)
+        evidence.outputs = {name: (each.detach(), each.requires_grad) for name, each in named}
+        if call.parked is not None:
+            evidence.move(torch.device("cpu"))
+        evidence.output_versions = _versions(each for each, _ in evidence.outputs.values())
+        return evidence, result
+
+    def move(self, device: torch.device) -> None:
+        """Keep input and outputs on ``device`` from now on: a parked input has left its own."""
+        before, *others = self.inputs
+        after = before.detach().to(device, copy=True).requires_grad_(before.requires_grad)
+        self.inputs, self.input_versions[0] = [after, *others], after._version
+        self.args = tuple(replace(value, {id(before): after}) for value in self.args)
+        self.kwargs = {
+            key: value if isinstance(value, Cache) else replace(value, {id(before): after})
+            for key, value in self.kwargs.items()
+        }
+        self.is_on_host = device.type == "cpu"
+        self.outputs = {
+            name: (each.to(device, copy=True), needs_gradient)
+            for name, (each, needs_gradient) in self.outputs.items()
+        }
+
+    @contextmanager
+    def state(self, device: torch.device) -> Iterator[None]:
+        """What surrounded the forward, with gradients enabled; all as it was afterwards."""
+        with ExitStack() as stack:
+            stack.callback(_set_random_states, random_states(device), device)
+            _set_random_states(self.rng, device)
+            for device_type, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(device_type):
+                    region = torch.autocast(device_type, dtype, enabled, self.has_cast_cache)
+                    stack.enter_context(region)
+            set_settings(self.settings, stack)
+            for module, flag in zip(self.layer.modules(), self.training, strict=True):
+                stack.callback(setattr, module, "training", module.training)
+                module.training = flag
+            stack.enter_context(torch.enable_grad())
+            yield
+
+    @contextmanager
+    def backward_state(self, device: torch.device) -> Iterator[None]:
+        """The random states when its backward began; afterwards as they were before the body."""
+        before = random_states(device)
+        try:
+            _set_random_states(self.rng_backward, device)
+            yield
+        finally:
+            _set_random_states(before, device)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the layer was given a KV cache."""
+        return any(isinstance(each, Cache) for each in (*self.args, *self.kwargs.values()))
+
+    def is_intact(self) -> bool:
+        """Whether the inputs still are those of the forward.
+
+        If not, the backward has refused, or hooks (``save_on_cpu``) had saved copies for it.
+        """
+        return self.input_versions == _versions(self.inputs)
+
+    def comparable(self, values: dict[str, Any]) -> dict[str, Any]:
+        """``values`` without the outputs that someone has edited in place since the forward."""
+        now = _versions(each for each, _ in self.outputs.values())
+        versions = zip(self.outputs, self.output_versions, now, strict=True)
+        edited = {name for name, before, after in versions if before != after}
+        return {name: value for name, value in values.items() if name not in edited}
+
+    def recomputed_difference(self) -> str | None:
+        """Where what the backward recomputed is not what the forward gave."""
+        recomputed = self.call.recomputed
+        if recomputed is None:
+            return None
+        found = dict(self.named_values(recomputed))
+        expected = {name: each for name, (each, _) in self.outputs.items() if name in found}
+        difference = first_difference(self.comparable(expected), self.comparable(found))
+        return difference and f"recomputed in backward: {difference}"
+
+    def named_gradients(
+        self, grad_outputs: Sequence[torch.Tensor | None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The gradients that arrived at the outputs, under the outputs' names."""
+        return self.named_values(grad_outputs) if grad_outputs else iter(())
+
+    def named_values(self, values: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, Any]]:
+        """What belongs to the layer's outputs, one by one, under the outputs' names."""
+        returned, by_the_side, recorded = self.call.unpack_results(values)
+        mappings: dict[str, dict[str, Any]] = {}
+        for key, entry, value in by_the_side:
+            mappings.setdefault(key, {})[entry] = value
+        return named_outputs(returned, mappings, dict(recorded))
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [0 if each.is_inference() else each._version for each in tensors]
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the CPU generator and the device's."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _set_random_states(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def mappings_in(kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the shared mappings among the arguments hold now."""
+    return {key: dict(value) for key, value in kwargs.items() if isinstance(value, UserDict)}
+
+
+def written(
+    kwargs: Mapping[str, Any], before: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """What was written to them since."""
+    return {
+        key: {entry: v for entry, v in kwargs[key].items() if v is not held.get(entry)}
+        for key, held in before.items()
+    }
+
+
+def forward_values(
+    outputs: Mapping[str, tuple[torch.Tensor, bool]], rng_end: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """All that a forward gave, by name."""
+    values: dict[str, Any] = {}
+    for name, (tensor, needs_gradient) in outputs.items():
+        values[name], values[f"{name} needs a gradient"] = tensor, needs_gradient
+    for number, state in enumerate(rng_end):
+        values[f"random state {number}"] = state
+    return values
+
+
+def named_outputs(
+    result: Any, written: Mapping[str, Mapping[str, Any]], recorded: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[str, Any]]:
+    """All tensors that a layer hands on, by name."""
+    yield from named("output", result)
+    for key, entries in written.items():
+        for entry, value in entries.items():
+            yield from named(f"{key}[{entry!r}]", value)
+    for key, values in recorded.items():
+        for number, value in enumerate(values):
+            yield from named(f"recorded {key}[{number}]", value)
+
+
+def named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors in ``value``, by name."""
+    if isinstance(value, tuple):
+        for number, part in enumerate(value):
+            yield from named(f"{name}[{number}]", part)
+    elif isinstance(value, torch.Tensor):
+        yield name, value
+
+
+def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
+    """``value`` with other tensors, by the id of the one in it."""
+    if isinstance(value, torch.Tensor):
+        return leaves.get(id(value), value)
+    if isinstance(value, UserDict):
+        return type(value)({key: replace(each, leaves) for key, each in value.items()})
+    if isinstance(value, Cache):
+        return _copied(value)  # what the layer adds to it is nobody's
+    if isinstance(value, tuple):
+        parts = [replace(each, leaves) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def _copied(cache: Cache) -> Cache:
+    """A cache of its own over the same tensors; those of a layer that is resident have a graph."""
+    caches = [cache]
+    if isinstance(cache, EncoderDecoderCache):
+        caches = [cache.self_attention_cache, cache.cross_attention_cache]
+    held = {
+        id(each): each
+        for layer in chain.from_iterable(each.layers for each in caches)
+        for each in tree_leaves(list(vars(layer).values()))
+        if isinstance(each, torch.Tensor) and each.requires_grad
+    }
+    return copy.deepcopy(cache, held)
+
+
+def first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
+    """The first entry that is not bit for bit the same, in words."""
+    for name, value in expected.items():
+        other = found.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            difference = differing(value, other, name)
+            if difference is not None:
+                return str(difference)
+        elif isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor) or value != other:
+            return f"{name}: resident has {_brief(value)}, streamed has {_brief(other)}"
+    extra = [name for name in found if name not in expected]
+    return f"{extra[0]}: streamed only" if extra else None
+
+
+def _brief(value: Any) -> str:
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"a tensor of shape {tuple(value.shape)}" if is_tensor else str(value)

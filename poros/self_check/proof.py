@@ -1,0 +1,318 @@
+"""One layer run again from the state it was run with: resident, and streamed once more.
+
+``resident`` runs the layer's own forward in an ordinary graph over frozen tensors that are loaded
+afresh, synchronously, into memory of their own: neither slots, streams and copies nor the
+recomputation take part. ``streamed`` runs it as the step did, through slots, copies and
+recomputation, over a block that is copied anew into a slot that held something else before, and
+overwritten by another block as soon as nothing reads it any more. Both leave no trace: random
+states are put back, no gradient is accumulated, no hook of a parameter runs.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.utils.output_capturing import _active_collector
+
+from poros.layer.frozen import LayerBindings, bind_block
+from poros.layer.remat import LayerCall, RematerializeLayer
+from poros.layer.streamed import LayerRuntime, runtime_of
+from poros.model.attach import Takeover
+from poros.self_check.attention import AttentionKernels, deterministic_flag, unchanged_flags
+from poros.self_check.evidence import (
+    Evidence,
+    forward_values,
+    mappings_in,
+    named_outputs,
+    random_states,
+    replace,
+    written,
+)
+from poros.slots.schedule import Phase
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+_POISON = 0xFF
+"""NaN for floats, the largest code for packed 4-bit weights."""
+
+
+class Kernels(Enum):
+    """Which kernels of a run have to repeat themselves."""
+
+    DETERMINISTIC_ATTENTION = "attention's"
+    DETERMINISTIC = "all that have a deterministic form"
+
+
+class Outcome(NamedTuple):
+    """What a run of a layer gave, by name, and how."""
+
+    values: dict[str, Any]
+    """Outputs, whether they need a gradient, random states at the end, gradients."""
+    sources: list[tuple[str, torch.Tensor]]
+    """Names and originals of what gradients were taken for."""
+    rng_backward: Sequence[torch.Tensor]
+    """The random states behind its backward."""
+    may_vary: bool = False
+    """Whether its gradients need not repeat themselves (``AttentionKernels``)."""
+
+    @property
+    def forward(self) -> dict[str, Any]:
+        """The values that were there before the backward."""
+        return {name: each for name, each in self.values.items() if not is_gradient(name)}
+
+
+def is_gradient(name: str) -> bool:
+    """Whether a value of this name is of the backward."""
+    return name.startswith("gradient of ")
+
+
+class Runs:
+    """Runs the layers of one prepared model again.
+
+    Args:
+        takeover: What streams the model.
+    """
+
+    def __init__(self, takeover: Takeover) -> None:
+        self._takeover = takeover
+        self._device = takeover.device
+
+    def resident(
+        self,
+        index: int,
+        evidence: Evidence,
+        grad_outputs: Gradients,
+        kernels: "Kernels | None" = None,
+    ) -> Outcome:
+        """Run layer ``index`` in an ordinary graph.
+
+        Args:
+            index: The layer's place.
+            evidence: Its arguments and the state around it.
+            grad_outputs: The gradients that arrived at its outputs.
+            kernels: What has to repeat itself; None leaves it to the user's settings.
+        """
+        leaves = _leaves(evidence.inputs)
+        with torch.enable_grad():
+            given = {
+                id(each): leaves[id(each)] if is_leaf else leaves[id(each)][...]
+                for each, is_leaf in zip(evidence.inputs, evidence.are_leaves, strict=True)
+            }
+        args, kwargs = _arguments(evidence, given)
+        before = mappings_in(kwargs)
+        record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
+        attention = AttentionKernels(deterministic=kernels is not None)
+        with (
+            unchanged_flags(),
+            _repeating(kernels),
+            _ordinary(self._takeover, index, evidence) as (forward, adapters),
+        ):
+            with evidence.state(self._device):
+                token = _active_collector.set(record)
+                try:
+                    # ``state`` has put the flag back.
+                    with _repeating(kernels), _around(runtime_of(evidence.layer), attention):
+                        result = forward(*args, **kwargs)
+                finally:
+                    _active_collector.reset(token)
+                rng_end = random_states(self._device)
+            outputs = dict(named_outputs(result, written(kwargs, before), record))
+            sources = [
+                (f"input {number}", each, leaves[id(each)])
+                for number, each in enumerate(evidence.inputs)
+                if each.requires_grad
+            ]
+            sources += adapters
+            wanted = [leaf for *_, leaf in sources]
+            found, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
+        values = _values(outputs, rng_end, [name for name, *_ in sources], found)
+        return Outcome(
+            evidence.comparable(values),
+            [(name, each) for name, each, _ in sources],
+            rng_backward,
+            attention.may_vary,
+        )
+
+    def streamed(
+        self, index: int, evidence: Evidence, grad_outputs: Gradients, expected: Outcome
+    ) -> Outcome:
+        """Run layer ``index`` as it is streamed, with attention that repeats itself.
+
+        Args:
+            index: The layer's place.
+            evidence: Its arguments and the state around it.
+            grad_outputs: The gradients that arrived at its outputs.
+            expected: What it is to be compared with; the values get its names.
+
+        Streams:
+            Overwrites the block's slot on the compute stream, so that nothing of an earlier copy
+            can pass for the new one, and queues the copy of another block into it at the end.
+        """
+        runtime = runtime_of(evidence.layer)
+        leaves = _leaves(evidence.inputs)
+        args, kwargs = _arguments(evidence, leaves, with_caches=False)
+        before = mappings_in(kwargs)
+        record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
+        self._forget(runtime.block)
+        with unchanged_flags():
+            with evidence.state(self._device):
+                token = _active_collector.set(record)
+                try:
+                    layer = _Deterministic(runtime)
+                    call = LayerCall(layer, args, kwargs, runtime.tree())
+                    proxies = [each.detach().requires_grad_() for each in call.parameters]
+                    kept, results = call.part_with(), call.forward()
+                    made = RematerializeLayer.apply(call, results, kept, *call.tensors, *proxies)
+                    result = call.result(made)
+                finally:
+                    _active_collector.reset(token)
+                rng_end = random_states(self._device)
+            outputs = dict(named_outputs(result, written(kwargs, before), record))
+            sources = dict(zip(map(id, call.parameters), proxies, strict=True)) | leaves
+            wanted = [sources[id(each)] for _, each in expected.sources]
+            found, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
+        self._takeover.manager.replace(runtime.block)
+        values = _values(outputs, rng_end, [name for name, _ in expected.sources], found)
+        return Outcome(evidence.comparable(values), expected.sources, rng_backward)
+
+    def _forget(self, block: int) -> None:
+        """Have ``block`` loaded anew, over bytes that cannot pass for its own."""
+        manager = self._takeover.manager
+        manager.acquire(block, Phase.INFERENCE).buffer.fill_(_POISON)
+        manager.release(block)
+        manager.evict(block)
+
+    def _gradients(
+        self,
+        outputs: dict[str, torch.Tensor],
+        evidence: Evidence,
+        grad_outputs: Gradients,
+        wanted: Sequence[torch.Tensor],
+    ) -> tuple[Gradients, Sequence[torch.Tensor]]:
+        """The gradients, and the random states behind them."""
+        # By tensor: one that comes out under two names has one gradient, not twice the same.
+        pairs = {
+            id(outputs[name]): (outputs[name], gradient)
+            for name, gradient in evidence.named_gradients(grad_outputs)
+            if name in outputs and outputs[name].requires_grad
+        }
+        if not pairs:
+            return [None] * len(wanted), evidence.rng_backward
+        ends, starts = zip(*pairs.values(), strict=True)
+        with evidence.backward_state(self._device):
+            found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+            return found, random_states(self._device)
+
+
+class _Deterministic:
+    """A streamed layer whose attention repeats itself, in forward and when it is recomputed."""
+
+    def __init__(self, runtime: LayerRuntime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with _around(self._runtime, AttentionKernels(deterministic=True)):
+            return self._runtime.run(args, kwargs)
+
+
+def _around(runtime: LayerRuntime, attention: AttentionKernels) -> AbstractContextManager[object]:
+    """Watch attention in the layer, but for a compiled one on a CPU, where it repeats itself.
+
+    A compiler traces what a mode does, and does not come to an end with some adapters.
+    """
+    return nullcontext() if runtime.is_compiled and runtime.device.type == "cpu" else attention
+
+
+@contextmanager
+def _repeating(kernels: Kernels | None) -> Iterator[None]:
+    """Warn only, and not even that: cuBLAS repeats itself here without the variable it wants."""
+    if kernels is not Kernels.DETERMINISTIC:
+        yield
+        return
+    with warnings.catch_warnings(), deterministic_flag(warn_only=True):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _leaves(inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {
+        id(each): each.detach().requires_grad_() if each.requires_grad else each for each in inputs
+    }
+
+
+def _arguments(
+    evidence: Evidence, leaves: dict[int, torch.Tensor], with_caches: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The layer's arguments, with other tensors; a streamed layer goes without caches."""
+
+    def of(value: Any) -> Any:
+        return None if isinstance(value, Cache) and not with_caches else replace(value, leaves)
+
+    return tuple(map(of, evidence.args)), {key: of(each) for key, each in evidence.kwargs.items()}
+
+
+def _values(
+    outputs: dict[str, torch.Tensor],
+    rng_end: Sequence[torch.Tensor],
+    names: Sequence[str],
+    gradients: Gradients,
+) -> dict[str, Any]:
+    values = forward_values(
+        {name: (each.detach(), each.requires_grad) for name, each in outputs.items()}, rng_end
+    )
+    for name, gradient in zip(names, gradients, strict=True):
+        values[f"gradient of {name}"] = gradient
+    return values
+
+
+@contextmanager
+def _ordinary(
+    takeover: Takeover, index: int, evidence: Evidence
+) -> Iterator[tuple[Callable[..., Any], list[tuple[str, nn.Parameter, nn.Parameter]]]]:
+    """The layer's own forward over freshly loaded frozen tensors, and its adapters.
+
+    Adapters, those that were trained at the forward, come as name, parameter and stand-in:
+    gradients of the stand-ins run nobody's hooks.
+    """
+    layer = evidence.layer
+    trained = evidence.trained
+    block = index // takeover.block_size
+    slab = takeover.host.slabs[block]
+    memory = takeover.host.read(block).to(takeover.device, copy=True)
+    bindings = LayerBindings(
+        bind_block(takeover.blocks[block], slab.layout, memory, takeover.constants).get(index, [])
+    )
+    places = [
+        (f"{name}.{key}" if name else key, module._parameters, key, parameter)
+        for name, module in layer.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and (parameter.requires_grad or id(parameter) in trained)
+    ]
+    stand_ins = {
+        id(each): nn.Parameter(each.detach(), requires_grad=id(each) in trained)
+        for *_, each in places
+    }
+
+    def undo() -> None:
+        for _, owner, key, parameter in places:
+            owner[key] = parameter
+        bindings.swap_out()
+
+    with takeover.visits.begin(runtime_of(layer).name, undo):
+        bindings.swap_in()
+        for _, owner, key, parameter in places:
+            owner[key] = stand_ins[id(parameter)]
+        adapters = {
+            id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places if id(p) in trained
+        }
+        yield partial(runtime_of(layer).own_forward, layer), list(adapters.values())

@@ -1,0 +1,96 @@
+"""The process-wide settings that pick kernels, as the self-check reads and sets them.
+
+Written apart from ``poros.layer.settings``, through PyTorch's public names: what the recomputation
+forgets is then missing on one side only.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+_BACKENDS: Any = torch.backends
+
+
+def current_settings() -> list[Any]:
+    """All of them now; does not raise, whatever mix of older and newer names was used."""
+    return [[get() for get, _ in _settings()], [each.fp32_precision for each in _operators()]]
+
+
+def set_settings(wanted: list[Any], stack: ExitStack) -> None:
+    """Set what differs from ``wanted``, until ``stack`` is closed."""
+    values, precisions = wanted
+    for (get, put), value in zip(_settings(), values, strict=True):
+        if (found := get()) != value:
+            stack.callback(put, found)
+            put(value)
+    if [each.fp32_precision for each in _operators()] != precisions:
+        _set_precisions(precisions, stack)
+
+
+def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    cuda = _BACKENDS.cuda
+    attributes = [
+        (cuda.matmul, "allow_fp16_accumulation"),
+        (_BACKENDS.cudnn, "deterministic"),
+        (_BACKENDS.cudnn, "benchmark"),
+        (_BACKENDS.mkldnn, "enabled"),
+        (_BACKENDS.mkldnn, "deterministic"),
+    ]
+    return [
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        (cuda.preferred_blas_library, cuda.preferred_blas_library),
+        (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+        *((partial(getattr, *each), partial(setattr, *each)) for each in attributes),
+        *(
+            (partial(_reduction, name), partial(setattr, cuda.matmul, name))
+            for name in (
+                "allow_fp16_reduced_precision_reduction",
+                "allow_bf16_reduced_precision_reduction",
+            )
+        ),
+    ]
+
+
+def _reduction(name: str) -> Any:
+    """Whether sums may be of lower precision, and, where it is apart, whether in split K too."""
+    allowed = getattr(_BACKENDS.cuda.matmul, name)
+    in_split = getattr(_BACKENDS.cuda.matmul, f"{name}_split_k", None)
+    return allowed if in_split is None else (allowed, in_split)
+
+
+def _operators() -> list[Any]:
+    """What has a precision of float32."""
+    cudnn, mkldnn = _BACKENDS.cudnn, _BACKENDS.mkldnn
+    return [cudnn.conv, cudnn.rnn, _BACKENDS.cuda.matmul, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
+
+
+def _set_precisions(wanted: list[str], stack: ExitStack) -> None:
+    cudnn, mkldnn = _BACKENDS.cudnn, _BACKENDS.mkldnn
+    # What is said for one operator goes before what is said for its backend, and that before what
+    # is said for all: in silence above, each tells what was said for it alone.
+    said = [(_BACKENDS, _BACKENDS.fp32_precision)]
+    _BACKENDS.fp32_precision = "none"
+    said += [(cudnn, cudnn.fp32_precision), (mkldnn, mkldnn.fp32_precision)]
+    cudnn.fp32_precision = mkldnn.fp32_precision = "none"
+    alone = [each.fp32_precision for each in _operators()]
+    cudnn.fp32_precision = mkldnn.fp32_precision = "ieee"
+    # cuDNN's allow TF32 until anything is said, and that silence cannot be had back.
+    is_silent = [
+        before == "tf32" and each.fp32_precision == "ieee"
+        for each, before in zip(_operators(), alone, strict=True)
+    ]
+    operators = list(zip(_operators(), alone, wanted, is_silent, strict=True))
+    said += [(each, before) for each, before, _, silent in operators if not silent]
+    for owner, value in said:
+        owner.fp32_precision = value
+        stack.callback(setattr, owner, "fp32_precision", value)
+    for each, _, value, silent in operators:
+        if each.fp32_precision != value:
+            (cudnn if silent else each).fp32_precision = "ieee" if value == "none" else value

@@ -1,0 +1,1 @@
+"""Device slots, who may change them, and the order in which blocks pass through them."""

@@ -189,7 +189,7 @@ def test_the_installed_command_tells_its_version(installed: Installed) -> None:
 SMOKE = """
 import json, torch
 torch.set_num_threads(1)
-import poros, poros.gates, poros.loaders
+import poros, poros.examples, poros.gates, poros.loaders
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, train
 
@@ -198,7 +198,7 @@ arms = [tiny.make_model("qwen2", num_layers=3, hidden_size=64, dropout=0.05) for
 poros.prepare(arms[1])
 hashes = [train(model, batches, spec).hash() for model in arms]
 hashes.append(train(arms[0], batches, spec).hash())
-files = [module.__file__ for module in (poros, poros.loaders, poros.gates)]
+files = [module.__file__ for module in (poros, poros.loaders, poros.gates, poros.examples)]
 print(json.dumps([files, hashes, poros.runtime(arms[1]).self_check["status"]]))
 """
 

@@ -25,7 +25,7 @@ from poros.gates.report import START_BYTES, ParityReport, environment, plain
 from poros.self_check.compare import differing_digests
 
 if TYPE_CHECKING:
-    from poros.api import Runtime
+    from poros.model.runtime import Runtime
 
 Prepare = Callable[..., Any]
 

@@ -24,7 +24,7 @@ from poros.loaders.header import shown
 from poros.slots.schedule import count, training_visits, walk
 
 if TYPE_CHECKING:
-    from poros.api import Runtime
+    from poros.model.runtime import Runtime
 
 __all__ = ["ParityReport", "check_architecture", "check_model_dir", "render", "run_parity"]
 

@@ -88,9 +88,10 @@ _CODE = tuple(
         "poros": "layout nf4 streams",
         "poros.host": "store",
         "poros.slots": "manager ring schedule",
-        "poros.layer": "args arrival attributes audit casts compiled early frozen handover offload "
-        "remat retained rng settings side_outputs state staying streamed tree visits within",
-        "poros.model": "adoption attach inspect",
+        "poros.layer": "adapters args arrival attributes audit body casts compiled early frozen "
+        "handover offload remat retained rng settings side_outputs state staying streamed tree "
+        "visit within",
+        "poros.model": "adoption attach inspect runtime",
         "poros.self_check": "compare",
         "poros.gates": "adversary arms kinds parity reference sweep tiny",
     }.items()

@@ -29,7 +29,7 @@ _HOME = {
     "restore": "poros.api",
     "runtime": "poros.api",
     "patch_hf_model": "poros.api",
-    "Runtime": "poros.api",
+    "Runtime": "poros.model.runtime",
     "MemoryPlan": "poros.planning.formula",
     "PorosError": "poros.errors",
     "UnsupportedModelError": "poros.errors",
@@ -48,7 +48,6 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from poros.api import Runtime as Runtime
     from poros.api import patch_hf_model as patch_hf_model
     from poros.api import prepare as prepare
     from poros.api import restore as restore
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from poros.errors import VRAMBudgetError as VRAMBudgetError
     from poros.loaders.limits import Limits as Limits
     from poros.loaders.load import load as load
+    from poros.model.runtime import Runtime as Runtime
     from poros.planning.formula import MemoryPlan as MemoryPlan
     from poros.planning.planner import plan as plan
     from poros.telemetry import log_streaming as log_streaming

@@ -1,135 +1,30 @@
 """``prepare``, ``restore`` and ``runtime``: the public verbs."""
 
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from poros.budget import Budget
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.devices import default_device, usable_device
 from poros.errors import PreparedModelError
+from poros.layer.adapters import is_adapter_module
 from poros.layer.settings import settle
-from poros.layer.streamed import is_streamed, runtime_of
-from poros.model.attach import Takeover
-from poros.model.inspect import Inventory, is_adapter_module, take_inventory
+from poros.model.inspect import Inventory, take_inventory
+from poros.model.runtime import Runtime, find_runtime, runtime_of
+from poros.model.sizing import Estimate, Shape, Wanted
 from poros.slots.schedule import Action
-from poros.streams import StreamContext, gb_per_s, streams_for
+from poros.streams import StreamContext, streams_for
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
-    from poros.self_check.check import SelfCheck
+    from poros.planning.planner import Planner
 
 logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-
-class Runtime:
-    """What streams a prepared model. Get it with ``poros.runtime(model)``.
-
-    Attributes:
-        policy: The policy the model was prepared with.
-        device: Where it trains.
-        budget: Makes room for the blocks.
-    """
-
-    def __init__(
-        self, policy: StreamingPolicy, takeover: Takeover, self_check: "SelfCheck | None"
-    ) -> None:
-        self.policy = policy
-        self.device = takeover.device
-        self.budget = Budget(policy, takeover, self_check)
-        self._takeover = takeover
-        self._self_check = self_check
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks the layers are grouped into."""
-        return len(self._takeover.blocks)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that blocks stream through: the policy's, without the blocks that stay."""
-        return len(self._takeover.ring.slots)
-
-    @property
-    def num_streamed_blocks(self) -> int:
-        """Blocks that stream; the others stay on the device (``keep_last``)."""
-        return self._takeover.manager.num_blocks
-
-    @property
-    def self_check(self) -> dict[str, Any]:
-        """What the check of the first step has found so far.
-
-        Returns:
-            ``mode``, ``status`` (pending, passed, failed, unproven or off), ``message`` (the
-            mismatch, if any), ``proved_with_deterministic_attention`` and ``not_provable`` (names
-            of layers that do not repeat themselves: see ``poros.self_check.check``).
-        """
-        check = self._self_check
-        return {
-            "mode": check.mode if check else "off",
-            "status": check.status if check else "off",
-            "message": check.message if check else None,
-            "proved_with_deterministic_attention": list(check.proved_otherwise) if check else [],
-            "not_provable": list(check.not_provable) if check else [],
-        }
-
-    def stats(self) -> dict[str, Any]:
-        """What has happened since ``prepare``, as plain numbers.
-
-        Returns:
-            ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in
-            its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots,
-            blocks that stay, small frozen tensors, constants of 4-bit weights),
-            ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in host memory, and the
-            page-locked part of them),
-            ``disk_num_bytes`` and ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how
-            long training has waited for them), ``offloaded_num_bytes`` (host memory for inputs of
-            layers), ``h2d_ms`` and ``h2d_gb_per_s`` (how long the copies of blocks took that are
-            complete, on the device, and their rate), ``stall_ms`` (for how long the device had
-            nothing to do but wait for one of them), ``fallbacks`` (one line each).
-
-        Streams:
-            Reads counters on the host, and events; waits for nothing.
-        """
-        takeover = self._takeover
-        timings = takeover.timings()
-        return {
-            "num_loads": takeover.manager.num_loads,
-            "num_hits": takeover.manager.num_hits,
-            "h2d_num_bytes": takeover.manager.h2d_num_bytes,
-            "device_num_bytes": takeover.device_num_bytes,
-            "host_num_bytes": takeover.host.num_bytes,
-            "pinned_num_bytes": takeover.host.pinned_num_bytes,
-            "disk_num_bytes": takeover.host.disk_num_bytes,
-            "disk_stall_ms": takeover.host.disk_stall_ms,
-            "offloaded_num_bytes": takeover.boundaries.num_bytes,
-            "h2d_ms": timings.copy_ms,
-            "h2d_gb_per_s": gb_per_s(timings.num_bytes, timings.copy_ms),
-            "stall_ms": timings.stall_ms,
-            "fallbacks": takeover.host.fallbacks + takeover.boundaries.fallbacks,
-        }
-
-    @property
-    def plan(self) -> "MemoryPlan | None":
-        """What the budget was planned into; None without one, or before the first step."""
-        return self.budget.plan
-
-    def is_model(self, module: object) -> bool:
-        """Whether ``module`` is the prepared model itself."""
-        return module is not None and module is self._takeover.model()
-
-    def has_trainable_parameter(self) -> bool:
-        """Whether any parameter of the model requires a gradient now."""
-        model = self._takeover.model()
-        return model is not None and any(each.requires_grad for each in model.parameters())
-
-    def host_slab(self, block: int) -> torch.Tensor:
-        """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
-        return self._takeover.host.slabs[block].bytes
 
 
 def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: Any) -> ModelT:
@@ -183,7 +78,7 @@ def prepare_with(
     journal: list[Action] | None = None,
 ) -> ModelT:
     """``prepare`` with the stream context given, and a journal of every action if wanted."""
-    existing = _find(model)
+    existing = find_runtime(model)
     if existing is not None:
         if existing.policy == policy:
             return model
@@ -196,11 +91,14 @@ def prepare_with(
         inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
         device = streams.device if streams is not None else _choose_device(model, policy)
         settle(device)
-        takeover = Takeover(model, inventory, policy, streams or streams_for(device), journal)
+        estimate = _estimate(model, policy)
+        runtime = Runtime(
+            model, inventory, policy, streams or streams_for(device), estimate, journal
+        )
         try:
-            runtime = _supervise(takeover, inventory, policy)
+            _watch(runtime, inventory)
         except BaseException:
-            takeover.revert()
+            runtime.detach()
             raise
     stats = runtime.stats()
     if policy.slots is not None and runtime.num_slots < policy.slots and not policy.keep_last:
@@ -221,22 +119,43 @@ def prepare_with(
     return model
 
 
-def _supervise(takeover: Takeover, inventory: Inventory, policy: StreamingPolicy) -> Runtime:
-    """The runtime, known to the layers, and their check."""
-    self_check = None
-    if policy.self_check != "off":
-        from poros.self_check.check import SelfCheck
-
-        self_check = SelfCheck(takeover, inventory.layers, policy.self_check)
-    else:
+def _watch(runtime: Runtime, inventory: Inventory) -> None:
+    """Have the first step checked, if the policy wants that."""
+    if runtime.policy.self_check == "off":
         logger.warning("poros: self_check is off: the first step will not be checked")
-    runtime = Runtime(policy, takeover, self_check)
-    for layer in inventory.layers:
-        runtime_of(layer).owner = runtime
-        if self_check is not None:
-            runtime_of(layer).check = self_check.watch
-            runtime_of(layer).check_bytes = self_check.watch_bytes
-    return runtime
+        return
+    from poros.self_check.check import SelfCheck
+
+    runtime.watch_with(SelfCheck(runtime, inventory.layers, runtime.policy.self_check))
+
+
+def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
+    """Estimates of a step of ``model``, from what ``poros.plan`` does."""
+    reference = weakref.ref(model)  # which holds this
+    planner: list[Planner] = []
+
+    def estimate(
+        shape: Shape, budget: int | None, wanted: Wanted, is_checking: bool
+    ) -> "MemoryPlan":
+        from poros.planning.planner import Planner
+
+        living = reference()
+        if not planner and living is not None:
+            planner.append(Planner(living))
+        return planner[0].plan(
+            **shape._asdict(),
+            # With its unit: bytes are meant, however few they are.
+            vram_budget=None if budget is None else f"{budget}B",
+            self_check=is_checking,
+            block_size=policy.block_size,
+            num_slots=wanted.num_slots,
+            keep_last=wanted.keep_last,
+            offload_boundaries=wanted.offload_inputs,
+            # Gradients may be there already: how many passes make a step is not known here.
+            accumulation=2,
+        )
+
+    return estimate
 
 
 def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:
@@ -255,9 +174,9 @@ def restore(model: ModelT) -> ModelT:
         CheckpointFormatError: If somebody has written to that file.
         PreparedModelError: If the model is not prepared.
     """
-    existing = runtime(model)
-    existing._takeover.host.require_intact()
-    existing._takeover.revert()
+    existing = runtime_of(model)
+    existing.host.require_intact()
+    existing.detach()
     return model
 
 
@@ -267,21 +186,7 @@ def runtime(model: nn.Module) -> Runtime:
     Raises:
         PreparedModelError: If the model is not prepared.
     """
-    existing = _find(model)
-    if existing is None:
-        raise PreparedModelError(
-            f"expected a prepared model, found a {type(model).__name__} that is not; call "
-            "poros.prepare(model) first"
-        )
-    return existing
-
-
-def _find(model: nn.Module) -> Runtime | None:
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        if is_streamed(module):
-            found: Runtime = runtime_of(module).owner
-            return found
-    return None
+    return runtime_of(model)
 
 
 def _choose_device(model: nn.Module, policy: StreamingPolicy) -> torch.device:

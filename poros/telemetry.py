@@ -9,7 +9,8 @@ import torch
 from transformers import TrainerCallback
 
 from poros import __version__
-from poros.api import Runtime, runtime
+from poros.api import runtime
+from poros.model.runtime import Runtime
 
 if TYPE_CHECKING:
     from transformers import Trainer

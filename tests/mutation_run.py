@@ -33,8 +33,9 @@ CORE = tuple(
     for folder, names in {
         "": "streams",
         "slots": "manager ring schedule",
-        "layer": "args arrival attributes audit casts early frozen handover offload refused_calls "
-        "remat retained rng settings side_outputs state staying streamed tree visits within",
+        "layer": "adapters args arrival attributes audit body casts early frozen handover offload "
+        "refused_calls remat retained rng settings side_outputs state staying streamed tree visit "
+        "within",
     }.items()
     for name in names.split()
 )

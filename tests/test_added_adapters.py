@@ -75,7 +75,7 @@ def test_an_adapter_that_comes_later_is_brought_to_the_device(
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.clone() if args and args[0] is other else to(self, *args, **kwargs)
 
-    takeover = poros.runtime(model)._takeover
+    takeover = poros.runtime(model)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", moved)
         patch.setattr(takeover, "device", other)
@@ -134,7 +134,7 @@ def test_another_adapter_of_any_kind_is_noticed(
     tensors = late(layers_of(model))
     assert tensors
     with monkeypatch.context() as patch:
-        patch.setattr(poros.runtime(model)._takeover, "device", OtherDevice())
+        patch.setattr(poros.runtime(model), "device", OtherDevice())
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             model.eval()(**batches()[0])
     arrived = {each.data_ptr() for each in sent}
@@ -153,7 +153,7 @@ def test_one_that_takes_the_place_of_another_is_noticed(
         model.eval()(**batches()[0])
     model.delete_adapter("late")
     another(model)
-    monkeypatch.setattr(poros.runtime(model)._takeover, "device", OtherDevice())
+    monkeypatch.setattr(poros.runtime(model), "device", OtherDevice())
     with torch.no_grad():
         model(**batches()[0])
     arrived = {each.data_ptr() for each in sent}
@@ -221,7 +221,7 @@ def test_an_initialisation_finds_the_base_on_the_device(
     model = AdversarialPrepare()(base, slots=2)
     for each in (expected, model):
         run(each)
-    slots = {each.buffer.data_ptr() for each in poros.runtime(model)._takeover.ring.slots}
+    slots = {each.buffer.data_ptr() for each in poros.runtime(model).ring.slots}
     seen: list[bool] = []
     own = LoraLayer.update_layer
 

@@ -71,7 +71,7 @@ def test_restore_leaves_everything_in_place_and_it_is_adopted_again() -> None:
     before = picture(model)
     for block_size in (2, 1, 3):
         poros.prepare(model, block_size=block_size)
-        assert poros.runtime(model)._takeover.is_adopted
+        assert poros.runtime(model).is_adopted
         assert changes(before, picture(poros.restore(model))) == {}
 
 
@@ -81,7 +81,7 @@ def test_adoption_under_adversarial_streams() -> None:
     model = adapted(loaded())
     with prepare.watching():
         prepare(model, block_size=2, slots=2)
-        assert poros.runtime(model)._takeover.is_adopted
+        assert poros.runtime(model).is_adopted
         found = run(model)
     assert_same_run(expected, found)
 
@@ -99,7 +99,7 @@ def test_what_is_cast_for_training_is_in_no_slab(block_size: int) -> None:
     bits = bits_of(model)
     poros.prepare(model, block_size=block_size)
     runtime = poros.runtime(model)
-    assert runtime._takeover.is_adopted and runtime.stats()["fallbacks"] == []
+    assert runtime.is_adopted and runtime.stats()["fallbacks"] == []
     assert pointers(base) == before
     assert changes(bits, bits_of(model)) == {}
     assert_same_run(run(expected), run(model))
@@ -128,7 +128,7 @@ def test_a_block_that_was_changed_is_copied_loudly(
         poros.prepare(model, block_size=block_size)
     runtime = poros.runtime(model)
     changed = 1 // block_size
-    assert runtime._takeover.is_adopted and changes(bits, bits_of(model)) == {}
+    assert runtime.is_adopted and changes(bits, bits_of(model)) == {}
     assert runtime.stats()["fallbacks"] == [f"blocks [{changed}] copied to new host memory"]
     assert sum("GB of host memory more" in each.getMessage() for each in caplog.records) == 1
     store = left_store(base)
@@ -171,7 +171,7 @@ def test_a_store_that_does_not_fit_is_copied_and_dropped(
     model = adapted(base)
     with caplog.at_level(logging.WARNING, "poros"):
         poros.prepare(model)
-    assert not poros.runtime(model)._takeover.is_adopted and left_store(base) is None
+    assert not poros.runtime(model).is_adopted and left_store(base) is None
     assert sum("held twice" in each.getMessage() for each in caplog.records) == 1
     assert_same_run(run(adapted(expected)), run(model))
 
@@ -188,7 +188,7 @@ def test_a_failed_prepare_leaves_the_store_on_the_model() -> None:
         prepare_with(model, poros.StreamingPolicy(), streams=NoRoom(torch.device("cpu")))
     assert changes(before, picture(model)) == {}
     poros.prepare(model)
-    assert poros.runtime(model)._takeover.is_adopted
+    assert poros.runtime(model).is_adopted
 
 
 def test_copies_of_the_model_have_bytes_of_their_own() -> None:
@@ -225,7 +225,7 @@ def test_a_trained_bias_leaves_its_slab() -> None:
         return get_peft_model(loaded(), config)
 
     model = poros.prepare(make())
-    assert poros.runtime(model)._takeover.is_adopted
+    assert poros.runtime(model).is_adopted
     assert_same_run(run(make()), run(model))
 
 

@@ -21,7 +21,7 @@ from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.host.store import HostSlab
 from poros.host.store import limits as memory
 from poros.layer.offload import Boundaries, Parked
-from poros.layer.streamed import runtime_of
+from poros.layer.streamed import streamed_layer
 from poros.layout import BlockLayout
 from poros.planning.step_cost import LiveBytes
 from poros.slots.schedule import Phase
@@ -80,7 +80,7 @@ def test_two_inputs_are_on_the_device_at_a_time() -> None:
         model(**batch).loss.backward()
         live = LiveBytes()
         # Here host memory is memory of the device too.
-        live.know(*(each.bytes for each in poros.runtime(model)._takeover.boundaries._buffers))
+        live.know(*(each.bytes for each in poros.runtime(model).offloader._buffers))
         with live:
             loss = model(**batch, use_cache=False).loss
             sizes.append(live.now)
@@ -91,7 +91,7 @@ def test_two_inputs_are_on_the_device_at_a_time() -> None:
 
 def test_host_buffers_are_used_again() -> None:
     model = hostile(build(), self_check="off").train()
-    boundaries = poros.runtime(model)._takeover.boundaries
+    boundaries = poros.runtime(model).offloader
     for _ in range(3):
         model(**BATCHES[0]).loss.backward()
     assert len(boundaries._buffers) == len(boundaries._free) == NUM_LAYERS
@@ -106,7 +106,7 @@ def test_host_buffers_are_used_again() -> None:
 
 def test_a_graph_that_is_dropped_gives_everything_back() -> None:
     model = hostile(build(), self_check="off").train()
-    boundaries = poros.runtime(model)._takeover.boundaries
+    boundaries = poros.runtime(model).offloader
     loss = model(**BATCHES[0]).loss
     del loss
     loss = model(**BATCHES[1]).loss
@@ -235,7 +235,7 @@ def test_each_input_comes_back_ahead_of_its_layer(monkeypatch: pytest.MonkeyPatc
 def test_what_cannot_be_parked_stays() -> None:
     model = hostile(build(), self_check="off").train()
     layer = layers_of(model)[1]
-    runtime = runtime_of(layer)
+    runtime = streamed_layer(layer)
     assert runtime.park(torch.ones(4, 6).t()) is None
     assert runtime.park(torch.ones(4, dtype=torch.long)) is None
     assert runtime.park(torch.nn.Parameter(torch.ones(4))) is None
@@ -265,7 +265,7 @@ def test_an_edited_input_is_refused_again_and_again() -> None:
 
 def test_host_memory_goes_with_the_backward_not_with_the_loss() -> None:
     model = hostile(build(), self_check="off").train()
-    boundaries = poros.runtime(model)._takeover.boundaries
+    boundaries = poros.runtime(model).offloader
     losses = []
     for batch in BATCHES[:4]:
         losses.append(model(**batch).loss)

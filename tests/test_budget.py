@@ -23,6 +23,7 @@ from poros.gates.reference import (
     train,
 )
 from poros.model.attach import Takeover
+from poros.model.sizing import Room
 from poros.streams import EagerStreams
 
 NUM_LAYERS = 6
@@ -130,7 +131,7 @@ def test_room_is_made_between_a_forward_and_its_backward() -> None:
         torch.manual_seed(0)
         loss = model(**batch).loss
         if is_resized:
-            poros.runtime(model)._takeover.resize(4, 2)
+            poros.runtime(model).resize(Room(4, 2))
         loss.backward()
         gradients.append([p.grad for p in layers_of(model).parameters() if p.grad is not None])
     assert gradients[0] and all(map(torch.equal, *gradients))
@@ -150,13 +151,13 @@ def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Tr
 
     streams = Scarce(torch.device("cpu"))
     model = prepare_with(build(), poros.StreamingPolicy(slots=3), streams=streams)
-    takeover = poros.runtime(model)._takeover
+    takeover = poros.runtime(model)
     streams.left = num_given
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        takeover.resize(5, 2)
+        takeover.resize(Room(5, 2))
     assert (takeover.num_slots, takeover.keep_last, len(takeover.ring.slots)) == (3, 0, 3)
     assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
-    takeover.resize(5, 2)
+    takeover.resize(Room(5, 2))
     assert (takeover.keep_last, len(takeover.ring.slots)) == (2, 3)
 
 
@@ -176,7 +177,7 @@ def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajec
     before = runtime.stats()
     streams.is_empty = True
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        runtime._takeover.resize(5, 2)
+        runtime.resize(Room(5, 2))
     after = runtime.stats()
     assert after["num_loads"] == before["num_loads"] > 0
     assert after["device_num_bytes"] < before["device_num_bytes"]
@@ -184,7 +185,7 @@ def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajec
     with pytest.raises(PreparedModelError, match=r"poros\.restore"):
         model(**BATCHES[0])
     streams.is_empty = False
-    runtime._takeover.resize(3, 0)
+    runtime.resize(Room(3, 0))
     assert runtime.num_slots == 3
     poros.restore(model)(**BATCHES[0]).loss.backward()
 
@@ -324,7 +325,7 @@ def test_a_plan_that_nobody_asked_for_stops_nothing(
 ) -> None:
     free(full(), monkeypatch)
     model = poros.prepare(build(), device="cpu", self_check="off").train()
-    takeover = poros.runtime(model)._takeover
+    takeover = poros.runtime(model)
     model(**BATCHES[0]).loss.backward()
     assert (takeover.num_slots, takeover.keep_last) == (NUM_LAYERS, NUM_LAYERS)
     # Too large for what is free: what was planned for the smaller batch must not stay.

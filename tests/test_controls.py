@@ -202,7 +202,7 @@ def test_the_wrong_block_in_a_slot_is_seen(pair: tuple[int, int]) -> None:
 
     def prepare_wrongly(model: Any, **policy: Any) -> Any:
         prepare(model, **policy)
-        slabs = poros.runtime(model)._takeover.host.slabs
+        slabs = poros.runtime(model).host.slabs
         left, right = pair
         slabs[left], slabs[right] = slabs[right], slabs[left]
         return model

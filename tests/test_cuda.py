@@ -294,7 +294,7 @@ def test_a_model_may_go_with_copies_in_flight(checkpoint: Path) -> None:
     row = {name: tensor.to(DEVICE) for name, tensor in BATCHES[0].items()}
     with torch.no_grad():
         model.eval()(**row)
-    slots = poros.runtime(model)._takeover.ring.slots
+    slots = poros.runtime(model).ring.slots
     assert any(slot.state is SlotState.LOADING for slot in slots)
     sizes = [slot.buffer.numel() for slot in slots]
     del model, slots

@@ -79,7 +79,7 @@ def adapted(base: Any) -> Any:
 
 
 def host_of(model: Any) -> DiskStore:
-    host = poros.runtime(model)._takeover.host
+    host = poros.runtime(model).host
     assert isinstance(host, DiskStore)
     return host
 
@@ -127,7 +127,7 @@ def test_training_from_the_disk_is_exact(
     prepare = AdversarialPrepare()
     with prepare.watching():
         prepare(model, block_size=block_size)
-        assert poros.runtime(model)._takeover.is_adopted
+        assert poros.runtime(model).is_adopted
         assert changes(bits, bits_of(model)) == {}
         found = run(model)
     assert_same_run(expected, found)

@@ -246,7 +246,7 @@ def test_the_fallback_shows_in_stats_and_training_stays_exact(
     model = poros.prepare(build())
     runtime = poros.runtime(model)
     assert runtime.stats()["fallbacks"] == [] and driver.calls == []  # a CPU needs no page-locks
-    runtime._takeover.host.pin(CPU)
+    runtime.host.pin(CPU)
     stats = runtime.stats()
     assert stats["fallbacks"] == ["pageable host memory for blocks 1 to 2"]
     assert stats["pinned_num_bytes"] == runtime.host_slab(0).numel()

@@ -26,7 +26,6 @@ LAYERS = [
     {"model"},
     {"loaders"},
     {"planning", "self_check"},
-    {"budget"},
     {"api"},
     {"telemetry"},
     {"cli"},

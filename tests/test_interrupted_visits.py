@@ -13,17 +13,17 @@ from support import AdversarialPrepare
 
 import poros
 from poros.errors import SlotStateError
-from poros.layer.streamed import LayerRuntime, runtime_of
-from poros.layer.visits import Visits
+from poros.layer.streamed import StreamedLayer, streamed_layer
+from poros.layer.visit import Visits
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 
 Model = Any
-VISIT = ("layer/visits.py", "layer/streamed.py", "slots/manager.py", "layer/frozen.py")
+VISIT = ("layer/visit.py", "layer/streamed.py", "slots/manager.py", "layer/frozen.py")
 AROUND = (*VISIT, "contextlib.py")
 
 
-def visit_once(runtime: LayerRuntime, phase: Phase) -> None:
+def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
     with runtime.visit(phase, runtime.tree().adapters()):
         pass
 
@@ -37,7 +37,7 @@ def state_of(model: Model) -> dict[str, Any]:
                 found[f"{name}.{key}"] = id(value)
         if "quant_state" in module.__dict__:
             found[f"{name} quant_state"] = id(module.quant_state)
-    takeover = poros.runtime(model)._takeover
+    takeover = poros.runtime(model)
     for slot in takeover.ring.slots:
         found[f"slot {slot.index} is in use"] = slot.state is SlotState.IN_USE
     return found
@@ -55,7 +55,7 @@ def prepared() -> Model:
 def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
     phase: Phase, second: int | None, prepared: Model
 ) -> None:
-    runtimes = [runtime_of(each) for each in layers_of(prepared)]
+    runtimes = [streamed_layer(each) for each in layers_of(prepared)]
     before = state_of(prepared)
     number = num_interrupted = num_twice = 0
     while True:
@@ -100,7 +100,15 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
         model(**batch).loss.backward()
 
     files = (
-        *("visits.py", "streamed.py", "remat.py", "manager.py", "tree.py", "side_outputs.py"),
+        *(
+            "visit.py",
+            "body.py",
+            "streamed.py",
+            "remat.py",
+            "manager.py",
+            "tree.py",
+            "side_outputs.py",
+        ),
         *("layer/state.py", "settings.py", "rng.py", "check.py", "frozen.py", "contextlib.py"),
     )
     model = poros.prepare(build(num_layers=2), self_check=self_check)
@@ -128,7 +136,7 @@ def test_control_a_clean_up_that_is_not_made_up_for(
 
     monkeypatch.setattr(Visits, "end", end)
     before = state_of(prepared)
-    runtime = runtime_of(layers_of(prepared)[0])
+    runtime = streamed_layer(layers_of(prepared)[0])
     for number in range(1, 4000):
         interrupts = Interrupts([number], AROUND, fine=True)
         interrupts.run(lambda: visit_once(runtime, Phase.FORWARD))
@@ -157,7 +165,7 @@ def test_a_second_interruption_as_the_clean_up_begins(monkeypatch: pytest.Monkey
 
 def test_a_visit_within_a_visit_is_refused() -> None:
     model = AdversarialPrepare()(build(num_layers=4), slots=4)
-    runtimes = [runtime_of(each) for each in layers_of(model)]
+    runtimes = [streamed_layer(each) for each in layers_of(model)]
     before = state_of(model)
     with (
         pytest.raises(SlotStateError, match=r"layers\.0: expected one layer to run at a time"),

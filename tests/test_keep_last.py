@@ -98,7 +98,7 @@ def test_at_full_budget_nothing_is_loaded_and_nothing_recomputed() -> None:
 
 def test_the_self_check_sees_a_kept_block_that_is_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     model = poros.prepare(build().train(), device="cpu", keep_last=2)
-    poros.runtime(model)._takeover.ring.slot(3).buffer[77] ^= 1
+    poros.runtime(model).ring.slot(3).buffer[77] ^= 1
     with pytest.raises(ParityError, match=r"layers\.3: block 3 on the device"):
         model(**BATCHES[0]).loss.backward()
 

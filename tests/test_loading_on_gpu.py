@@ -53,7 +53,7 @@ def test_a_loaded_model_is_the_one_of_from_pretrained(checkpoint: Path) -> None:
 def test_streaming_from_where_it_was_loaded(checkpoint: Path, quantization: str | None) -> None:
     expected = resident(checkpoint, quantization=quantization)
     model = poros.prepare(with_lora(poros.load(checkpoint, quantization=quantization)), slots=2)
-    assert poros.runtime(model)._takeover.is_adopted
+    assert poros.runtime(model).is_adopted
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
     stats = poros.runtime(model).stats()
     assert stats["pinned_num_bytes"] == stats["host_num_bytes"]

@@ -375,7 +375,7 @@ def test_training_a_loaded_model_is_exact(
 
     def stream(model: Any, **options: Any) -> Any:
         model = prepare(model, **options)
-        adopted.append(poros.runtime(model)._takeover.is_adopted)
+        adopted.append(poros.runtime(model).is_adopted)
         return model
 
     with prepare.watching():

@@ -257,7 +257,7 @@ def test_nothing_of_a_slots_size_is_allocated_after_prepare(
     sizes = {"hidden_size": 64, "num_layers": 9, "intermediate_size": 128, "vocab_size": 512}
     model = build(tmp_path, "cpu", rank=4, **sizes).train()
     poros.prepare(model, device="cpu", block_size=3, self_check=self_check)
-    slots = [slot.buffer for slot in poros.runtime(model)._takeover.ring.slots]
+    slots = [slot.buffer for slot in poros.runtime(model).ring.slots]
     known = [*slots, *model.parameters(), *model.buffers()]
     if is_faulty:
         acquire = BlockManager.acquire

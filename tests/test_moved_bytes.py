@@ -74,7 +74,7 @@ def test_control_nothing_is_found_where_nothing_flips(self_check: str, is_adopte
         return tiny.attach_lora(base, rank=8, seed=1)
 
     model = poros.prepare(make(), self_check=self_check)
-    assert poros.runtime(model)._takeover.is_adopted == is_adopted
+    assert poros.runtime(model).is_adopted == is_adopted
     assert_same_run(run(make()), run(model))
     assert poros.runtime(model).self_check["status"] in ("passed", "off")
 
@@ -264,7 +264,7 @@ def test_control_what_load_has_packed_is_taken_over(
         return with_lora(base)
 
     model = poros.prepare(make())
-    assert poros.runtime(model)._takeover.is_adopted
+    assert poros.runtime(model).is_adopted
     assert_same_run(run(make()), run(model))
     assert poros.runtime(model).self_check["status"] == "passed"
     poros.prepare(poros.restore(model))

@@ -208,7 +208,7 @@ def test_control_one_flipped_nibble_in_the_host_copy(ending: str) -> None:
 
     def flip(model: Any, **options: Any) -> Any:
         poros.prepare(model, **options)
-        takeover = poros.runtime(model)._takeover
+        takeover = poros.runtime(model)
         slab = takeover.host.slabs[2]
         found = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
         found |= {name: each.data for name, each in model.named_parameters()}
@@ -228,7 +228,7 @@ def test_control_one_flipped_nibble_in_the_host_copy(ending: str) -> None:
 def test_control_a_block_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     def swap(model: Any, **options: Any) -> Any:
         poros.prepare(model, **options)
-        slabs = poros.runtime(model)._takeover.host.slabs
+        slabs = poros.runtime(model).host.slabs
         slabs[1], slabs[3] = slabs[3], slabs[1]
         return model
 

@@ -138,7 +138,7 @@ class Counted:
     def step(self) -> int:
         """Train one step; its peak in bytes."""
         runtime = poros.runtime(self.model)
-        takeover = runtime._takeover
+        takeover = runtime
         held = [slot.buffer for slot in takeover.ring.slots]
         held += [slot.buffer for slot in takeover.ring.pinned]
         named = (*self.model.named_parameters(), *self.model.named_buffers())

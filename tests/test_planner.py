@@ -92,7 +92,7 @@ def test_planned_sizes_are_those_of_the_prepared_model(architecture: str, block_
     assert expected.num_adapter_parameters == sum(
         each.numel() for each in model.parameters() if each.requires_grad
     )
-    slots = sum(len(slot.buffer) for slot in runtime._takeover.ring.slots)
+    slots = sum(len(slot.buffer) for slot in runtime.ring.slots)
     assert expected.terms["slots"] == slots
     batch = tiny.make_batches(1, num_tokens=8)[0]
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_the_rise_of_a_step_is_the_planned_one(accumulation: int, sizes: tuple[i
         optimizer.zero_grad()
 
     step()
-    slots = [slot.buffer for slot in poros.runtime(model)._takeover.ring.slots]
+    slots = [slot.buffer for slot in poros.runtime(model).ring.slots]
     with LiveBytes() as live:
         live.know(*model.parameters(), *model.buffers(), *slots, *batch.values())
         for state in optimizer.state.values():
@@ -230,7 +230,7 @@ def test_kept_layers_are_those_that_the_runtime_keeps(
 ) -> None:
     model = tiny.make_model("qwen2", num_layers=num_layers, hidden_size=16, dropout=0.0)
     poros.prepare(model, device="cpu", block_size=block_size, keep_last=keep_last, slots=3)
-    takeover = poros.runtime(model)._takeover
+    takeover = poros.runtime(model)
     num_streamed = takeover.manager.num_blocks
     shapes, cost = numbers(num_layers)
     found = plan_for(shapes, cost, block_size=block_size, keep_last=keep_last, num_slots=3)

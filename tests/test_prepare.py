@@ -232,7 +232,7 @@ def test_deleting_the_model_frees_everything() -> None:
     model = poros.prepare(build())
     model(**batches()[0]).loss.backward()
     runtime = poros.runtime(model)
-    takeover = runtime._takeover
+    takeover = runtime
     parts = [model, runtime, takeover.host, takeover.ring, takeover.manager, takeover.constants]
     parts += [
         *layers_of(model),

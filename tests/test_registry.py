@@ -39,10 +39,10 @@ FUZZ_PARTS = (
 NOT_HASHED = {
     f"{package}.{module}"
     for package, modules in {
-        "poros": "api budget cli config devices digests errors labels output reads telemetry",
+        "poros": "api cli config devices digests errors labels output reads telemetry",
         "poros.host": "disk limits mapped",
         "poros.layer": "refused_calls",
-        "poros.model": "adapter_kinds added_adapters foreign guards saving",
+        "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing",
         "poros.planning": "advice cost_model formula meta_model planner speeds step_cost",
         "poros.self_check": "attention check evidence proof switches",
         "poros.loaders": "agreed load options",

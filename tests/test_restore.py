@@ -126,7 +126,7 @@ def test_restore_after_a_failed_step() -> None:
 def test_restore_gives_the_slots_back() -> None:
     model = poros.prepare(build())
     model(**batches()[0]).loss.backward()
-    takeover = poros.runtime(model)._takeover
+    takeover = poros.runtime(model)
     references = [weakref.ref(slot.buffer) for slot in takeover.ring.slots]
     references += [weakref.ref(takeover.ring), weakref.ref(takeover.manager)]
     del takeover
@@ -174,7 +174,7 @@ FAILURES = {
         3,
         RuntimeError("block 3"),
     ),
-    "layer 3": ("poros.layer.streamed.LayerRuntime.__init__", 3, RuntimeError("layer 3")),
+    "layer 3": ("poros.layer.streamed.StreamedLayer.__init__", 3, RuntimeError("layer 3")),
     "guards": ("poros.model.guards.Guards.install", 1, RuntimeError("no guards")),
     "guards half-way": ("poros.model.guards.Guards._put", 4, RuntimeError("no guards")),
     "interrupt": ("poros.layer.frozen.LayerBindings.__init__", 2, KeyboardInterrupt()),

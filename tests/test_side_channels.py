@@ -252,7 +252,7 @@ def test_prepare_under_inference_mode_trains_afterwards() -> None:
 def test_a_deleted_model_takes_its_slots_with_it_at_once() -> None:
     model = poros.prepare(build())
     step(model)
-    slot = weakref.ref(poros.runtime(model)._takeover.ring.slots[0].buffer)
+    slot = weakref.ref(poros.runtime(model).ring.slots[0].buffer)
     gc.collect()
     gc.disable()
     try:

@@ -234,7 +234,7 @@ def test_what_streams_and_what_stays(architecture: str, quantize: bool) -> None:
     before = {key: tensor.clone() for key, tensor in staying.items()}
     assert staying and all(each.ndim <= 1 for each in staying.values())
     poros.prepare(model)
-    takeover = poros.runtime(model)._takeover
+    takeover = poros.runtime(model)
     held = [*staying.values(), *takeover.small.nested.values()]
     assert bool(takeover.small.nested) == quantize
     starts = [each.data_ptr() for each in takeover.small._buffers]
@@ -271,7 +271,7 @@ def test_large_vectors_and_buffers_stream(monkeypatch: pytest.MonkeyPatch) -> No
     """With a bound of 64 bytes the same model is exact too, and guards what streams."""
     monkeypatch.setattr("poros.layout.SMALL_NUM_BYTES", 64)
     model = poros.prepare(make())
-    takeover = poros.runtime(model)._takeover
+    takeover = poros.runtime(model)
     assert not takeover.small.holds(norm_of(model).weight)
     assert_same_run(run(make()), run(model))
     in_place(model)

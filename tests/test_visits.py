@@ -25,7 +25,7 @@ from poros.config import StreamingPolicy
 from poros.layer.audit import GraphAudit
 from poros.layer.remat import RematerializeLayer
 from poros.layer.rng import RngStash
-from poros.layer.streamed import LayerRuntime
+from poros.layer.streamed import StreamedLayer
 from poros.layer.tree import ModuleTree
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
@@ -137,8 +137,8 @@ def watch(model: Any, *, is_profiling: bool = False) -> Visits:
 
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, kind in (
-            (LayerRuntime, "forward", "forward"),
-            (LayerRuntime, "run", None),
+            (StreamedLayer, "forward", "forward"),
+            (StreamedLayer, "run", None),
             (torch.autograd, "grad", None),
         ):
             patch.setattr(owner, name, visits.wrap(kind, getattr(owner, name)))
@@ -338,7 +338,7 @@ def refusing_to_wait(patch: pytest.MonkeyPatch) -> Iterator[None]:
         return wrapped
 
     with patch.context() as inner:
-        inner.setattr(LayerRuntime, "forward", wrap(LayerRuntime.forward))
+        inner.setattr(StreamedLayer, "forward", wrap(StreamedLayer.forward))
         backward = wrap(RematerializeLayer.backward)
         inner.setattr(RematerializeLayer, "backward", staticmethod(backward))
         yield

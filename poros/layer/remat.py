@@ -34,14 +34,15 @@ autograd.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from poros.errors import RematerializationError
 from poros.layer.args import pack, unpack
-from poros.layer.audit import GraphAudit, Uses
+from poros.layer.audit import Uses
+from poros.layer.body import LayerBody
 from poros.layer.casts import SharedCasts
 from poros.layer.early import first_casts
 from poros.layer.handover import NotThrough, Repeated, hand_in, sealed
@@ -51,40 +52,8 @@ from poros.layer.rng import RngStash
 from poros.layer.side_outputs import SideChannels
 from poros.layer.state import AmbientState, adapter_state
 from poros.layer.staying import StayingState
-from poros.layer.tree import Adapter, ModuleTree, shares_memory
+from poros.layer.tree import ModuleTree, shares_memory
 from poros.slots.schedule import Phase
-
-
-class StreamedLayer(Protocol):
-    """What recomputation needs to know of a layer."""
-
-    name: str
-    device: torch.device
-    audit: GraphAudit
-    is_compiled: bool
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's own forward; only inside a visit."""
-
-    def visit(
-        self, phase: Phase, adapters: Sequence[Adapter]
-    ) -> AbstractContextManager[torch.Tensor]:
-        """Hold the layer's block on the device, with the stand-ins in place; its slot's bytes."""
-
-    def confines_autocast(self) -> bool:
-        """Whether the active autocast region ends with the call of the model."""
-
-    def tree(self) -> ModuleTree:
-        """The modules of the layer now; the same object as long as they are the same."""
-
-    def staying(self) -> StayingState:
-        """What of its base stays on the device, as it is now."""
-
-    def edited_since(self, before: StayingState) -> str | None:
-        """The name of one of these that is not what it was ``before``."""
-
-    def park(self, tensor: torch.Tensor) -> Parked | None:
-        """Have the layer's input wait for its backward on the host; None to keep it here."""
 
 
 class LayerCall:
@@ -92,7 +61,7 @@ class LayerCall:
 
     def __init__(
         self,
-        layer: StreamedLayer,
+        layer: LayerBody,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         tree: ModuleTree,
@@ -409,7 +378,8 @@ class RematerializeLayer(torch.autograd.Function):
             sources = [*inputs, *call.stand_ins]
             wanted = [each for each in sources if each.requires_grad]
             found: Sequence[torch.Tensor | None] = [None] * len(wanted)
-            results = call.recompute(inputs)
+            with call.layer.context.watching_graph():
+                results = call.recompute(inputs)
             if call.keeps_recomputed:
                 call.recomputed = [each.detach() for each in results]
             # Outside of the replayed state: a resident run takes gradients in the caller's.

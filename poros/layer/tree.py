@@ -9,7 +9,7 @@ looked at are empty, so they are passed over without a step of Python for each.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
+from poros.layer.adapters import is_adapter_module
 from poros.layer.attributes import Attributes
 from poros.layer.handover import sealed
 
@@ -43,15 +44,9 @@ class ModuleTree:
     Args:
         layer: The layer.
         frozen: Ids of the tensors that rest in the host store.
-        is_adapter_module: Whether PEFT put a module there.
     """
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        frozen: Collection[int],
-        is_adapter_module: Callable[[nn.Module], bool],
-    ) -> None:
+    def __init__(self, layer: nn.Module, frozen: Collection[int]) -> None:
         modules = list(layer.modules())
         self._layer = weakref.ref(layer)
         self._inner = modules[1:]

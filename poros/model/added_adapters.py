@@ -18,9 +18,10 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
 from poros.errors import PreparedModelError, UnvalidatedArchitectureError
-from poros.layer.streamed import is_streamed, runtime_of
+from poros.layer.streamed import is_streamed, streamed_layer
 from poros.model.adapter_kinds import adapter_kinds
 from poros.model.inspect import validated_adapters
+from poros.slots.schedule import Phase
 
 
 def require_proven(layer: nn.Module, known: Collection[str]) -> None:
@@ -66,17 +67,17 @@ class Initialisation:
         if layer is None:
             make(current_key=current_key)
             return
-        runtime = runtime_of(layer)
+        streamed = streamed_layer(layer)
         before = after = None
         complaint: PreparedModelError | None = None
         kept = False
         try:
-            with runtime.present() as slot:
-                before = runtime.bindings.twin_marks()
+            with streamed.weights.hold(Phase.INFERENCE) as slot:
+                before = streamed.weights.bindings.twin_marks()
                 try:
                     make(current_key=current_key)
                 finally:
-                    after = runtime.bindings.twin_marks()
+                    after = streamed.weights.bindings.twin_marks()
             kept = _keeps_some(layer, slot)
         except PreparedModelError as error:
             if before is None:
@@ -89,7 +90,7 @@ class Initialisation:
         if complaint is not None or kept or before != after:
             _take_out(tuner, adapter)
             raise PreparedModelError(
-                f"{runtime.name}: expected an adapter whose initialisation leaves the base as it "
+                f"{streamed.name}: expected an adapter whose initialisation leaves the base as it "
                 f"is, found that PEFT writes to it, or keeps part of it, in {current_key!r} for "
                 f"{adapter!r}; that would be lost with the slot. The adapter was taken out again. "
                 "Add it before poros.prepare: call poros.restore(model), add it, and prepare again"

@@ -8,12 +8,11 @@ that is frozen inside a layer moves.
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
+from poros.layer.adapters import adapter_tensors, named_tensors
 from poros.layer.frozen import FrozenTensor
 from poros.layout import is_small
 from poros.model.adapter_kinds import IN_CACHE, Found, adapter_kinds
@@ -103,11 +103,6 @@ def validated_adapters() -> frozenset[str]:
     return read_registry().exact_adapters()
 
 
-def is_adapter_module(module: nn.Module) -> bool:
-    """Whether PEFT put ``module`` around a module of the base."""
-    return isinstance(module, BaseTunerLayer)
-
-
 def _refuse_wrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch module, found a {type(model).__qualname__}")
@@ -157,7 +152,7 @@ def _refuse_placement(model: nn.Module) -> None:
                 f"{name or 'the top'}; load it with device_map={{'': 'cpu'}} (or on one GPU) and "
                 "let Poros do the offloading"
             )
-    for name, tensor in _named_tensors(model):
+    for name, tensor in named_tensors(model):
         if tensor.is_meta:
             raise UnsupportedModelError(
                 f"expected tensors with bytes, found {name} on the meta device; load the weights "
@@ -238,7 +233,7 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
                     "state is restored for the recomputation, found a generator of its own in "
                     f"{type(module).__name__}; attach it without (PVeRA: generator_seed=None)"
                 )
-        adapters = _adapter_parameters(layer)
+        adapters = adapter_tensors(layer)
         for name, parameter in layer.named_parameters(remove_duplicate=False):
             if id(parameter) in adapters:
                 places.setdefault(id(parameter), []).append(f"{layers_name}.{index}.{name}")
@@ -252,30 +247,6 @@ def _has_generator(module: nn.Module) -> bool:
         for value in held
         for each in (value.values() if isinstance(value, dict) else (value,))
     )
-
-
-def _adapter_parameters(layer: nn.Module) -> set[int]:
-    """Ids of the parameters and buffers that PEFT added, active or not."""
-    added: set[int] = set()
-    for module in layer.modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            for name in module.adapter_layer_names:
-                part = getattr(module, name, None)
-                if isinstance(part, nn.Module):
-                    added.update(id(tensor) for _, tensor in _named_tensors(part))
-                elif isinstance(part, torch.Tensor):
-                    added.add(id(part))
-            # Constants of an adapter stream; PEFT makes some of them trainable as it casts them.
-            for name in getattr(module, "other_param_names", ()):
-                part = getattr(module, name, None)
-                if isinstance(part, nn.Module):
-                    added.update(id(each) for each in part.parameters() if each.requires_grad)
-        if isinstance(module, BaseTunerLayer):
-            # bias="lora_only" and "all" train the biases of the base where adapters sit.
-            bias = getattr(module.get_base_layer(), "bias", None)
-            if bias is not None and bias.requires_grad:
-                added.add(id(bias))
-    return added
 
 
 class Frozen(NamedTuple):
@@ -326,30 +297,8 @@ def find_frozen(
     return Frozen(streamed, found_small)
 
 
-def staying_places(
-    layer: nn.Module, streamed: Collection[int]
-) -> list[tuple[str, dict[str, Any], str]]:
-    """Where ``layer`` holds what it reads of the base and what does not stream.
-
-    Args:
-        layer: A decoder layer.
-        streamed: Ids of the tensors that stream.
-
-    Returns:
-        Name below the layer, owner dictionary and key of each parameter and buffer.
-    """
-    adapters = _adapter_parameters(layer)
-    return [
-        (f"{name}.{key}" if name else key, owner, key)
-        for name, module in layer.named_modules()
-        for owner in (module._parameters, module._buffers)
-        for key, tensor in owner.items()
-        if tensor is not None and id(tensor) not in streamed and id(tensor) not in adapters
-    ]
-
-
 def _collect(prefix: str, index: int, layer: nn.Module, found: dict[int, FrozenTensor]) -> None:
-    adapters = _adapter_parameters(layer)
+    adapters = adapter_tensors(layer)
     # PEFT adapts parameters that belong to no linear layer (fused experts) directly.
     adapted = {id(each.get_param()) for each in layer.modules() if isinstance(each, ParamWrapper)}
     for module_name, module in layer.named_modules(prefix=prefix):
@@ -427,8 +376,3 @@ def _command(architecture: str, kind: str) -> str:
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     for tensors in (module._parameters, module._buffers):
         yield from (tensor for tensor in tensors.values() if tensor is not None)
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()

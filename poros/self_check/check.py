@@ -39,8 +39,8 @@ from torch import nn
 from poros.digests import digest
 from poros.errors import ParityError
 from poros.layer.remat import LayerCall
-from poros.layer.streamed import is_streamed, runtime_of
-from poros.model.attach import Takeover
+from poros.layer.streamed import is_streamed, streamed_layer
+from poros.model.runtime import Runtime
 from poros.self_check.evidence import (
     Evidence,
     first_difference,
@@ -67,7 +67,7 @@ class SelfCheck:
     """The check of one prepared model.
 
     Args:
-        takeover: What streams the model.
+        runtime: What streams the model.
         layers: Its decoder layers.
         mode: ``"strict"`` raises on a mismatch, ``"warn"`` logs it.
 
@@ -81,21 +81,23 @@ class SelfCheck:
         not_provable: Layers that do not repeat themselves.
     """
 
-    def __init__(self, takeover: Takeover, layers: Sequence[nn.Module], mode: str) -> None:
+    def __init__(self, runtime: Runtime, layers: Sequence[nn.Module], mode: str) -> None:
         self.mode = mode
         self.message: str | None = None
         self.num_layers = len(layers)
-        self._device = takeover.device
-        self._takeover = takeover
-        self._digests = _digests(takeover)
-        self._packed = _damaged_before(takeover, self._digests)
+        self._device = runtime.device
+        self._block_size = runtime.policy.block_size
+        self._host = runtime.host
+        self._small = runtime.small
+        self._digests = _digests(runtime)
+        self._packed = _damaged_before(runtime, self._digests)
         """What ``poros.load`` has packed and is not what it was; None once that has been said."""
         if self._packed is not None and mode == "strict":
             raise ParityError(self._packed)
         self._unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
         self.proved_otherwise: dict[str, bool] = {}
         self.not_provable: list[str] = []
-        self._runs = Runs(takeover)
+        self._runs = Runs(runtime)
         self._without_gradient: set[int] = set()
         """Layers of which only the forward was checked: nothing below them is trained."""
 
@@ -164,7 +166,7 @@ class SelfCheck:
         else:
             self._without_gradient.add(index)
         try:
-            mismatch = self._damaged_bytes(index // self._takeover.block_size) or self._mismatch(
+            mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch(
                 index, evidence, grad_inputs, grad_outputs
             )
         finally:
@@ -182,11 +184,11 @@ class SelfCheck:
         if layer is None:
             return
         del self._unchecked[index]
-        block = index // self._takeover.block_size
+        block = index // self._block_size
         mismatch = None
         if self._differs(block, buffer.cpu()):
             mismatch = f"block {block} on the device is not what poros.prepare took over"
-        self._settle(runtime_of(layer).name, self._damaged_bytes(block) or mismatch)
+        self._settle(streamed_layer(layer).name, self._damaged_bytes(block) or mismatch)
 
     def _settle(self, name: str, mismatch: str | None) -> None:
         if mismatch is not None:
@@ -207,21 +209,21 @@ class SelfCheck:
         packed, self._packed = self._packed, None
         if packed is not None:
             return packed
-        where = self._differs(block, self._takeover.host.read(block))
+        where = self._differs(block, self._host.read(block))
         if where is not None:
             return (
                 f"the host bytes of block {block} are not those that poros.prepare took over "
                 f"({where})"
             )
-        size = self._takeover.block_size
-        for names in self._takeover.small.damaged[block * size : (block + 1) * size]:
+        size = self._block_size
+        for names in self._small.damaged[block * size : (block + 1) * size]:
             if names:
                 return f"{names[0]} has not reached the device as poros.prepare found it"
         return None
 
     def _differs(self, block: int, flat: torch.Tensor) -> str | None:
         """The name of a tensor of ``block`` that is not in ``flat`` as it came."""
-        for spec in self._takeover.host.slabs[block].layout.tensors:
+        for spec in self._host.slabs[block].layout.tensors:
             found = flat[spec.offset : spec.offset + spec.num_bytes]
             if digest(found) != self._digests[spec.name]:
                 return spec.name
@@ -359,16 +361,16 @@ def _sum(terms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return reduce(torch.add, present) if (present := [t for t in terms if t is not None]) else None
 
 
-def _digests(takeover: Takeover) -> dict[str, bytes]:
+def _digests(runtime: Runtime) -> dict[str, bytes]:
     """Of what streams, by name, as it was before ``poros.prepare`` moved it."""
-    if takeover.digests is None:
-        raise ValueError("expected a takeover with digests, found self_check switched off")
-    return takeover.digests.results()
+    if runtime.digests is None:
+        raise ValueError("expected a runtime with digests, found self_check switched off")
+    return runtime.digests.results()
 
 
-def _damaged_before(takeover: Takeover, found: Mapping[str, bytes]) -> str | None:
+def _damaged_before(runtime: Runtime, found: Mapping[str, bytes]) -> str | None:
     """What has changed between a loader's source and ``poros.prepare``, if anything has."""
-    damaged = takeover.digests.damaged(found) if takeover.digests is not None else None
+    damaged = runtime.digests.damaged(found) if runtime.digests is not None else None
     if damaged is None:
         return None
     name, expected = damaged

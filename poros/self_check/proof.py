@@ -22,8 +22,8 @@ from transformers.utils.output_capturing import _active_collector
 
 from poros.layer.frozen import LayerBindings, bind_block
 from poros.layer.remat import LayerCall, RematerializeLayer
-from poros.layer.streamed import LayerRuntime, runtime_of
-from poros.model.attach import Takeover
+from poros.layer.streamed import StreamedLayer, streamed_layer
+from poros.model.runtime import Runtime
 from poros.self_check.attention import AttentionKernels, deterministic_flag, unchanged_flags
 from poros.self_check.evidence import (
     Evidence,
@@ -77,12 +77,17 @@ class Runs:
     """Runs the layers of one prepared model again.
 
     Args:
-        takeover: What streams the model.
+        runtime: What streams the model; not kept, because it keeps this.
     """
 
-    def __init__(self, takeover: Takeover) -> None:
-        self._takeover = takeover
-        self._device = takeover.device
+    def __init__(self, runtime: Runtime) -> None:
+        self._device = runtime.device
+        self._block_size = runtime.policy.block_size
+        self._blocks = runtime.blocks
+        self._host = runtime.host
+        self._constants = runtime.constants
+        self._manager = runtime.manager
+        self._visits = runtime.context.visits
 
     def resident(
         self,
@@ -112,13 +117,13 @@ class Runs:
         with (
             unchanged_flags(),
             _repeating(kernels),
-            _ordinary(self._takeover, index, evidence) as (forward, adapters),
+            self._ordinary(index, evidence) as (forward, adapters),
         ):
             with evidence.state(self._device):
                 token = _active_collector.set(record)
                 try:
                     # ``state`` has put the flag back.
-                    with _repeating(kernels), _around(runtime_of(evidence.layer), attention):
+                    with _repeating(kernels), _around(streamed_layer(evidence.layer), attention):
                         result = forward(*args, **kwargs)
                 finally:
                     _active_collector.reset(token)
@@ -155,18 +160,18 @@ class Runs:
             Overwrites the block's slot on the compute stream, so that nothing of an earlier copy
             can pass for the new one, and queues the copy of another block into it at the end.
         """
-        runtime = runtime_of(evidence.layer)
+        layer = streamed_layer(evidence.layer)
         leaves = _leaves(evidence.inputs)
         args, kwargs = _arguments(evidence, leaves, with_caches=False)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
-        self._forget(runtime.block)
+        self._forget(layer.weights.block)
         with unchanged_flags():
             with evidence.state(self._device):
                 token = _active_collector.set(record)
                 try:
-                    layer = _Deterministic(runtime)
-                    call = LayerCall(layer, args, kwargs, runtime.tree())
+                    steady: Any = _Deterministic(layer)
+                    call = LayerCall(steady, args, kwargs, layer.tree())
                     proxies = [each.detach().requires_grad_() for each in call.parameters]
                     kept, results = call.part_with(), call.forward()
                     made = RematerializeLayer.apply(call, results, kept, *call.tensors, *proxies)
@@ -178,13 +183,55 @@ class Runs:
             sources = dict(zip(map(id, call.parameters), proxies, strict=True)) | leaves
             wanted = [sources[id(each)] for _, each in expected.sources]
             found, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
-        self._takeover.manager.replace(runtime.block)
+        self._manager.replace(layer.weights.block)
         values = _values(outputs, rng_end, [name for name, _ in expected.sources], found)
         return Outcome(evidence.comparable(values), expected.sources, rng_backward)
 
+    @contextmanager
+    def _ordinary(
+        self, index: int, evidence: Evidence
+    ) -> Iterator[tuple[Callable[..., Any], list[tuple[str, nn.Parameter, nn.Parameter]]]]:
+        """The layer's own forward over freshly loaded frozen tensors, and its adapters.
+
+        Adapters, those that were trained at the forward, come as name, parameter and stand-in:
+        gradients of the stand-ins run nobody's hooks.
+        """
+        layer = evidence.layer
+        trained = evidence.trained
+        block = index // self._block_size
+        slab = self._host.slabs[block]
+        memory = self._host.read(block).to(self._device, copy=True)
+        bindings = LayerBindings(
+            bind_block(self._blocks[block], slab.layout, memory, self._constants).get(index, [])
+        )
+        places = [
+            (f"{name}.{key}" if name else key, module._parameters, key, parameter)
+            for name, module in layer.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and (parameter.requires_grad or id(parameter) in trained)
+        ]
+        stand_ins = {
+            id(each): nn.Parameter(each.detach(), requires_grad=id(each) in trained)
+            for *_, each in places
+        }
+
+        def undo() -> None:
+            for _, owner, key, parameter in places:
+                owner[key] = parameter
+            bindings.swap_out()
+
+        with self._visits.begin(streamed_layer(layer).name, undo):
+            bindings.swap_in()
+            for _, owner, key, parameter in places:
+                owner[key] = stand_ins[id(parameter)]
+            adapters = {
+                id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places if id(p) in trained
+            }
+            yield partial(streamed_layer(layer).own_forward, layer), list(adapters.values())
+
     def _forget(self, block: int) -> None:
         """Have ``block`` loaded anew, over bytes that cannot pass for its own."""
-        manager = self._takeover.manager
+        manager = self._manager
         manager.acquire(block, Phase.INFERENCE).buffer.fill_(_POISON)
         manager.release(block)
         manager.evict(block)
@@ -214,23 +261,23 @@ class Runs:
 class _Deterministic:
     """A streamed layer whose attention repeats itself, in forward and when it is recomputed."""
 
-    def __init__(self, runtime: LayerRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, layer: StreamedLayer) -> None:
+        self._layer = layer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
+        return getattr(self._layer, name)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with _around(self._runtime, AttentionKernels(deterministic=True)):
-            return self._runtime.run(args, kwargs)
+        with _around(self._layer, AttentionKernels(deterministic=True)):
+            return self._layer.run(args, kwargs)
 
 
-def _around(runtime: LayerRuntime, attention: AttentionKernels) -> AbstractContextManager[object]:
+def _around(layer: StreamedLayer, attention: AttentionKernels) -> AbstractContextManager[object]:
     """Watch attention in the layer, but for a compiled one on a CPU, where it repeats itself.
 
     A compiler traces what a mode does, and does not come to an end with some adapters.
     """
-    return nullcontext() if runtime.is_compiled and runtime.device.type == "cpu" else attention
+    return nullcontext() if layer.is_compiled and layer.device.type == "cpu" else attention
 
 
 @contextmanager
@@ -273,46 +320,3 @@ def _values(
     for name, gradient in zip(names, gradients, strict=True):
         values[f"gradient of {name}"] = gradient
     return values
-
-
-@contextmanager
-def _ordinary(
-    takeover: Takeover, index: int, evidence: Evidence
-) -> Iterator[tuple[Callable[..., Any], list[tuple[str, nn.Parameter, nn.Parameter]]]]:
-    """The layer's own forward over freshly loaded frozen tensors, and its adapters.
-
-    Adapters, those that were trained at the forward, come as name, parameter and stand-in:
-    gradients of the stand-ins run nobody's hooks.
-    """
-    layer = evidence.layer
-    trained = evidence.trained
-    block = index // takeover.block_size
-    slab = takeover.host.slabs[block]
-    memory = takeover.host.read(block).to(takeover.device, copy=True)
-    bindings = LayerBindings(
-        bind_block(takeover.blocks[block], slab.layout, memory, takeover.constants).get(index, [])
-    )
-    places = [
-        (f"{name}.{key}" if name else key, module._parameters, key, parameter)
-        for name, module in layer.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and (parameter.requires_grad or id(parameter) in trained)
-    ]
-    stand_ins = {
-        id(each): nn.Parameter(each.detach(), requires_grad=id(each) in trained)
-        for *_, each in places
-    }
-
-    def undo() -> None:
-        for _, owner, key, parameter in places:
-            owner[key] = parameter
-        bindings.swap_out()
-
-    with takeover.visits.begin(runtime_of(layer).name, undo):
-        bindings.swap_in()
-        for _, owner, key, parameter in places:
-            owner[key] = stand_ins[id(parameter)]
-        adapters = {
-            id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places if id(p) in trained
-        }
-        yield partial(runtime_of(layer).own_forward, layer), list(adapters.values())

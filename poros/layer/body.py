@@ -1,0 +1,238 @@
+"""What a streamed layer computes with: its own forward, over tensors that are there for a while.
+
+The forward reads frozen tensors that stream (in their slot during a visit), frozen tensors that
+stay on the device, and adapters. A recomputation has to find all of them, and the modules that hold
+them, as the forward has found them.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.errors import PreparedModelError
+from poros.layer.adapters import staying_places
+from poros.layer.audit import GraphAudit
+from poros.layer.casts import is_region_within
+from poros.layer.compiled import CompiledForward
+from poros.layer.frozen import LayerBindings
+from poros.layer.offload import Boundaries, Parked
+from poros.layer.state import AutocastRegions
+from poros.layer.staying import Staying, StayingState
+from poros.layer.tree import Adapter, ModuleTree
+from poros.layer.visit import BlockVisit, Visits
+from poros.slots.manager import BlockManager
+from poros.slots.schedule import Phase
+
+
+class ModelContext:
+    """What the layers of one prepared model share.
+
+    Args:
+        model: The model; held weakly.
+        device: Where it runs.
+        manager: Moves the blocks.
+        tied_adapters: Adapter parameters of the model that are used at several places.
+        admit: Brings what has come to a layer since ``poros.prepare`` to the device.
+        explain: Makes the device's lack of memory, in a layer of that name, an error that says
+            what a step needs.
+
+    Attributes:
+        visits: Of all its layers.
+        regions: The autocast regions they were called in.
+        boundaries: Where inputs wait for their backward; None keeps them on the device.
+        check: Runs a layer's call and looks at it; takes the layer's place, the call, what runs it,
+            and the arguments.
+        check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
+        watching_graph: Surrounds each recomputation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        manager: BlockManager,
+        tied_adapters: Sequence[str],
+        admit: Callable[[nn.Module], None],
+        explain: Callable[[str, torch.OutOfMemoryError], Exception],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.device = device
+        self.manager = manager
+        self.tied_adapters = tied_adapters
+        self.admit = admit
+        self.explain = explain
+        self.visits = Visits()
+        self.regions = AutocastRegions(device)
+        self.boundaries: Boundaries | None = None
+        self.check: Callable[[int, Any, Callable[[], Any], tuple[Any, Any]], Any] | None = None
+        self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
+        self.watching_graph: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def is_model(self, module: object) -> bool:
+        """Whether ``module`` is the prepared model itself."""
+        return module is not None and module is self._model()
+
+    def has_trainable_parameter(self) -> bool:
+        """Whether any parameter of the model requires a gradient now."""
+        model = self._model()
+        return model is not None and any(
+            parameter.requires_grad for parameter in model.parameters()
+        )
+
+
+class LayerBody:
+    """One decoder layer as its recomputation sees it.
+
+    Args:
+        layer: The layer, still of its own class; held weakly.
+        index: Its place among the layers.
+        name: Its qualified name.
+        block: The block it travels in.
+        bindings: Its frozen tensors.
+        context: Shared by the layers of a model.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        index: int,
+        name: str,
+        block: int,
+        bindings: LayerBindings,
+        context: ModelContext,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.context = context
+        self.device = context.device
+        self.weights = BlockVisit(context.manager, context.visits, block, name, bindings)
+        self.own_forward: Callable[..., Any] = type(layer).forward
+        """Takes the layer and its arguments; compiled if that was asked for."""
+        self.is_compiled = False
+        self._layer = weakref.ref(layer)
+        self._take_stock(layer)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The layer's own forward, compiled if that was asked for; only inside a visit."""
+        if isinstance(self.own_forward, CompiledForward):
+            self.own_forward.require_few_forms(args, kwargs)
+        return self.own_forward(self._layer(), *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layer's own forward, as ``nn.Module.compile`` does for a resident layer.
+
+        Raises:
+            UnsupportedModelError: If the layer has dropout.
+        """
+        layer = self._layer()
+        if layer is None:
+            return
+        self.own_forward = CompiledForward(layer, self.name, args, kwargs)
+        self.is_compiled = True
+
+    @contextmanager
+    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[torch.Tensor]:
+        """Hold the layer's block in its slot, ready to be computed with; its bytes.
+
+        See ``BlockVisit.hold``, for streams and for what else is raised.
+
+        Raises:
+            PreparedModelError: If the layer itself has changed a frozen tensor.
+            VRAMBudgetError: If the device has no room for what the layer computes.
+        """
+        try:
+            with self.weights.hold(phase, adapters) as slab:
+                staying = self._staying.state()
+                yield slab
+                self._staying.require_unwritten(staying)
+        except torch.OutOfMemoryError as error:
+            raise self.context.explain(self.name, error) from error
+
+    def tree(self) -> ModuleTree:
+        """The modules of the layer now; the same object as long as they are the same."""
+        self.context.visits.end_all()
+        tree = self._tree
+        is_known = tree.has_same_tensors()
+        if not (tree.is_current() and (is_known or tree.has_same_names())):
+            layer = tree.modules()[0]
+            tables = (
+                t for module in layer.modules() for t in (module._parameters, module._buffers)
+            )
+            self.weights.bindings.require_owners({id(table) for table in tables})
+            self._take_stock(layer)
+        elif not is_known:
+            # Others by the same names: an adapter that was deleted and added again.
+            self.weights.bindings.require_at_rest()
+            self._look_at_tensors(tree.modules()[0])
+            tree.note_tensors()
+        for module in self._tree.adapter_modules:
+            if module.merged:
+                raise PreparedModelError(
+                    f"{self.name}: expected separate adapters, found {module.merged_adapters} "
+                    "merged into the base, which the slots do not see. Call poros.restore(model) "
+                    "before merging"
+                )
+        return self._tree
+
+    def staying(self) -> StayingState:
+        """What stays on the device, as it is now."""
+        return self._staying.state()
+
+    def edited_since(self, before: StayingState) -> str | None:
+        """The name of a tensor that stays on the device and is not what it was ``before``."""
+        return self._staying.changed(before)
+
+    def park(self, tensor: torch.Tensor) -> Parked | None:
+        """Have the layer's input wait for its backward on the host; None to keep it here."""
+        boundaries = self.context.boundaries
+        if (
+            boundaries is None
+            or tensor.device != self.device
+            or not tensor.is_floating_point()
+            or not tensor.is_contiguous()
+            or (tensor.is_leaf and tensor.requires_grad)
+        ):
+            return None
+        return boundaries.park(tensor, self.name, self.index)
+
+    def confines_autocast(self) -> bool:
+        """Whether the active autocast region ends with the call of the model."""
+        return is_region_within(self.context.is_model)
+
+    def put_back(self) -> None:
+        """Make sure that the layer holds its own tensors."""
+        self._tree.put_back()
+        self.weights.bindings.swap_out()
+
+    def cast_trained_biases(self) -> None:
+        """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
+
+        It would do so inside the layer, to the stand-in of the bias instead of the parameter.
+        """
+        for module in self._biased:
+            bias = module._parameters["bias"]
+            if bias.requires_grad and bias.dtype != module.compute_dtype:
+                bias.data = bias.data.to(module.compute_dtype)
+
+    def _take_stock(self, layer: nn.Module) -> None:
+        self._look_at_tensors(layer)
+        streamed = self.weights.bindings.tensor_ids
+        tree = ModuleTree(layer, streamed)
+        self._staying = Staying(self.name, staying_places(layer, streamed))
+        self.audit = GraphAudit(self.name)
+        # Last: as long as the tree is the old one, stock is taken again.
+        self._tree = tree
+
+    def _look_at_tensors(self, layer: nn.Module) -> None:
+        self.context.admit(layer)
+        # Linear layers of bitsandbytes that have a bias.
+        self._biased: list[Any] = [
+            module
+            for module in layer.modules()
+            if getattr(module, "compute_dtype", None) is not None
+            and module._parameters.get("bias") is not None
+        ]

@@ -1,0 +1,219 @@
+"""Visits of a block: its bytes in a slot, its tensors in place, and all of it undone at the end.
+
+``BlockVisit`` is for whatever reads frozen tensors: a layer, and anything else whose tensors stand
+in the host store. ``Visits`` knows which one goes on.
+
+Note: Interruptions
+    Ctrl-C may strike between any two steps of Python, those of a ``finally`` too, and once more
+    while the first is on its way out. So a visit is noted before it changes anything and crossed
+    off after all of it is undone. What is still noted when its frame goes, or at the latest when
+    the next visit begins, is undone then. Undoing twice is undoing once.
+
+    What is noted may also be a visit that goes on, further up the stack (a hook inside a layer that
+    runs another one). It is undone all the same, since its slot may be needed now; it finds out at
+    its end and raises, so that nothing it computed is used.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from poros.errors import PreparedModelError, SlotStateError
+from poros.labels import labelled, short_name
+from poros.layer.frozen import LayerBindings
+from poros.layer.tree import Adapter
+from poros.slots.manager import BlockManager
+from poros.slots.schedule import Phase
+
+
+class _Note:
+    """One visit that has begun. Compared by identity."""
+
+    __slots__ = ("undo",)
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self.undo = undo
+
+
+class _Keeper:
+    """Dies with the frame of a visit, however that was left."""
+
+    __slots__ = ("_note", "_visits")
+
+    def __init__(self, visits: "Visits", note: _Note) -> None:
+        self._visits = visits
+        self._note = note
+
+    def __del__(self) -> None:
+        self._visits.end(self._note)
+
+
+class Visits:
+    """The visits of one prepared model: at most one at a time."""
+
+    def __init__(self) -> None:
+        self._open: list[_Note] = []
+
+    def end_all(self) -> None:
+        """Undo what an interruption has left behind. Costs nothing if there is nothing."""
+        while self._open:
+            self.end(self._open[-1])
+
+    def end(self, note: _Note) -> None:
+        """Undo one visit, unless that was done; to its end even if it is interrupted."""
+        interruption: KeyboardInterrupt | None = None
+        while note in self._open:
+            try:
+                note.undo()
+                self._open = [each for each in self._open if each is not note]
+            except KeyboardInterrupt as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
+
+    @contextmanager
+    def begin(self, name: str, undo: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Run the body as a visit, then ``undo`` what it has changed.
+
+        Args:
+            name: The layer's qualified name.
+            undo: Undoes a visit that has come anywhere, undone or not.
+
+        Yields:
+            What raises if this is no longer the visit that goes on. Called at the end as well.
+
+        Raises:
+            SlotStateError: If another visit began before this one ended.
+        """
+        self.end_all()
+        note = _Note(undo)
+
+        def require_alone() -> None:
+            if note not in self._open:
+                raise SlotStateError(
+                    f"{name}: expected one layer to run at a time, found another one that ran "
+                    "before it had ended (a forward or a backward inside a hook of it?)"
+                )
+
+        keeper = _Keeper(self, note)
+        try:
+            try:
+                self._open.append(note)
+                yield require_alone
+                require_alone()
+            finally:
+                self.end(note)
+        finally:
+            # An interruption may strike as the first clean-up begins.
+            self.end(note)
+            del keeper
+
+
+class BlockVisit:
+    """Visits of one block by one of its readers, one after the other.
+
+    Args:
+        manager: Brings the block to its slot.
+        visits: Of the model.
+        block: Index in execution order.
+        name: Qualified name of the reader.
+        bindings: The reader's tensors: at rest on the host, during a visit views of the slot.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        visits: Visits,
+        block: int,
+        name: str,
+        bindings: LayerBindings,
+    ) -> None:
+        self.block = block
+        self.bindings = bindings
+        self._manager = manager
+        self._visits = visits
+        self._name = name
+        self._label = short_name(name)
+        self._is_bound = True
+
+    @property
+    def stays(self) -> bool:
+        """Whether the block has a slot of its own, which is never written again."""
+        return self._manager.is_pinned(self.block)
+
+    def bind(self, bindings: LayerBindings) -> None:
+        """Take other views: the block has moved to another slot."""
+        self._is_bound = True
+        self.bindings = bindings
+
+    def unbind(self) -> None:
+        """Let go of the slot. Until ``bind`` a visit raises ``PreparedModelError``."""
+        self._is_bound = False
+        self.bindings = self.bindings.without_twins()
+
+    @contextmanager
+    def hold(self, phase: Phase, adapters: Sequence[Adapter] = ()) -> Iterator[torch.Tensor]:
+        """Hold the block in its slot, with device tensors and stand-ins in place; its bytes.
+
+        Args:
+            phase: What the visit belongs to.
+            adapters: Places whose stand-ins are to be there instead of the parameters.
+
+        Streams:
+            The compute stream waits for the block's copy; at the end an event is recorded behind
+            which the slot may be overwritten. The host does not wait.
+
+        Raises:
+            PreparedModelError: If a frozen tensor was changed at rest, or by the body.
+            SlotStateError: If another visit began before this one ended.
+        """
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        if not self._is_bound:
+            raise PreparedModelError(
+                f"{self._name}: expected a place on the device for its block, found none: making "
+                "room for it failed. Call poros.restore(model)"
+            )
+        # The bindings of now: a visit that is undone later is undone as it began.
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
+        with self._visits.begin(self._name, undo) as require_alone:
+            slot = self._manager.acquire(self.block, phase)
+            version = slot.buffer._version
+            self.bindings.swap_in()
+            for adapter in adapters:
+                adapter.owner[adapter.key] = adapter.stand_in
+            with labelled(phase.value, self._label):
+                yield slot.buffer
+            require_alone()
+            self.bindings.require_twins()
+            if slot.buffer._version != version:
+                raise PreparedModelError(
+                    f"{self._name}: expected its frozen tensors to be read only, found one written "
+                    "by its own forward (a running statistic?); the write would be lost with the "
+                    "slot"
+                )
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """The reader without its frozen tensors, for what reaches all the others."""
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        with self._visits.begin(self._name, self.bindings.swap_out):
+            self.bindings.hide()
+            yield
+
+
+def _end_visit(
+    manager: BlockManager,
+    block: int,
+    bindings: LayerBindings,
+    adapters: Sequence[Adapter],
+) -> None:
+    for adapter in adapters:
+        if adapter.owner.get(adapter.key) is adapter.stand_in:
+            adapter.owner[adapter.key] = adapter.parameter
+    bindings.swap_out()
+    if manager.is_held(block):
+        manager.release(block)

@@ -1,0 +1,366 @@
+"""Sizes a run on a GPU by what its steps are seen to take.
+
+The peak of a step is read without touching PyTorch's peak statistics, which belong to the user: the
+allocator gives memory back only when it is asked to, so what it holds at the end of a step, after
+it was asked at the beginning, is the most that the step has needed.
+
+Note: Larger batches
+    What a batch takes grows at most as ``growth`` says. If that fits what there is, nothing
+    happens. If not, room is given up before it trains: layers that keep their graph first, since
+    another number of slots moves every block. Its step is then measured, and from then on room is
+    left for batches half as large again, so that lengths that creep up do not resize at each step.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from torch import nn
+
+from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.errors import PorosError, VRAMBudgetError
+from poros.model.sizing import (
+    BlockSizes,
+    Estimate,
+    Needs,
+    Plan,
+    Room,
+    Shape,
+    Sizer,
+    Wanted,
+    affordable,
+    growth,
+    need,
+    room_of,
+    with_shape,
+)
+
+logger = logging.getLogger(__name__)
+
+MARGIN_SHARE = 0.1
+LEAST_MARGIN = 2**30
+RESERVE = 1.5
+MAX_ROUNDS = 3
+
+
+class DeviceMemory:
+    """What PyTorch's allocator of this process holds on a GPU, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        """In tensors that are alive."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def reserved(self) -> int:
+        """In all, what lies between tensors and waits for the next ones included."""
+        return torch.cuda.memory_reserved(self._device)
+
+    def give_back(self) -> None:
+        """Return to the device what no tensor needs."""
+        torch.cuda.empty_cache()
+
+    def free(self) -> int:
+        """What could still be had, less a tenth of the device and at least 1 GiB.
+
+        That is for other processes, libraries, and what an evaluation needs beyond a training step.
+        """
+        free, whole = torch.cuda.mem_get_info(self._device)
+        allowed = int(torch.cuda.memory.get_per_process_memory_fraction(self._device) * whole)
+        cached = self.reserved() - self.allocated()
+        margin = max(LEAST_MARGIN, int(MARGIN_SHARE * whole))
+        return max(0, min(free, allowed - self.reserved()) + cached - margin)
+
+
+class Stage(Enum):
+    """How far the measuring of a run has come."""
+
+    WARMING = "until the self-check has passed and the optimizer has stepped"
+    MEASURING = "a whole step, from now to the end of an optimizer's step"
+    SETTLED = "until a larger batch comes"
+
+
+class MeasuredSizer(Sizer):
+    """The room of one run, by measurement.
+
+    Args:
+        policy: Of the model.
+        estimate: See ``Estimate``; for the floor.
+        memory: Of the device.
+        sizes: Of the blocks.
+        held: Bytes on the device that belong to the model, its slots included.
+        model: Gives the model; None once it is gone.
+
+    Attributes:
+        graph_num_bytes: The most that the graph of a layer was seen to keep.
+    """
+
+    def __init__(
+        self,
+        policy: StreamingPolicy,
+        estimate: Estimate,
+        memory: DeviceMemory,
+        sizes: BlockSizes,
+        held: Callable[[], int],
+        model: Callable[[], nn.Module | None],
+    ) -> None:
+        super().__init__(policy, estimate)
+        self._is_given = self.budget is not None
+        self._is_off = not self._is_given and (policy.slots, policy.keep_last) != (None, None)
+        self._memory = memory
+        self._sizes = sizes
+        self._held = held
+        self._model = model
+        self._stage = Stage.WARMING
+        self._others = 0
+        self._known: list[tuple[Shape, Needs]] = []
+        """Shapes that were measured, and what a step with the largest of them takes."""
+        self._estimated: list[Shape] = []
+        """Shapes for which the floor was estimated."""
+        self._seen: list[Shape] = []
+        """Since measuring began."""
+        self._reserve = 1.0
+        self._rounds = 0
+        self._watch: StepWatch | None = None
+        self._shape: Shape | None = None
+        self._room: Room | None = None
+        self.graph_num_bytes = 0
+
+    @property
+    def plan(self) -> Plan | None:
+        if self._shape is None or self._room is None:
+            return None
+        try:
+            return self._estimate(self._shape, None, Wanted(*self._room), False)
+        except PorosError:
+            return None  # a kind of adapters that cannot be estimated
+
+    @contextmanager
+    def watching_graph(self) -> Iterator[None]:
+        """Note what the body, a layer's recomputation, keeps for its backward."""
+        if self._stage is not Stage.MEASURING:
+            yield
+            return
+        before = self._memory.allocated()
+        yield
+        self.graph_num_bytes = max(self.graph_num_bytes, self._memory.allocated() - before)
+
+    def begin(self, shape: Shape, room: Room, is_checking: bool, adapters: object) -> Room:
+        if self._is_off:
+            return room
+        model = self._model()
+        if model is None:
+            return room
+        if self._watch is None:
+            self._conditions = adapters
+            self._others = max(0, self._memory.allocated() - self._held())
+            if self.budget is None:
+                self.budget = self._memory.free() + self._held()
+            self._watch = StepWatch(model)
+        if adapters != self._conditions:
+            self._conditions = adapters
+            self._restart(model)
+        if self._stage is not Stage.SETTLED and not is_checking and self._watch.has_stepped():
+            if self._stage is Stage.WARMING:
+                self._measure(Stage.MEASURING)
+                self._memory.give_back()
+            else:
+                room = self._spend(room)
+        room = self._provide(shape, room, is_checking)
+        self._seen = with_shape(self._seen, shape)
+        if self._shape is None or not shape.is_within(self._shape):
+            self._shape = shape
+        self._room = room
+        return room
+
+    def made_room(self) -> None:
+        # What the old slots had would be counted with the next step.
+        self._memory.give_back()
+
+    def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
+        if self._is_given:
+            return super().refused(where, error)
+        self._is_off = True
+        logger.warning("poros: going on with %d slots: %s", MIN_SLOTS, self.explain(where, error))
+        return None
+
+    def _restart(self, model: nn.Module) -> None:
+        """Others are trained: nothing is known of their steps."""
+        self._known.clear()
+        self._estimated.clear()
+        self._watch = StepWatch(model)
+        self._measure(Stage.WARMING)
+
+    def _measure(self, stage: Stage) -> None:
+        self._stage, self._rounds, self._seen = stage, 0, []
+
+    def _provide(self, shape: Shape, room: Room, is_checking: bool) -> Room:
+        """Room for a batch that may be larger than any before."""
+        if any(shape.is_within(known) for known, _ in self._known):
+            return room
+        if not self._known:
+            if any(map(shape.is_within, self._estimated)):
+                return room
+            return self._floor(shape, is_checking)
+        factor, needs = min(
+            ((growth(shape, known), needs) for known, needs in self._known),
+            key=lambda found: found[1].scaled(found[0]).passing,
+        )
+        needs = needs.scaled(factor)
+        if need(room, self._sizes, needs) <= (self.budget or 0):
+            if self._stage is Stage.SETTLED:
+                self._measure(Stage.MEASURING)
+            return room
+        self._reserve = RESERVE
+        self._measure(Stage.MEASURING)
+        smaller = self._shrunk(room, needs)
+        if smaller is None:
+            smaller = self._floor(shape, is_checking)
+        logger.info("poros: %d x %d tokens are more than any before: %s", *shape, _words(smaller))
+        return smaller
+
+    def _shrunk(self, room: Room, needs: Needs) -> Room | None:
+        """Kept layers are given up first, then slots."""
+        layers = room.keep_last if self.wanted.keep_last is None else 0
+        while layers > 0:
+            layers = max(0, layers - self._sizes.block_size)
+            smaller = room._replace(keep_last=layers)
+            if need(smaller, self._sizes, needs) <= (self.budget or 0):
+                return smaller
+        return affordable(self.budget or 0, self._sizes, needs, self.wanted, room.offload_inputs)
+
+    def _floor(self, shape: Shape, is_checking: bool) -> Room:
+        """The least room, with inputs on the host if the estimate says that it takes that.
+
+        Raises:
+            VRAMBudgetError: If a given budget is below it.
+        """
+        least = Room(
+            self.wanted.num_slots or MIN_SLOTS,
+            self.wanted.keep_last or 0,
+            bool(self.wanted.offload_inputs),
+        )
+        wanted = Wanted(least.num_slots, least.keep_last, self.wanted.offload_inputs)
+        try:
+            least = room_of(self.estimated(shape, wanted, is_checking))
+        except VRAMBudgetError as error:
+            if self._is_given:
+                raise
+            self._warn(error)
+        except PorosError as error:
+            self._warn(error)
+        self._estimated = with_shape(self._estimated, shape)
+        return least
+
+    def _warn(self, error: Exception) -> None:
+        logger.warning(
+            "poros: the step could not be estimated for %.2f GB of free memory; going on with "
+            "the least room (%s: %s)",
+            (self.budget or 0) / 1e9,
+            type(error).__name__,
+            error,
+        )
+
+    def _spend(self, room: Room) -> Room:
+        """A whole step has been measured: what there is room for."""
+        ours = self._memory.reserved() - self._others
+        slots = self._sizes.num_bytes(room)
+        kept = min(room.keep_last, self._sizes.num_layers)
+        standing = max(0, self._memory.allocated() - self._others - slots)
+        passing = max(0, ours - slots - standing - kept * self.graph_num_bytes)
+        needs = Needs(standing, passing, self.graph_num_bytes)
+        self._known = [
+            *(
+                (shape, old)
+                for shape, old in self._known
+                if not any(map(shape.is_within, self._seen))
+            ),
+            *((shape, needs) for shape in self._seen),
+        ]
+        self._rounds += 1
+        budget = self.budget or 0
+        found = self._next(room, needs, ours)
+        self._stage = Stage.SETTLED if found == room else Stage.MEASURING
+        self._seen = []
+        if found != room or self._rounds == 1:
+            logger.info(
+                "poros: a step took %.2f GB of a budget of %.2f GB: %s",
+                ours / 1e9,
+                budget / 1e9,
+                _words(found),
+            )
+        return found
+
+    def _next(self, room: Room, needs: Needs, ours: int) -> Room:
+        """The room for what was measured."""
+        budget, offload = self.budget or 0, room.offload_inputs
+        if ours > budget:
+            return self._shrunk(room, needs) or self._least(ours, budget, room)
+        found = affordable(budget, self._sizes, needs.scaled(self._reserve), self.wanted, offload)
+        if found is None or self._rounds > MAX_ROUNDS or not _is_more(found, room):
+            return room  # it fits, and there is nothing to gain
+        return found
+
+    def _least(self, ours: int, budget: int, room: Room) -> Room:
+        """Not even the least room fits, as was measured."""
+        least = Room(
+            self.wanted.num_slots or MIN_SLOTS,
+            self.wanted.keep_last or 0,
+            self.wanted.offload_inputs is not False,
+        )
+        if room == least:
+            logger.warning(
+                "poros: a step takes %.2f GB with the least room there is, more than the budget of "
+                "%.2f GB; use a smaller batch or shorter sequences",
+                ours / 1e9,
+                budget / 1e9,
+            )
+        return least
+
+
+class StepWatch:
+    """Notices that an optimizer has stepped, by some elements of what it trains.
+
+    Args:
+        model: Whose trainable parameters to watch: the last few. Of a LoRA, the first step changes
+            at least the matrix that starts at zero.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._watched = [(parameter, _sample(parameter)) for parameter in trained[-8:]]
+
+    def has_stepped(self) -> bool:
+        """Whether one has since it was last seen to, or will not change these any more.
+
+        May wait for the device.
+        """
+        stepped = any(
+            not parameter.requires_grad or not torch.equal(_sample(parameter), before)
+            for parameter, before in self._watched
+        )
+        if stepped:
+            self._watched = [(parameter, _sample(parameter)) for parameter, _ in self._watched]
+        return stepped
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """The memory of a GPU; None of a device that has no allocator to ask."""
+    return DeviceMemory(device) if device.type == "cuda" else None
+
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor:
+    """Some elements of a parameter: an optimizer's step changes them if it changes any."""
+    return parameter.detach().reshape(-1)[:64].clone()
+
+
+def _is_more(found: Room, room: Room) -> bool:
+    return (found.num_slots, found.keep_last) > (room.num_slots, room.keep_last)
+
+
+def _words(room: Room) -> str:
+    inputs = ", inputs of layers on the host" if room.offload_inputs else ""
+    return f"{room.num_slots} slots, {room.keep_last} layers keep their graph{inputs}"

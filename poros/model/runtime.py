@@ -1,0 +1,405 @@
+"""What streams one prepared model: the one owner of its slabs, slots, constants and counts."""
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.digests import SourceDigests
+from poros.errors import PreparedModelError
+from poros.host.store import drop_store
+from poros.layer.body import ModelContext
+from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
+from poros.layer.offload import Boundaries
+from poros.layer.staying import SmallTensors
+from poros.layer.streamed import StreamedLayer, is_streamed, streamed_layer
+from poros.model.adoption import host_store
+from poros.model.attach import Attachment
+from poros.model.inspect import Inventory
+from poros.model.measuring import MeasuredSizer, device_memory
+from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
+from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing
+from poros.slots.schedule import Action, divide
+from poros.streams import StreamContext, gb_per_s
+
+if TYPE_CHECKING:
+    from poros.planning.formula import MemoryPlan
+    from poros.self_check.check import SelfCheck
+
+logger = logging.getLogger(__name__)
+
+_HOME = "_poros_runtime"
+"""Where a streamed layer has it in its ``__dict__``."""
+
+
+class Runtime:
+    """What streams a prepared model. Get it with ``poros.runtime(model)``.
+
+    Args:
+        model: The model, checked by ``poros.model.inspect.take_inventory``; held weakly.
+        inventory: What it found.
+        policy: How to stream.
+        streams: The device's streams, or a stand-in.
+        estimate: Of a step of this model, for its budget.
+        journal: See ``BlockManager``.
+
+    Attributes:
+        policy: The policy the model was prepared with.
+        device: Where it trains.
+        host: The frozen bytes of every block, in host memory or on a disk.
+        is_adopted: Whether that memory is what a loader has left, and nothing was copied.
+        blocks: The frozen tensors of each block.
+        ring: The slots. Another one after each resize.
+        manager: Moves blocks through them.
+        constants: Small constants of 4-bit weights, on the device.
+        small: Norms, biases and other small tensors of the layers, on the device.
+        offloader: Inputs of layers that wait on the host.
+        context: What the layers know of all this.
+        sizer: Decides on the room that blocks get.
+        room: The room they have.
+        digests: Of what streams, as it was before it was moved; None if nobody will look.
+
+    Raises:
+        CheckpointFormatError: If layers stay in a file that is not what was loaded; the model is
+            unchanged.
+        HostMemoryError: If the host store cannot be had; the model is unchanged.
+        torch.OutOfMemoryError: If the slots do not fit on the device; the model is unchanged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inventory: Inventory,
+        policy: StreamingPolicy,
+        streams: StreamContext,
+        estimate: Estimate,
+        journal: list[Action] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.device = streams.device
+        self._streams = streams
+        self._model = weakref.ref(model)
+        self._layers = [weakref.ref(layer) for layer in inventory.layers]
+        self.blocks = inventory.blocks
+        self._check: SelfCheck | None = None
+        self._num_resizes = 0
+        self.room = Room(
+            policy.slots or MIN_SLOTS, policy.keep_last or 0, bool(policy.offload_boundaries)
+        )
+        self.host, self.is_adopted = host_store(inventory, policy.block_size)
+        self.digests = SourceDigests() if policy.self_check != "off" else None
+        self._attachment = Attachment(model, inventory, self.device, self.host)
+        with ExitStack() as undo:
+            undo.callback(self.host.unpin)
+            undo.callback(self._attachment.abandon)
+            if self.digests is not None:
+                undo.callback(self.digests.close)
+            self.small = SmallTensors(
+                inventory.by_layer(), self.device, digests=self.digests is not None
+            )
+            self._attachment.move_to_host(self.digests)
+            self._attachment.move_small(self.small)
+            self._attachment.move_to_device()
+            if self.device.type == "cuda":
+                self.host.pin(self.device)
+            self.constants = DeviceConstants(self.device, self.small.nested)
+            self.ring = self._allocate_slots(self.room)
+            self.manager = BlockManager(self.host, self.ring, streams, journal)
+            self.offloader = Boundaries(streams)
+            self.sizer = self._make_sizer(estimate)
+            self.context = self._make_context(model, inventory)
+            self._attachment.exchange(
+                self._make_layers(inventory), self.begin, lambda: self.resize(self.room)
+            )
+            undo.callback(self._let_go)
+            for layer in inventory.layers:
+                layer.__dict__[_HOME] = self
+            if not self.is_adopted:
+                drop_store(inventory.base)
+            undo.pop_all()
+
+    def _make_sizer(self, estimate: Estimate) -> Sizer:
+        memory = device_memory(self.device)
+        if memory is None:
+            return Sizer(self.policy, estimate)
+        layouts = [slab.layout for slab in self.host.slabs]
+        sizes = BlockSizes(layouts, len(self._layers), self.policy.block_size)
+        # Weakly: this holds the sizer.
+        held = weakref.WeakMethod(self._held_num_bytes)
+        return MeasuredSizer(
+            self.policy, estimate, memory, sizes, lambda: (held() or int)(), self._model
+        )
+
+    def _make_context(self, model: nn.Module, inventory: Inventory) -> ModelContext:
+        context = ModelContext(
+            model,
+            self.device,
+            self.manager,
+            inventory.tied_adapters,
+            self._attachment.admit,
+            self.sizer.explain,
+        )
+        if self.room.offload_inputs:
+            context.boundaries = self.offloader
+        if isinstance(self.sizer, MeasuredSizer):
+            context.watching_graph = self.sizer.watching_graph
+        return context
+
+    def _make_layers(self, inventory: Inventory) -> list[tuple[nn.Module, StreamedLayer]]:
+        """What each layer becomes, without changing it yet."""
+        bindings = self._bindings()
+        return [
+            (
+                layer,
+                StreamedLayer(
+                    layer,
+                    index,
+                    inventory.layer_name(index),
+                    index // self.policy.block_size,
+                    LayerBindings(bindings.get(index, [])),
+                    self.context,
+                ),
+            )
+            for index, layer in enumerate(inventory.layers)
+        ]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks the layers are grouped into."""
+        return len(self.blocks)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that blocks stream through, without those of blocks that stay."""
+        return len(self.ring.slots)
+
+    @property
+    def num_streamed_blocks(self) -> int:
+        """Blocks that stream; the others stay on the device (``keep_last``)."""
+        return self.manager.num_blocks
+
+    @property
+    def device_num_bytes(self) -> int:
+        """Slots, small tensors, and quantization constants."""
+        return self.ring.num_bytes + self.small.num_bytes + self.constants.num_bytes
+
+    @property
+    def plan(self) -> "MemoryPlan | None":
+        """The estimate for the budget and the largest batch; None before the first step."""
+        found: MemoryPlan | None = self.sizer.plan  # type: ignore[assignment]
+        return found
+
+    @property
+    def self_check(self) -> dict[str, Any]:
+        """What the check of the first step has found so far.
+
+        Returns:
+            ``mode``, ``status`` (pending, passed, failed, unproven or off), ``message`` (the
+            mismatch, if any), ``proved_with_deterministic_attention`` and ``not_provable`` (names
+            of layers that do not repeat themselves: see ``poros.self_check.check``).
+        """
+        check = self._check
+        return {
+            "mode": check.mode if check else "off",
+            "status": check.status if check else "off",
+            "message": check.message if check else None,
+            "proved_with_deterministic_attention": list(check.proved_otherwise) if check else [],
+            "not_provable": list(check.not_provable) if check else [],
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """What has happened since ``prepare``, as plain numbers.
+
+        Returns:
+            ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in
+            its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots,
+            blocks that stay, small frozen tensors, constants of 4-bit weights),
+            ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in host memory, and the
+            page-locked part of them),
+            ``disk_num_bytes`` and ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how
+            long training has waited for them), ``offloaded_num_bytes`` (host memory for inputs of
+            layers), ``h2d_ms`` and ``h2d_gb_per_s`` (how long the copies of blocks took that are
+            complete, on the device, and their rate), ``stall_ms`` (for how long the device had
+            nothing to do but wait for one of them), ``num_resizes`` (how often blocks got other
+            slots), ``fallbacks`` (one line each).
+
+        Streams:
+            Reads counters on the host, and events; waits for nothing.
+        """
+        timings = self._streams.timings()
+        return {
+            "num_loads": self.manager.num_loads,
+            "num_hits": self.manager.num_hits,
+            "h2d_num_bytes": self.manager.h2d_num_bytes,
+            "device_num_bytes": self.device_num_bytes,
+            "host_num_bytes": self.host.num_bytes,
+            "pinned_num_bytes": self.host.pinned_num_bytes,
+            "disk_num_bytes": self.host.disk_num_bytes,
+            "disk_stall_ms": self.host.disk_stall_ms,
+            "offloaded_num_bytes": self.offloader.num_bytes,
+            "h2d_ms": timings.copy_ms,
+            "h2d_gb_per_s": gb_per_s(timings.num_bytes, timings.copy_ms),
+            "stall_ms": timings.stall_ms,
+            "num_resizes": self._num_resizes,
+            "fallbacks": self.host.fallbacks + self.offloader.fallbacks,
+        }
+
+    def host_slab(self, block: int) -> torch.Tensor:
+        """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
+        return self.host.slabs[block].bytes
+
+    def watch_with(self, check: "SelfCheck") -> None:
+        """Have every layer's first call checked."""
+        self._check = check
+        self.context.check = check.watch
+        self.context.check_bytes = check.watch_bytes
+
+    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Make room for a micro-batch, before the model computes anything of it.
+
+        Args:
+            args: Of the model's forward.
+            kwargs: Likewise.
+
+        Raises:
+            VRAMBudgetError: If a given budget is below what such a step needs; the room is what it
+                was.
+        """
+        shape = shape_of(args, kwargs)
+        if shape is None or not torch.is_grad_enabled():
+            return
+        is_checking = self._check is not None and self._check.status == "pending"
+        room = self.sizer.begin(shape, self.room, is_checking, self._adapters())
+        if room == self.room:
+            return
+        try:
+            self.resize(room)
+        except torch.OutOfMemoryError as error:
+            refusal = self.sizer.refused("vram_budget", error)
+            if refusal is not None:
+                raise refusal from error
+            self.resize(Room(MIN_SLOTS, 0, self.room.offload_inputs))
+        self.sizer.made_room()
+
+    def resize(self, room: Room) -> None:
+        """Give the blocks other room on the device. Not within a visit; adapters and bytes stay.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has not got it; the room is what it was.
+        """
+        self.context.visits.end_all()
+        layers = list(self._streamed_layers())
+        for layer in layers:
+            layer.weights.bindings.require_at_rest()
+        # Given up first, so that the new room can be had in the old one's place.
+        for layer in layers:
+            layer.weights.unbind()
+        self._use(DeviceRing((), MIN_SLOTS, self._streams))
+        failure: torch.OutOfMemoryError | None = None
+        try:
+            self._use(self._allocate_slots(room))
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)  # its frames hold the part that could be had
+        if failure is not None:
+            self._use(self._allocate_slots(self.room))
+        bindings = self._bindings()
+        for layer in layers:
+            layer.weights.bind(LayerBindings(bindings.get(layer.index, [])))
+        if failure is not None:
+            raise failure
+        self.room = room
+        self.context.boundaries = self.offloader if room.offload_inputs else None
+        self._num_resizes += 1
+
+    def detach(self) -> None:
+        """Make the model what it was. The slots and the page locks are gone afterwards.
+
+        Raises:
+            torch.OutOfMemoryError: If the base does not fit where it was; the model is as before.
+        """
+        self.context.visits.end_all()
+        self._attachment.detach()
+        self._let_go()
+        self.host.unpin()
+        self.offloader.unpin()
+
+    def _let_go(self) -> None:
+        for reference in self._layers:
+            layer = reference()
+            if layer is not None:
+                layer.__dict__.pop(_HOME, None)
+
+    def _allocate_slots(self, room: Room) -> DeviceRing:
+        layouts = [slab.layout for slab in self.host.slabs]
+        division = divide(len(self._layers), self.policy.block_size, room.num_slots, room.keep_last)
+        return DeviceRing(layouts, division.ring_slots, self._streams, division.num_resident)
+
+    def _use(self, ring: DeviceRing) -> None:
+        self.ring = ring
+        self.manager.use(ring)
+
+    def _bindings(self) -> dict[int, list[Binding]]:
+        """The frozen tensors of each layer, with their views of slots."""
+        found: dict[int, list[Binding]] = {}
+        for block, (tensors, slab) in enumerate(zip(self.blocks, self.host.slabs, strict=True)):
+            buffer = self.ring.slot(block).buffer
+            found |= bind_block(tensors, slab.layout, buffer, self.constants)
+        return found
+
+    def _streamed_layers(self) -> Iterator[StreamedLayer]:
+        for reference in self._layers:
+            layer = reference()
+            if layer is not None:
+                yield streamed_layer(layer)
+
+    def _adapters(self) -> object:
+        """Differs if what is trained in the first layer with adapters does."""
+        for layer in self._streamed_layers():
+            found = layer.tree().adapters()
+            if found:
+                return [(id(adapter.parameter), adapter.parameter.dtype) for adapter in found]
+        return []
+
+    def _held_num_bytes(self) -> int:
+        """Bytes on the device that belong to the model, its slots included."""
+        model = self._model()
+        if model is None:
+            return 0
+        tensors = [*model.parameters(), *model.buffers()]
+        tensors += [p.grad for p in model.parameters() if p.grad is not None]
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in tensors
+            if tensor.device == self.device and not self.small.holds(tensor)
+        }
+        return sum(storages.values()) + self.device_num_bytes
+
+
+def find_runtime(model: object) -> Runtime | None:
+    """The runtime of a prepared model; None if it is not prepared."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if is_streamed(module):
+            runtime: Runtime = module.__dict__[_HOME]
+            return runtime
+    return None
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a prepared model.
+
+    Raises:
+        PreparedModelError: If the model is not prepared.
+    """
+    runtime = find_runtime(model)
+    if runtime is None:
+        raise PreparedModelError(
+            f"expected a prepared model, found a {type(model).__name__} that is not; call "
+            "poros.prepare(model) first"
+        )
+    return runtime

@@ -1,0 +1,303 @@
+"""How much of its budget a run gives to slots, and how much to layers that keep their graph.
+
+Note: What the budget means
+    Bytes on the device that PyTorch's allocator holds for the model and its training: tensors, and
+    what the allocator keeps between them. Not counted are the context of CUDA, other processes, and
+    what this process held besides the model when its first step began.
+
+On a GPU nothing but the floor is predicted. Training begins with two slots. When the self-check has
+passed and the optimizer has stepped, one whole step is measured (``poros.model.measuring``), and
+what the budget has left is spent: slots cost exactly their bytes, a layer that keeps its graph the
+bytes that its recomputation was seen to keep. The next step is measured again.
+
+On a CPU, which has no allocator to ask, a given budget is spent by the estimate of ``poros.plan``.
+
+Either way a batch larger than any before is provided for before it trains, and what cannot fit at
+all is refused. No decision changes a bit of the result.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from poros.config import MIN_SLOTS, StreamingPolicy, parse_num_bytes
+from poros.errors import VRAMBudgetError
+from poros.layout import BlockLayout, slot_sizes
+from poros.slots.schedule import divide
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceMemoryError(VRAMBudgetError, torch.OutOfMemoryError):
+    """The device ran out: PyTorch's own error, with what a step needs."""
+
+
+class Shape(NamedTuple):
+    """Of a micro-batch."""
+
+    batch_size: int
+    seq_len: int
+
+    def is_within(self, other: "Shape") -> bool:
+        return self.batch_size <= other.batch_size and self.seq_len <= other.seq_len
+
+
+class Room(NamedTuple):
+    """What there is on the device for blocks and graphs."""
+
+    num_slots: int
+    """All slots, those of blocks that stay included."""
+    keep_last: int
+    """Layers at the end that keep their graph."""
+    offload_inputs: bool = False
+    """Whether inputs of the other layers wait for their backward on the host."""
+
+    def within(self, other: "Room") -> "Room":
+        """The room that fits wherever either does."""
+        return Room(
+            min(self.num_slots, other.num_slots),
+            min(self.keep_last, other.keep_last),
+            self.offload_inputs or other.offload_inputs,
+        )
+
+
+class Plan(Protocol):
+    """An estimate of a step, term by term: ``poros.planning.formula.MemoryPlan``."""
+
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def keep_last(self) -> int: ...
+    @property
+    def offload_boundaries(self) -> bool: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def total_num_bytes(self) -> int: ...
+    def table(self) -> str:
+        """The terms, a line each."""
+
+
+class Wanted(NamedTuple):
+    """What a policy fixes of a room; None leaves it to the budget."""
+
+    num_slots: int | None
+    keep_last: int | None
+    offload_inputs: bool | None
+
+
+Estimate = Callable[[Shape, "int | None", Wanted, bool], Plan]
+"""Of a step with micro-batches of a shape, for a budget in bytes, of a wanted room, with the
+self-check's share or without. Raises ``VRAMBudgetError`` if it does not fit."""
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """The blocks of one model, as they are divided among slots.
+
+    Attributes:
+        layouts: Of the blocks.
+        num_layers: In all of them.
+        block_size: Layers of a block; the last may have fewer.
+    """
+
+    layouts: Sequence[BlockLayout]
+    num_layers: int
+    block_size: int
+
+    def num_bytes(self, room: Room) -> int:
+        """Of all slots."""
+        division = divide(self.num_layers, self.block_size, room.num_slots, room.keep_last)
+        streamed = self.layouts[: division.num_streamed]
+        pinned = self.layouts[division.num_streamed :]
+        ring = slot_sizes(streamed, division.ring_slots) if streamed else []
+        return sum(ring) + sum(layout.num_bytes for layout in pinned)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a step takes besides its slots, in bytes."""
+
+    standing: int
+    """Between steps too: adapters, optimizer state, embedding, head."""
+    passing: int
+    """Within a step, with every layer recomputed."""
+    graph: int
+    """What one layer's graph keeps."""
+
+    def scaled(self, factor: float) -> "Needs":
+        """For a batch that takes ``factor`` times as much."""
+        return Needs(self.standing, int(self.passing * factor), int(self.graph * factor))
+
+
+def need(room: Room, sizes: BlockSizes, needs: Needs) -> int:
+    """Bytes that a step takes in ``room``."""
+    graphs = min(room.keep_last, sizes.num_layers) * needs.graph
+    return needs.standing + needs.passing + graphs + sizes.num_bytes(room)
+
+
+def affordable(
+    budget: int, sizes: BlockSizes, needs: Needs, wanted: Wanted, offload: bool
+) -> Room | None:
+    """The most room for a budget: slots first, and kept layers when every block has one.
+
+    A slot saves two copies of a block in each step, a kept layer its recomputation.
+
+    Args:
+        budget: In bytes.
+        sizes: Of the blocks.
+        needs: Besides the slots.
+        wanted: What is fixed.
+        offload: Whether inputs of layers wait on the host.
+
+    Returns:
+        None if not even the least room fits.
+    """
+    num_blocks = len(sizes.layouts)
+    slots = (
+        [wanted.num_slots]
+        if wanted.num_slots
+        else range(min(MIN_SLOTS, num_blocks), num_blocks + 1)
+    )
+    kept = [wanted.keep_last] if wanted.keep_last is not None else [0]
+    rooms = [Room(number, layers, offload) for number in slots for layers in kept]
+    fitting = [room for room in rooms if need(room, sizes, needs) <= budget]
+    if not fitting:
+        return None
+    best = fitting[-1]
+    if wanted.keep_last is None and best.num_slots >= num_blocks:
+        whole = range(0, sizes.num_layers + 1, sizes.block_size)
+        for layers in sorted({*whole, sizes.num_layers}):
+            room = best._replace(keep_last=layers)
+            if need(room, sizes, needs) > budget:
+                break
+            best = room
+    return best
+
+
+def growth(shape: Shape, known: Shape) -> float:
+    """How much more a batch takes than a known one, at most.
+
+    What a step holds grows no faster than the rows, and no faster than the square of their length
+    (attention without a fused kernel; everything else grows with the length itself).
+    """
+    rows, length = shape.batch_size / known.batch_size, shape.seq_len / known.seq_len
+    return max(1.0, rows * length * max(1.0, length))
+
+
+class Sizer:
+    """The room of one run, by estimates.
+
+    Args:
+        policy: Of the model.
+        estimate: See ``Estimate``.
+
+    Attributes:
+        budget: In bytes; None if nothing is sized.
+    """
+
+    def __init__(self, policy: StreamingPolicy, estimate: Estimate) -> None:
+        self.budget: int | None = None
+        self.wanted = Wanted(
+            None if policy.slots is None else max(policy.slots, MIN_SLOTS),
+            policy.keep_last,
+            policy.offload_boundaries,
+        )
+        if policy.vram_budget is not None:
+            self.budget = parse_num_bytes(policy.vram_budget, "vram_budget")
+        self._estimate = estimate
+        self._shapes: list[Shape] = []
+        """Those that need the most; others fit wherever these do."""
+        self._conditions: object = None
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The estimate for the shape that needs the most; None before the first step."""
+        return self._plan
+
+    def begin(self, shape: Shape, room: Room, is_checking: bool, adapters: object) -> Room:
+        """The room in which a micro-batch is to train.
+
+        Args:
+            shape: Its shape.
+            room: The one there is.
+            is_checking: Whether the self-check is still looking.
+            adapters: Differs if others are trained.
+
+        Raises:
+            VRAMBudgetError: If the budget is below what such a step needs.
+        """
+        if self.budget is None:
+            return room
+        shapes = with_shape(self._shapes, shape)
+        conditions = (is_checking, adapters)
+        if shapes == self._shapes and conditions == self._conditions:
+            return room
+        plans = [self.estimated(known, self.wanted, is_checking) for known in shapes]
+        rooms = [room_of(plan) for plan in plans]
+        chosen = rooms[0]
+        for other in rooms[1:]:
+            chosen = chosen.within(other)
+        if any(other != chosen for other in rooms):
+            fixed = Wanted(*chosen)
+            plans = [self.estimated(known, fixed, is_checking) for known in shapes]
+        self._plan = max(plans, key=lambda plan: plan.total_num_bytes)
+        self._shapes, self._conditions = shapes, conditions
+        return chosen
+
+    def made_room(self) -> None:
+        """The slots are what ``begin`` has said, from now on."""
+
+    def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
+        """The device has no memory for ``begin``'s room: what to raise; None to go on with less."""
+        self._shapes, self._conditions = [], None
+        return self.explain(where, error)
+
+    def estimated(self, shape: Shape, wanted: Wanted, is_checking: bool) -> Plan:
+        """An estimate, or an error by which trainers know that a batch is too large."""
+        try:
+            return self._estimate(shape, self.budget, wanted, is_checking)
+        except VRAMBudgetError as error:
+            raise VRAMBudgetError(
+                f"{error}\nRefused before it could end in a CUDA out of memory."
+            ) from None
+
+    def explain(self, where: str, error: torch.OutOfMemoryError) -> VRAMBudgetError:
+        """The error of the device as one that says what a step needs."""
+        text = f"{where}: expected room for the step, found none left on the device"
+        plan = self.plan
+        if plan is not None and self.budget is not None:
+            text += (
+                f". Estimated were {plan.total_num_bytes / 1e9:.2f} GB of a budget of "
+                f"{self.budget / 1e9:.2f} GB:\n{plan.table()}\nSomething "
+                "else takes what is missing (other processes, tensors of the caller, "
+                "fragmentation): use a smaller vram_budget, a smaller batch or shorter sequences"
+            )
+        else:
+            text += ". Use vram_budget to have slots and kept layers chosen, or fewer slots"
+        return DeviceMemoryError(f"{text}. PyTorch says: {error}")
+
+
+def room_of(plan: Plan) -> Room:
+    """The room that an estimate is for."""
+    return Room(plan.num_slots, plan.keep_last, plan.offload_boundaries)
+
+
+def with_shape(shapes: Sequence[Shape], shape: Shape) -> list[Shape]:
+    """``shapes`` and ``shape``, without those that are within another."""
+    if any(map(shape.is_within, shapes)):
+        return list(shapes)
+    return [*(known for known in shapes if not known.is_within(shape)), shape]
+
+
+def shape_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Shape | None:
+    """The shape of the micro-batch in the arguments of a model, if it can be told."""
+    named = (kwargs.get(key) for key in ("inputs_embeds", "input_ids", "hidden_states"))
+    for value in (*named, *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.ndim > 1:
+            return Shape(*value.shape[:2])
+    return None

@@ -10,7 +10,6 @@ from snapshots import layers_of
 from support import AdversarialPrepare
 
 import poros
-from poros import budget as budget_module
 from poros.api import prepare_with
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError
 from poros.gates import tiny
@@ -22,7 +21,6 @@ from poros.gates.reference import (
     start_digests,
     train,
 )
-from poros.model.attach import Takeover
 from poros.model.sizing import Room
 from poros.streams import EagerStreams
 
@@ -151,14 +149,14 @@ def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Tr
 
     streams = Scarce(torch.device("cpu"))
     model = prepare_with(build(), poros.StreamingPolicy(slots=3), streams=streams)
-    takeover = poros.runtime(model)
+    runtime = poros.runtime(model)
     streams.left = num_given
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        takeover.resize(Room(5, 2))
-    assert (takeover.num_slots, takeover.keep_last, len(takeover.ring.slots)) == (3, 0, 3)
+        runtime.resize(Room(5, 2))
+    assert (runtime.room, runtime.num_slots) == (Room(3, 0), 3)
     assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
-    takeover.resize(Room(5, 2))
-    assert (takeover.keep_last, len(takeover.ring.slots)) == (2, 3)
+    runtime.resize(Room(5, 2))
+    assert (runtime.room.keep_last, runtime.num_slots) == (2, 3)
 
 
 def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajectory) -> None:
@@ -196,34 +194,6 @@ def test_bad_budgets_are_refused(value: Any) -> None:
         poros.prepare(build(num_layers=2), device="cpu", vram_budget=value)
 
 
-def test_without_a_budget_free_memory_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
-    expected = train(build(), BATCHES, SPEC)
-    free = poros.plan(build(), **SHAPE, self_check=True, num_slots=4).total_num_bytes
-    monkeypatch.setattr(budget_module, "free_memory", lambda device: free)
-    monkeypatch.setattr(budget_module, "_held", lambda model, takeover: 0)
-    model = poros.prepare(build(), device="cpu")
-    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
-    runtime = poros.runtime(model)
-    assert runtime.plan is not None and runtime.plan.vram_budget == free
-    assert 2 < runtime.num_slots < NUM_LAYERS
-    for chosen in ({"slots": 2}, {"keep_last": 0}):
-        model = poros.prepare(build(), device="cpu", **chosen).train()
-        model(**BATCHES[0]).loss.backward()
-        assert (poros.runtime(model).plan, poros.runtime(model).num_slots) == (None, 2)
-
-
-def test_without_a_budget_too_little_free_memory_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(budget_module, "free_memory", lambda device: 1)
-    monkeypatch.setattr(budget_module, "_held", lambda model, takeover: 0)
-    model = poros.prepare(build(), device="cpu").train()
-    model(**BATCHES[0]).loss.backward()
-    assert "going on with 2 slots" in caplog.text and "workspace" in caplog.text
-    assert (poros.runtime(model).plan, poros.runtime(model).num_slots) == (None, 2)
-
-
 def test_the_self_checks_share_becomes_room_when_it_has_passed() -> None:
     shape, wide = {**SHAPE, "num_slots": 4}, {"hidden_size": 256, "rank": 1}
     budget = poros.plan(build(**wide), **shape, self_check=True).total_num_bytes
@@ -237,42 +207,6 @@ def test_the_self_checks_share_becomes_room_when_it_has_passed() -> None:
         slots.append(runtime.num_slots)
     assert slots[0] == 4 < slots[1] == slots[2]
     assert runtime.plan is not None and not runtime.plan.terms.get("self-check")
-
-
-@pytest.mark.parametrize("excess", [0, 1])
-def test_a_first_step_that_took_more_is_taken_off_the_budget_once(
-    excess: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    block = poros.plan(build(), **SHAPE).terms["slots"] // 2
-    budget = poros.plan(build(), **SHAPE, num_slots=5).total_num_bytes
-    peak = [0, 0]
-    monkeypatch.setattr(budget_module, "allocated_memory", lambda device: tuple(peak))
-    model = poros.prepare(build(), device="cpu", vram_budget=budget, self_check="off").train()
-    runtime = poros.runtime(model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    slots = []
-    for number, batch in enumerate(BATCHES[:6]):
-        model(**batch).loss.backward()
-        slots.append(runtime.num_slots)
-        assert runtime.plan is not None
-        peak[1] = runtime.plan.total_num_bytes + excess * 2 * block
-        if number % 2:  # two micro-batches a step
-            optimizer.step()
-            optimizer.zero_grad()
-    assert slots == ([5] * 6 if not excess else [5, 5, 3, 3, 3, 3])
-    assert ("more than planned" in caplog.text) == bool(excess)
-
-
-def test_a_first_step_that_leaves_no_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    peak = [0, 0]
-    monkeypatch.setattr(budget_module, "allocated_memory", lambda device: tuple(peak))
-    model = poros.prepare(build(), device="cpu", vram_budget=floor(), self_check="off").train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    model(**BATCHES[0]).loss.backward()
-    optimizer.step()
-    peak[1] = 2 * floor()
-    with pytest.raises(VRAMBudgetError, match="floor"):
-        model(**BATCHES[0])
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
@@ -314,60 +248,6 @@ def test_boundaries_are_offloaded_when_nothing_else_fits() -> None:
         train(model, batches, SPEC)
 
 
-def free(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with so much free memory, as a GPU says it."""
-    monkeypatch.setattr(budget_module, "free_memory", lambda device: num_bytes)
-    monkeypatch.setattr(budget_module, "_held", lambda model, takeover: 0)
-
-
-def test_a_plan_that_nobody_asked_for_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    free(full(), monkeypatch)
-    model = poros.prepare(build(), device="cpu", self_check="off").train()
-    takeover = poros.runtime(model)
-    model(**BATCHES[0]).loss.backward()
-    assert (takeover.num_slots, takeover.keep_last) == (NUM_LAYERS, NUM_LAYERS)
-    # Too large for what is free: what was planned for the smaller batch must not stay.
-    huge = tiny.make_batches(1, batch_size=16, num_tokens=128, padded=False)[0]
-    model(**huge).loss.backward()
-    assert (takeover.num_slots, takeover.keep_last) == (2, 0)
-    assert "going on with 2 slots (VRAMBudgetError" in caplog.text
-    model(**BATCHES[0]).loss.backward()
-
-
-def test_more_positions_than_the_model_names_are_its_own_affair(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    free(1 << 40, monkeypatch)
-    model = poros.prepare(build(), device="cpu", self_check="off").train()
-    limit = model.get_base_model().config.max_position_embeddings
-    batch = tiny.make_batches(1, batch_size=1, num_tokens=limit + 8, padded=False)[0]
-    model(**batch).loss.backward()
-    assert poros.runtime(model).plan is not None
-
-
-def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    free(full(), monkeypatch)
-    resize = Takeover.resize
-
-    def scarce(self: Takeover, num_slots: int, keep_last: int) -> None:
-        if num_slots > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. No more")
-        resize(self, num_slots, keep_last)
-
-    monkeypatch.setattr(Takeover, "resize", scarce)
-    model = poros.prepare(build(), device="cpu", self_check="off").train()
-    model(**BATCHES[0]).loss.backward()
-    assert "going on with 2 slots (DeviceMemoryError" in caplog.text
-    model = poros.prepare(build(), device="cpu", vram_budget=full(), self_check="off").train()
-    with pytest.raises(VRAMBudgetError, match="No more") as caught:
-        model(**BATCHES[0])
-    assert isinstance(caught.value, torch.OutOfMemoryError)
-
-
 def test_two_shapes_are_not_planned_as_one_that_never_was() -> None:
     shapes = [(16, 16), (2, 128)]
     need = max(
@@ -382,26 +262,6 @@ def test_two_shapes_are_not_planned_as_one_that_never_was() -> None:
         model(**batch).loss.backward()
     plan = poros.runtime(model).plan
     assert plan is not None and plan.total_num_bytes <= need
-
-
-def test_the_check_of_the_first_step_is_no_excess(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    wide = {"hidden_size": 256, "rank": 1}
-    budget = poros.plan(build(**wide), **SHAPE, num_slots=4, self_check=True).total_num_bytes
-    peak = [0, 0]
-    monkeypatch.setattr(budget_module, "allocated_memory", lambda device: tuple(peak))
-    model = poros.prepare(build(**wide), device="cpu", vram_budget=budget).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    for number, batch in enumerate(BATCHES[:5]):
-        model(**batch).loss.backward()
-        plan = poros.runtime(model).plan
-        assert plan is not None
-        peak[1] = max(peak[1], plan.total_num_bytes)
-        if number % 2:  # the check has passed before the optimizer steps
-            optimizer.step()
-            optimizer.zero_grad()
-    assert "more than planned" not in caplog.text
 
 
 def test_other_adapters_are_planned_anew() -> None:

@@ -30,7 +30,7 @@ from poros.host.store import HostStore, disk, leave_store, left_store
 from poros.layout import PAGE_NUM_BYTES
 from poros.loaders.store import open_store
 from poros.loaders.writer import write_store
-from poros.model.attach import Takeover
+from poros.model.runtime import Runtime
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Phase, count, loads, training_visits, walk
@@ -469,13 +469,13 @@ def test_kept_layers_come_from_the_disk(
     """Their blocks are lent once, before any other: the reader has to wait for those copies too."""
     expected = run(adapted(base_model()))
     if is_lent_early:  # as on a GPU, where page-locking makes the staging buffers first
-        make_room = Takeover._make_room
+        make_room = Runtime._allocate_slots
 
-        def make(self: Takeover, *args: Any) -> None:
-            host_of_takeover: Any = self.host
-            host_of_takeover._make_staging()
-            make_room(self, *args)
+        def make(self: Runtime, *args: Any) -> Any:
+            host: Any = self.host
+            host._make_staging()
+            return make_room(self, *args)
 
-        monkeypatch.setattr(Takeover, "_make_room", make)
+        monkeypatch.setattr(Runtime, "_allocate_slots", make)
     model = AdversarialPrepare()(adapted(loaded(tmp_path / "store", 0)), keep_last=keep_last)
     assert_same_run(expected, run(model))

@@ -28,7 +28,7 @@ STATS = {
     "disk_num_bytes",
     "disk_stall_ms",
     "fallbacks",
-    *("offloaded_num_bytes", "h2d_ms", "h2d_gb_per_s", "stall_ms"),
+    *("offloaded_num_bytes", "h2d_ms", "h2d_gb_per_s", "stall_ms", "num_resizes"),
 }
 
 

@@ -134,7 +134,7 @@ def test_another_adapter_of_any_kind_is_noticed(
     tensors = late(layers_of(model))
     assert tensors
     with monkeypatch.context() as patch:
-        patch.setattr(poros.runtime(model), "device", OtherDevice())
+        patch.setattr(poros.runtime(model)._attachment, "_device", OtherDevice())
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             model.eval()(**batches()[0])
     arrived = {each.data_ptr() for each in sent}
@@ -153,7 +153,7 @@ def test_one_that_takes_the_place_of_another_is_noticed(
         model.eval()(**batches()[0])
     model.delete_adapter("late")
     another(model)
-    monkeypatch.setattr(poros.runtime(model), "device", OtherDevice())
+    monkeypatch.setattr(poros.runtime(model)._attachment, "_device", OtherDevice())
     with torch.no_grad():
         model(**batches()[0])
     arrived = {each.data_ptr() for each in sent}

@@ -270,16 +270,10 @@ class MeasuredSizer(Sizer):
         slots = self._sizes.num_bytes(room)
         kept = min(room.keep_last, self._sizes.num_layers)
         standing = max(0, self._memory.allocated() - self._others - slots)
-        passing = max(0, ours - slots - standing - kept * self.graph_num_bytes)
-        needs = Needs(standing, passing, self.graph_num_bytes)
-        self._known = [
-            *(
-                (shape, old)
-                for shape, old in self._known
-                if not any(map(shape.is_within, self._seen))
-            ),
-            *((shape, needs) for shape in self._seen),
-        ]
+        needs = self._attributed(kept, standing, max(0, ours - slots - standing))
+        seen = self._seen
+        older = [entry for entry in self._known if not any(map(entry[0].is_within, seen))]
+        self._known = [*older, *((shape, needs) for shape in seen)]
         self._rounds += 1
         budget = self.budget or 0
         found = self._next(room, needs, ours)
@@ -293,6 +287,20 @@ class MeasuredSizer(Sizer):
                 _words(found),
             )
         return found
+
+    def _attributed(self, kept: int, standing: int, rest: int) -> Needs:
+        """What a step took besides slots and what stands, divided between it and kept layers."""
+        graph = self.graph_num_bytes
+        before = [
+            needs
+            for shape, needs in self._known
+            if all(seen.is_within(shape) for seen in self._seen)
+        ]
+        if not kept or not before:
+            return Needs(standing, max(0, rest - kept * graph), graph)
+        # What is between the graphs of kept layers counts as theirs.
+        passing = before[-1].passing
+        return Needs(standing, passing, max(graph, -(-(rest - passing) // kept)))
 
     def _next(self, room: Room, needs: Needs, ours: int) -> Room:
         """The room for what was measured."""

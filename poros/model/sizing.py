@@ -149,7 +149,7 @@ def affordable(
     Args:
         budget: In bytes.
         sizes: Of the blocks.
-        needs: Besides the slots.
+        needs: Besides the slots; as long as no graph was seen, no layer is kept.
         wanted: What is fixed.
         offload: Whether inputs of layers wait on the host.
 
@@ -168,7 +168,7 @@ def affordable(
     if not fitting:
         return None
     best = fitting[-1]
-    if wanted.keep_last is None and best.num_slots >= num_blocks:
+    if wanted.keep_last is None and best.num_slots >= num_blocks and needs.graph:
         whole = range(0, sizes.num_layers + 1, sizes.block_size)
         for layers in sorted({*whole, sizes.num_layers}):
             room = best._replace(keep_last=layers)

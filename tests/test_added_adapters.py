@@ -75,10 +75,10 @@ def test_an_adapter_that_comes_later_is_brought_to_the_device(
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.clone() if args and args[0] is other else to(self, *args, **kwargs)
 
-    takeover = poros.runtime(model)
+    runtime = poros.runtime(model)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", moved)
-        patch.setattr(takeover, "device", other)
+        patch.setattr(runtime._attachment, "_device", other)
         with torch.no_grad():
             model(**batches()[0])
     after = late(model)

@@ -89,8 +89,8 @@ _CODE = tuple(
         "poros.host": "store",
         "poros.slots": "manager ring schedule",
         "poros.layer": "adapters args arrival attributes audit body casts compiled early frozen "
-        "handover offload remat retained rng settings side_outputs state staying streamed tree "
-        "visit within",
+        "handover layer_index offload remat retained rng settings side_outputs state staying "
+        "streamed visit within",
         "poros.model": "adoption attach inspect runtime",
         "poros.self_check": "compare",
         "poros.gates": "adversary arms kinds parity reference sweep tiny",

@@ -34,8 +34,8 @@ CORE = tuple(
         "": "streams",
         "slots": "manager ring schedule",
         "layer": "adapters args arrival attributes audit body casts early frozen handover offload "
-        "refused_calls remat retained rng settings side_outputs state staying streamed tree visit "
-        "within",
+        "layer_index refused_calls remat retained rng settings side_outputs state staying streamed "
+        "visit within",
     }.items()
     for name in names.split()
 )
@@ -43,7 +43,7 @@ QUICK = ("test_remat", "test_gradients", "test_hooks", "test_casts", "test_arriv
 OTHERS = (
     *("test_parity", "test_remat_exact", "test_sabotage", "test_controls", "test_boundaries"),
     *("test_cast_order", "test_interrupted_visits", "test_interruptions", "test_settings"),
-    *("test_small", "test_side_channels", "test_channels", "test_tree", "test_walk"),
+    *("test_small", "test_side_channels", "test_channels", "test_layer_index", "test_walk"),
     *("test_cuda_hazards", "test_hazards", "test_manager_faults", "test_mutations", "test_arena"),
     *("test_added_adapters", "test_refusals", "test_refused_calls", "test_keep_last"),
     *("test_strangers", "test_visits", "test_leaks", "test_restore", "test_fuzzed_programs"),

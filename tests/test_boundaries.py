@@ -20,7 +20,7 @@ from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.host import limits as memory
 from poros.host.store import HostSlab
-from poros.layer.offload import Boundaries, Parked
+from poros.layer.offload import ActivationOffloader, OffloadedInput
 from poros.layer.streamed import streamed_layer
 from poros.layout import BlockLayout
 from poros.planning.step_cost import LiveBytes
@@ -91,22 +91,22 @@ def test_two_inputs_are_on_the_device_at_a_time() -> None:
 
 def test_host_buffers_are_used_again() -> None:
     model = hostile(build(), self_check="off").train()
-    boundaries = poros.runtime(model).offloader
+    offloader = poros.runtime(model).offloader
     for _ in range(3):
         model(**BATCHES[0]).loss.backward()
-    assert len(boundaries._buffers) == len(boundaries._free) == NUM_LAYERS
-    first = boundaries.num_bytes
+    assert len(offloader._buffers) == len(offloader._free) == NUM_LAYERS
+    first = offloader.num_bytes
     longer = tiny.make_batches(1, num_tokens=40, padded=False)[0]
     model(**longer).loss.backward()
     model(**BATCHES[0]).loss.backward()
-    assert len(boundaries._buffers) == len(boundaries._free) == NUM_LAYERS
-    assert boundaries.num_bytes == pytest.approx(first * 40 / 12, rel=0.01)
-    assert poros.runtime(model).stats()["offloaded_num_bytes"] == boundaries.num_bytes
+    assert len(offloader._buffers) == len(offloader._free) == NUM_LAYERS
+    assert offloader.num_bytes == pytest.approx(first * 40 / 12, rel=0.01)
+    assert poros.runtime(model).stats()["offloaded_num_bytes"] == offloader.num_bytes
 
 
 def test_a_graph_that_is_dropped_gives_everything_back() -> None:
     model = hostile(build(), self_check="off").train()
-    boundaries = poros.runtime(model).offloader
+    offloader = poros.runtime(model).offloader
     loss = model(**BATCHES[0]).loss
     del loss
     loss = model(**BATCHES[1]).loss
@@ -120,7 +120,7 @@ def test_a_graph_that_is_dropped_gives_everything_back() -> None:
     handle.remove()
     del loss
     gc.collect()
-    assert len(boundaries._free) == len(boundaries._buffers)
+    assert len(offloader._free) == len(offloader._buffers)
     expected = train(build(), BATCHES, SPEC)
     model = hostile(build())
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
@@ -152,19 +152,19 @@ def test_an_input_edited_in_place_is_refused() -> None:
 
 def park_and_fetch(streams: AdversarialStreams) -> bool:
     """Passes over five layers, one of them given up half-way; whether every byte came back."""
-    boundaries = Boundaries(streams)
+    offloader = ActivationOffloader(streams)
     device = Slots(2, 2, streams)
     for number in range(4):
-        inputs, parked = [], []
+        inputs, offloaded = [], []
         for index in range(5):
             device.visit(index % 2, Phase.FORWARD)  # what computes the input
             inputs.append(torch.randn(3, 4))
-            parked.append(boundaries.park(inputs[-1].clone(), str(index), index))
+            offloaded.append(offloader.offload(inputs[-1].clone(), str(index), index))
         for index in reversed(range(2 if number % 2 else 0, 5)):
             device.visit(index % 2, Phase.BACKWARD)
-            if not same_bits(parked[index].fetch(), inputs[index]):
+            if not same_bits(offloaded[index].fetch(), inputs[index]):
                 return False
-        del parked
+        del offloaded
     return True
 
 
@@ -192,7 +192,7 @@ def test_every_wait_and_record_is_needed(
 
 def test_control_another_inputs_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(build(), BATCHES, SPEC)
-    monkeypatch.setattr(Boundaries, "_take", lambda self, tensor: buffer)
+    monkeypatch.setattr(ActivationOffloader, "_take", lambda self, tensor: buffer)
     buffer = HostSlab(BlockLayout((), 1 << 20))
     model = AdversarialPrepare()(build(), offload_boundaries=True)
     assert compare_trajectories(expected, train(model, BATCHES, SPEC))
@@ -200,35 +200,39 @@ def test_control_another_inputs_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_control_memory_given_back_under_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Parked, "__del__", lambda self: None)
+    monkeypatch.setattr(OffloadedInput, "__del__", lambda self: None)
     streams = AdversarialStreams()
-    boundaries = Boundaries(streams)
-    parked = [boundaries.park(torch.ones(4, 4), f"layer {index}", index) for index in range(5)]
-    parked[4].fetch()
-    parked[3].fetch()
-    del parked  # the input of layer 2 is on its way
+    offloader = ActivationOffloader(streams)
+    offloaded = [offloader.offload(torch.ones(4, 4), f"layer {index}", index) for index in range(5)]
+    offloaded[4].fetch()
+    offloaded[3].fetch()
+    del offloaded  # the input of layer 2 is on its way
     with pytest.raises(SlotHazard, match="given back"):
-        boundaries.park(torch.ones(4, 4), "layer 0", 0)
+        offloader.offload(torch.ones(4, 4), "layer 0", 0)
 
 
 def test_a_dropped_input_is_waited_for() -> None:
-    boundaries = Boundaries(AdversarialStreams())
+    offloader = ActivationOffloader(AdversarialStreams())
     for _ in range(2):
-        parked = [boundaries.park(torch.ones(4, 4), f"layer {index}", index) for index in range(5)]
-        parked[4].fetch()
-        parked[3].fetch()
-        del parked
-    assert len(boundaries._free) == len(boundaries._buffers) == 5
+        offloaded = [
+            offloader.offload(torch.ones(4, 4), f"layer {index}", index) for index in range(5)
+        ]
+        offloaded[4].fetch()
+        offloaded[3].fetch()
+        del offloaded
+    assert len(offloader._free) == len(offloader._buffers) == 5
 
 
 def test_each_input_comes_back_ahead_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    boundaries = Boundaries(AdversarialStreams())
+    offloader = ActivationOffloader(AdversarialStreams())
     inputs = [torch.full((3, 4), float(index)) for index in range(6)]
-    parked = [boundaries.park(each, f"layer {index}", index) for index, each in enumerate(inputs)]
-    assert [each._tensor is not None for each in parked] == [False] * 4 + [True] * 2
+    offloaded = [
+        offloader.offload(each, f"layer {index}", index) for index, each in enumerate(inputs)
+    ]
+    assert [each._tensor is not None for each in offloaded] == [False] * 4 + [True] * 2
     for index in reversed(range(6)):
-        assert torch.equal(parked[index].fetch(), torch.full((3, 4), float(index)))
-        on_device = [number for number, each in enumerate(parked) if each._tensor is not None]
+        assert torch.equal(offloaded[index].fetch(), torch.full((3, 4), float(index)))
+        on_device = [number for number, each in enumerate(offloaded) if each._tensor is not None]
         assert on_device == ([index - 1] if index else [])
 
 
@@ -236,9 +240,9 @@ def test_what_cannot_be_parked_stays() -> None:
     model = hostile(build(), self_check="off").train()
     layer = layers_of(model)[1]
     runtime = streamed_layer(layer)
-    assert runtime.park(torch.ones(4, 6).t()) is None
-    assert runtime.park(torch.ones(4, dtype=torch.long)) is None
-    assert runtime.park(torch.nn.Parameter(torch.ones(4))) is None
+    assert runtime.offload(torch.ones(4, 6).t()) is None
+    assert runtime.offload(torch.ones(4, dtype=torch.long)) is None
+    assert runtime.offload(torch.nn.Parameter(torch.ones(4))) is None
 
 
 @pytest.mark.parametrize("value", ["yes", 1, 0.5])
@@ -265,20 +269,20 @@ def test_an_edited_input_is_refused_again_and_again() -> None:
 
 def test_host_memory_goes_with_the_backward_not_with_the_loss() -> None:
     model = hostile(build(), self_check="off").train()
-    boundaries = poros.runtime(model).offloader
+    offloader = poros.runtime(model).offloader
     losses = []
     for batch in BATCHES[:4]:
         losses.append(model(**batch).loss)
         losses[-1].backward()
-        assert len(boundaries._buffers) == NUM_LAYERS
+        assert len(offloader._buffers) == NUM_LAYERS
 
 
 def test_a_dropped_graph_waits_on_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collector drops it wherever it is, with any stream current: the allocator has to know."""
     streams = AdversarialStreams()
-    boundaries = Boundaries(streams)
-    parked = [boundaries.park(torch.ones(4, 4), "layer", index) for index in range(3)]
-    own = boundaries._streams
+    offloader = ActivationOffloader(streams)
+    offloaded = [offloader.offload(torch.ones(4, 4), "layer", index) for index in range(3)]
+    own = offloader._streams
     abandoned: list[tuple[int, ...]] = []
 
     def refuse(event: object) -> None:
@@ -286,7 +290,7 @@ def test_a_dropped_graph_waits_on_no_stream(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(own, "wait", refuse)
     monkeypatch.setattr(own, "abandon", lambda memory, event: abandoned.append(memory.shape))
-    del parked
+    del offloaded
     gc.collect()
     assert abandoned == [(4, 4)] * 2
 

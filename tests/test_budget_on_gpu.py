@@ -16,7 +16,7 @@ from poros.errors import VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
-from poros.layer.offload import Parked
+from poros.layer.offload import OffloadedInput
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -61,14 +61,14 @@ def test_control_inputs_that_are_not_waited_for(
     expected = train(load(checkpoint), BATCHES, SPEC)
     wait = HostileStreams.wait
 
-    def give_up(self: Parked) -> torch.Tensor:
+    def give_up(self: OffloadedInput) -> torch.Tensor:
         with monkeypatch.context() as patch:
             late = HostileStreams(DEVICE, without=(COMPUTE_AFTER_COPY,), compute_cycles=0)
             patch.setattr(HostileStreams, "wait", lambda _, event: wait(late, event))
             return original(self)
 
-    original = Parked._give_up
-    monkeypatch.setattr(Parked, "_give_up", give_up)
+    original = OffloadedInput._give_up
+    monkeypatch.setattr(OffloadedInput, "_give_up", give_up)
     # The host takes some milliseconds a layer, and compute does not wait.
     late = {"always": True, "copy_cycles": 60 * MEGA, "compute_cycles": 0}
     model = hostile(load(checkpoint), late, self_check="off")

@@ -28,7 +28,7 @@ from poros.gates import tiny
 from poros.gates.parity import check_architecture
 from poros.gates.report import ParityReport
 from poros.layer.remat import LayerCall
-from poros.layer.side_outputs import SideChannels
+from poros.layer.side_outputs import SideOutputs
 
 FAMILIES = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -165,19 +165,19 @@ def test_an_adapter_below_the_layers_gets_its_gradient_through_all_of_them(
 
 def drop(patch: Patch, part: int) -> None:
     """Publish mappings (1) or records (2) without their gradient."""
-    genuine = SideChannels.publish
+    genuine = SideOutputs.publish
 
     def detached(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach()
         return tuple(map(detached, value)) if isinstance(value, tuple) else value
 
-    def publish(self: SideChannels, result: tuple[Any, ...]) -> Any:
+    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
         parts = list(result)
         parts[part] = detached(parts[part])
         return genuine(self, tuple(parts))
 
-    patch.setattr(SideChannels, "publish", publish)
+    patch.setattr(SideOutputs, "publish", publish)
 
 
 def drop_shared_states(patch: Patch) -> None:
@@ -190,16 +190,16 @@ def drop_router_losses(patch: Patch) -> None:
 
 def read_shared_states_as_constants(patch: Patch) -> None:
     """A layer that reads the mapping returns no gradient for it."""
-    genuine = SideChannels.run
+    genuine = SideOutputs.run
 
-    def run(self: SideChannels, call: Any, tensors: Any) -> Any:
+    def run(self: SideOutputs, call: Any, tensors: Any) -> Any:
         held = [each for values in self._held.values() for each in values.values()]
         places = {number for pair in held for (number,) in pair}
         return genuine(
             self, call, [t.detach() if n in places else t for n, t in enumerate(tensors)]
         )
 
-    patch.setattr(SideChannels, "run", run)
+    patch.setattr(SideOutputs, "run", run)
 
 
 CONTROLS: dict[str, tuple[str, Callable[[Patch], None]]] = {

@@ -106,7 +106,7 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
             "streamed.py",
             "remat.py",
             "manager.py",
-            "tree.py",
+            "layer_index.py",
             "side_outputs.py",
         ),
         *("layer/state.py", "settings.py", "rng.py", "check.py", "frozen.py", "contextlib.py"),

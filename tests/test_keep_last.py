@@ -104,7 +104,7 @@ def test_the_self_check_sees_a_kept_block_that_is_damaged(monkeypatch: pytest.Mo
 
 
 def test_control_a_kept_block_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockManager, "acquire", lambda self, block, phase: self.slot(block))
+    monkeypatch.setattr(BlockManager, "acquire", lambda self, block, phase: self._ring.slot(block))
     with AdversarialPrepare().watching() as prepare:
         # Copies are queued in order: a wait for a later block of the ring would hide it.
         model = prepare(build(), slots=2, keep_last=NUM_LAYERS)

@@ -18,7 +18,7 @@ from snapshots import batches, build
 import poros
 from poros.gates import tiny
 from poros.layer.remat import LayerCall
-from poros.layer.side_outputs import SideChannels
+from poros.layer.side_outputs import SideOutputs
 
 Model = Any
 
@@ -86,15 +86,15 @@ def test_as_much_is_held_after_thirty_steps_as_after_three(architecture: str) ->
 
 
 def test_a_cycle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = SideChannels.publish
+    genuine = SideOutputs.publish
 
-    def publish(self: SideChannels, result: Any) -> Any:
+    def publish(self: SideOutputs, result: Any) -> Any:
         mappings = self._mappings
         found = genuine(self, result)
         self._mappings = mappings
         return found
 
-    monkeypatch.setattr(SideChannels, "publish", publish)
+    monkeypatch.setattr(SideOutputs, "publish", publish)
     model = poros.prepare(build("gemma4_shared_kv", num_layers=4))
     with without_collector():
         before = living()

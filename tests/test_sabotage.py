@@ -21,10 +21,10 @@ import poros
 from poros.errors import ParityError, UnsupportedModelError
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
 from poros.layer.audit import GraphAudit, Uses
+from poros.layer.layer_index import Adapter, LayerIndex
 from poros.layer.rng import RngStash
-from poros.layer.side_outputs import SideChannels
+from poros.layer.side_outputs import SideOutputs
 from poros.layer.state import AmbientState
-from poros.layer.tree import Adapter, ModuleTree
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
@@ -117,12 +117,12 @@ def remove_the_wait(patch: Patch) -> None:
 
 def skip_an_adapter(patch: Patch) -> None:
     """The last trainable tensor of each layer is not seen."""
-    genuine = ModuleTree.adapters
+    genuine = LayerIndex.adapters
 
-    def adapters(self: ModuleTree) -> list[Adapter]:
+    def adapters(self: LayerIndex) -> list[Adapter]:
         return genuine(self)[:-1]
 
-    patch.setattr(ModuleTree, "adapters", adapters)
+    patch.setattr(LayerIndex, "adapters", adapters)
 
 
 def skip_an_adapter_unaudited(patch: Patch) -> None:
@@ -138,28 +138,28 @@ def skip_an_adapter_unaudited(patch: Patch) -> None:
 
 def publish_detached(patch: Patch) -> None:
     """What layers hand on by the side carries no gradient."""
-    genuine = SideChannels.publish
+    genuine = SideOutputs.publish
 
     def detached(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach()
         return tuple(map(detached, value)) if isinstance(value, tuple) else value
 
-    def publish(self: SideChannels, result: tuple[Any, ...]) -> Any:
+    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
         return genuine(self, (result[0], detached(result[1]), detached(result[2])))
 
-    patch.setattr(SideChannels, "publish", publish)
+    patch.setattr(SideOutputs, "publish", publish)
 
 
 def publish_one_record_only(patch: Patch) -> None:
     """The router losses of all layers but the first are lost."""
-    genuine = SideChannels.publish
+    genuine = SideOutputs.publish
 
-    def publish(self: SideChannels, result: tuple[Any, ...]) -> Any:
+    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
         is_first = not (_active_collector.get() or {}).get("router_logits")
         return genuine(self, result if is_first else (*result[:2], ()))
 
-    patch.setattr(SideChannels, "publish", publish)
+    patch.setattr(SideOutputs, "publish", publish)
 
 
 def flip_in_the_slab(model: Any) -> None:

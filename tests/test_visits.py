@@ -23,10 +23,10 @@ from poros import streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.layer.audit import GraphAudit
+from poros.layer.layer_index import LayerIndex
 from poros.layer.remat import RematerializeLayer
 from poros.layer.rng import RngStash
 from poros.layer.streamed import StreamedLayer
-from poros.layer.tree import ModuleTree
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import training_visits
@@ -199,7 +199,7 @@ def wait_at_release(patch: pytest.MonkeyPatch) -> None:
 
     def release(self: BlockManager, block: int) -> None:
         genuine(self, block)
-        self._streams.synchronize(self.slot(block).released)
+        self._streams.synchronize(self._ring.slot(block).released)
 
     patch.setattr(BlockManager, "release", release)
 
@@ -263,11 +263,11 @@ def test_control_a_costly_visit_is_noticed(
 def test_control_looking_everything_up_again_takes_too_many_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def walk_the_tree(self: ModuleTree) -> bool:
+    def walk_the_tree(self: LayerIndex) -> bool:
         return self.modules() == list(self.modules()[0].modules())
 
-    monkeypatch.setattr(ModuleTree, "_are_current", lambda *_: False)
-    monkeypatch.setattr(ModuleTree, "is_current", walk_the_tree)
+    monkeypatch.setattr(LayerIndex, "_are_current", lambda *_: False)
+    monkeypatch.setattr(LayerIndex, "is_current", walk_the_tree)
     found = num_calls()
     assert all(found[kind] > MOST_CALLS[kind] for kind in MOST_CALLS), found
 

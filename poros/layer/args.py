@@ -16,13 +16,13 @@ from poros.errors import UnsupportedModelError
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 
-class _Place(NamedTuple):
+class LeafSpec(NamedTuple):
     """Stands for tensor number ``number`` in a template."""
 
     number: int
 
 
-def pack(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+def tree_flatten(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     """``value`` with each distinct tensor moved to ``tensors`` and its place left behind.
 
     Args:
@@ -36,11 +36,13 @@ def pack(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         for number, known in enumerate(tensors):
             if known is value:
-                return _Place(number)
+                return LeafSpec(number)
         tensors.append(value)
-        return _Place(len(tensors) - 1)
+        return LeafSpec(len(tensors) - 1)
     if isinstance(value, tuple):
-        return _like(value, [pack(each, f"{where}[{i}]", tensors) for i, each in enumerate(value)])
+        return _like(
+            value, [tree_flatten(each, f"{where}[{i}]", tensors) for i, each in enumerate(value)]
+        )
     if isinstance(value, _PLAIN):
         return value
     raise UnsupportedModelError(
@@ -50,12 +52,12 @@ def pack(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     )
 
 
-def unpack(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def tree_unflatten(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The value that ``template`` was made of, with ``tensors`` in the places."""
-    if isinstance(template, _Place):
+    if isinstance(template, LeafSpec):
         return tensors[template.number]
     if isinstance(template, tuple):
-        return _like(template, [unpack(each, tensors) for each in template])
+        return _like(template, [tree_unflatten(each, tensors) for each in template])
     return template
 
 

@@ -7,7 +7,7 @@ them, as the forward has found them.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from poros.layer.audit import GraphAudit
 from poros.layer.casts import is_region_within
 from poros.layer.compiled import CompiledForward
 from poros.layer.frozen import LayerBindings
-from poros.layer.offload import Boundaries, Parked
+from poros.layer.layer_index import Adapter, LayerIndex
+from poros.layer.offload import ActivationOffloader, OffloadedInput
 from poros.layer.state import AutocastRegions
 from poros.layer.staying import Staying, StayingState
-from poros.layer.tree import Adapter, ModuleTree
 from poros.layer.visit import BlockVisit, Visits
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
@@ -43,11 +43,11 @@ class ModelContext:
     Attributes:
         visits: Of all its layers.
         regions: The autocast regions they were called in.
-        boundaries: Where inputs wait for their backward; None keeps them on the device.
+        offloader: Where inputs wait for their backward; None keeps them on the device.
         check: Runs a layer's call and looks at it; takes the layer's place, the call, what runs it,
             and the arguments.
         check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
-        watching_graph: Surrounds each recomputation.
+        watching_graph: Surrounds each recomputation, if set.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class ModelContext:
         self.explain = explain
         self.visits = Visits()
         self.regions = AutocastRegions(device)
-        self.boundaries: Boundaries | None = None
+        self.offloader: ActivationOffloader | None = None
         self.check: Callable[[int, Any, Callable[[], Any], tuple[Any, Any]], Any] | None = None
         self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
-        self.watching_graph: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.watching_graph: Callable[[], AbstractContextManager[None]] | None = None
 
     def is_model(self, module: object) -> bool:
         """Whether ``module`` is the prepared model itself."""
@@ -152,7 +152,7 @@ class LayerBody:
         except torch.OutOfMemoryError as error:
             raise self.context.explain(self.name, error) from error
 
-    def tree(self) -> ModuleTree:
+    def tree(self) -> LayerIndex:
         """The modules of the layer now; the same object as long as they are the same."""
         self.context.visits.end_all()
         tree = self._tree
@@ -186,18 +186,18 @@ class LayerBody:
         """The name of a tensor that stays on the device and is not what it was ``before``."""
         return self._staying.changed(before)
 
-    def park(self, tensor: torch.Tensor) -> Parked | None:
+    def offload(self, tensor: torch.Tensor) -> OffloadedInput | None:
         """Have the layer's input wait for its backward on the host; None to keep it here."""
-        boundaries = self.context.boundaries
+        offloader = self.context.offloader
         if (
-            boundaries is None
+            offloader is None
             or tensor.device != self.device
             or not tensor.is_floating_point()
             or not tensor.is_contiguous()
             or (tensor.is_leaf and tensor.requires_grad)
         ):
             return None
-        return boundaries.park(tensor, self.name, self.index)
+        return offloader.offload(tensor, self.name, self.index)
 
     def confines_autocast(self) -> bool:
         """Whether the active autocast region ends with the call of the model."""
@@ -221,7 +221,7 @@ class LayerBody:
     def _take_stock(self, layer: nn.Module) -> None:
         self._look_at_tensors(layer)
         streamed = self.weights.bindings.tensor_ids
-        tree = ModuleTree(layer, streamed)
+        tree = LayerIndex(layer, streamed)
         self._staying = Staying(self.name, staying_places(layer, streamed))
         self.audit = GraphAudit(self.name)
         # Last: as long as the tree is the old one, stock is taken again.

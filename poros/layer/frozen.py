@@ -1,11 +1,11 @@
-"""The frozen tensors of a block: their places in the model, host bytes and device twins.
+"""The frozen tensors of a block: their places in the model, bytes on the host and tensors on the device.
 
 Each frozen parameter or buffer of a layer that streams exists twice (the others stay on the device:
 see ``poros.layer.staying``). *At rest* the module holds the original
 object, whose bytes have been moved into the block's host slab: so state_dict, save_pretrained and
 parameter counts see the authoritative host copy without any special code, and a read of it during
 training fails on a GPU instead of seeing another block's bytes. *During a visit* the module holds a
-twin, built once, whose storage is a view of the block's slot.
+another, built once, whose storage is a view of the block's slot.
 
 Only entries of ``module._parameters``, ``module._buffers`` and bitsandbytes' ``module.quant_state``
 are exchanged. Swapping ``.data`` instead would reach into graphs that saved the parameter, and
@@ -67,7 +67,7 @@ class Binding(NamedTuple):
     owner: dict[str, Any]
     key: str
     at_rest: Any
-    twin: Any
+    on_device: Any
 
 
 class LayerBindings:
@@ -84,14 +84,14 @@ class LayerBindings:
             (each, _marks_of(each.at_rest)) for each in bindings if each.key == "quant_state"
         ]
         self._biases = [
-            (each.twin, each.twin.detach())
+            (each.on_device, each.on_device.detach())
             for each in bindings
-            if each.key == "bias" and isinstance(each.twin, nn.Parameter)
+            if each.key == "bias" and isinstance(each.on_device, nn.Parameter)
         ]
 
-    def without_twins(self) -> "LayerBindings":
+    def without_device_tensors(self) -> "LayerBindings":
         """The same tensors at rest, with nothing of them on the device."""
-        return LayerBindings([each._replace(twin=each.at_rest) for each in self._bindings])
+        return LayerBindings([each._replace(on_device=each.at_rest) for each in self._bindings])
 
     def require_owners(self, owners: Collection[int]) -> None:
         """Raise ``PreparedModelError`` unless every frozen tensor hangs in one of ``owners``."""
@@ -136,36 +136,40 @@ class LayerBindings:
                     )
 
     def swap_in(self) -> None:
-        """Put the twins in place."""
+        """Put the tensors on the device in place."""
         for binding in self._bindings:
-            binding.owner[binding.key] = binding.twin
+            binding.owner[binding.key] = binding.on_device
 
-    def require_twins(self) -> None:
+    def require_device_tensors(self) -> None:
         """Raise ``PreparedModelError`` if the layer's own forward exchanged a frozen tensor."""
         for binding in self._bindings:
             now = binding.owner.get(binding.key)
             # PEFT's DoRA puts an alias of a 4-bit weight in its place on a CPU.
-            if now is not binding.twin and not _is_alias(now, binding.twin):
+            if now is not binding.on_device and not _is_alias(now, binding.on_device):
                 raise PreparedModelError(
                     f"{binding.name}: expected the layer's forward to leave it in place, found it "
                     "replaced (a counter, a running statistic?); the new value would be lost"
                 )
 
-    def twin_marks(self) -> list[tuple[int, int]]:
-        """What changes if somebody writes to a twin, or gives it other memory."""
+    def device_marks(self) -> list[tuple[int, int]]:
+        """What changes if somebody writes to a device tensor, or gives it other memory."""
         with torch._C.DisableTorchFunctionSubclass():
-            twins = [each.twin for each in self._bindings if isinstance(each.twin, torch.Tensor)]
-            return [(each.data_ptr(), each._version) for each in twins]
+            tensors = [
+                each.on_device
+                for each in self._bindings
+                if isinstance(each.on_device, torch.Tensor)
+            ]
+            return [(each.data_ptr(), each._version) for each in tensors]
 
     def swap_out(self) -> None:
         """Put the originals back, whatever is in their place."""
         for binding in self._bindings:
             binding.owner[binding.key] = binding.at_rest
-        for twin, slot_view in self._biases:
-            # bitsandbytes casts a bias to the compute dtype for good, which would leave the twin
+        for bias, slot_view in self._biases:
+            # bitsandbytes casts a bias to the compute dtype for good, which would leave the tensor
             # with memory of its own.
-            if twin.dtype != slot_view.dtype:
-                twin.data = slot_view
+            if bias.dtype != slot_view.dtype:
+                bias.data = slot_view
 
     def hide(self) -> None:
         """Take parameters and buffers out of their modules, until ``swap_out``."""
@@ -181,13 +185,13 @@ def _marks_of(state: Any) -> list[int]:
     return marks
 
 
-def _is_alias(now: Any, twin: Any) -> bool:
+def _is_alias(now: Any, expected: Any) -> bool:
     return (
         isinstance(now, torch.Tensor)
-        and isinstance(twin, torch.Tensor)
-        and now.data_ptr() == twin.data_ptr()
-        and now.dtype == twin.dtype
-        and now.shape == twin.shape
+        and isinstance(expected, torch.Tensor)
+        and now.data_ptr() == expected.data_ptr()
+        and now.dtype == expected.dtype
+        and now.shape == expected.shape
     )
 
 
@@ -224,13 +228,15 @@ def bind_block(
     slot: torch.Tensor,
     constants: DeviceConstants,
 ) -> Mapping[int, list[Binding]]:
-    """Build the device twins of one block, as views of its slot, and the bindings of each layer."""
+    """Build one block's tensors on the device, views of its slot, and the bindings of each layer."""
     specs = iter(layout.tensors)
     by_layer: dict[int, list[Binding]] = {}
     for each in tensors:
-        twin = _twin(each, lambda: view(slot, next(specs)), constants)
+        on_device = _device_tensor(each, lambda: view(slot, next(specs)), constants)
         for layer, owner, key in each.places:
-            by_layer.setdefault(layer, []).append(Binding(each.name, owner, key, each.tensor, twin))
+            by_layer.setdefault(layer, []).append(
+                Binding(each.name, owner, key, each.tensor, on_device)
+            )
         for layer, module in each.modules:
             state = each.tensor.quant_state  # type: ignore[attr-defined]
             by_layer.setdefault(layer, []).append(
@@ -239,7 +245,7 @@ def bind_block(
                     module.__dict__,
                     "quant_state",
                     state,
-                    twin.quant_state,  # type: ignore[attr-defined]
+                    on_device.quant_state,  # type: ignore[attr-defined]
                 )
             )
     return by_layer
@@ -251,7 +257,7 @@ def constant_parts(name: str, tensor: torch.Tensor) -> list[Part]:
     return [each for part, each in found.items() if not streams(part, each.get())]
 
 
-def _twin(
+def _device_tensor(
     each: FrozenTensor, next_view: Callable[[], torch.Tensor], constants: DeviceConstants
 ) -> torch.Tensor:
     original = each.tensor

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 NUM_ON_DEVICE = 2
 
 
-class Boundaries:
-    """The parked inputs of one prepared model, and the host buffers they lie in.
+class ActivationOffloader:
+    """The offloaded inputs of one prepared model, and the host buffers they lie in.
 
     Args:
         streams: Of the blocks; inputs get a copy stream beside it.
@@ -49,14 +49,14 @@ class Boundaries:
         self._streams = streams.beside()
         self._buffers: list[HostSlab] = []
         self._free: list[HostSlab] = []
-        self._recent: deque[weakref.ref[Parked]] = deque()
+        self._recent: deque[weakref.ref[OffloadedInput]] = deque()
 
     @property
     def num_bytes(self) -> int:
         """Host memory that is held for inputs."""
         return sum(each.layout.num_bytes for each in self._buffers)
 
-    def park(self, tensor: torch.Tensor, where: str, index: int) -> "Parked":
+    def offload(self, tensor: torch.Tensor, where: str, index: int) -> "OffloadedInput":
         """Queue the copy of a layer's input to the host; the device memory goes two calls later.
 
         Args:
@@ -75,16 +75,16 @@ class Boundaries:
         """
         latest = self._recent[-1]() if self._recent else None
         previous = latest if latest is not None and latest.index == index - 1 else None
-        parked = Parked(tensor, where, index, self, self._take(tensor), previous)
-        self._recent.append(weakref.ref(parked))
+        offloaded = OffloadedInput(tensor, where, index, self, self._take(tensor), previous)
+        self._recent.append(weakref.ref(offloaded))
         while len(self._recent) > NUM_ON_DEVICE:
             leaving = self._recent.popleft()()
             if leaving is not None:
                 leaving.leave_device()
-        return parked
+        return offloaded
 
     def unpin(self) -> None:
-        """Undo the page locks; nothing is parked any more."""
+        """Undo the page locks; nothing is offloaded any more."""
         for buffer in self._buffers:
             buffer.unpin()
 
@@ -113,7 +113,7 @@ class Boundaries:
         buffer.unpin()
 
 
-class Parked:
+class OffloadedInput:
     """One input of one layer, from its forward until its graph is gone."""
 
     _tensor: torch.Tensor | None = None
@@ -124,14 +124,14 @@ class Parked:
         tensor: torch.Tensor,
         where: str,
         index: int,
-        boundaries: Boundaries,
+        offloader: ActivationOffloader,
         buffer: HostSlab,
-        previous: "Parked | None",
+        previous: "OffloadedInput | None",
     ) -> None:
         self.index = index
         self._where = where
-        self._boundaries = boundaries
-        self._streams = boundaries._streams
+        self._offloader = offloader
+        self._streams = offloader._streams
         self._buffer = buffer
         self._previous = None if previous is None else weakref.ref(previous)
         self._is_edited = False
@@ -192,4 +192,4 @@ class Parked:
     def __del__(self) -> None:
         if self._tensor is not None:
             self._streams.abandon(self._tensor, self._copied)
-        self._boundaries._free.append(self._buffer)
+        self._offloader._free.append(self._buffer)

@@ -40,19 +40,19 @@ from typing import Any
 import torch
 
 from poros.errors import RematerializationError
-from poros.layer.args import pack, unpack
+from poros.layer.args import tree_flatten, tree_unflatten
 from poros.layer.audit import Uses
 from poros.layer.body import LayerBody
 from poros.layer.casts import SharedCasts
 from poros.layer.early import first_casts
 from poros.layer.handover import NotThrough, Repeated, hand_in, sealed
-from poros.layer.offload import Parked
+from poros.layer.layer_index import LayerIndex, shares_memory
+from poros.layer.offload import OffloadedInput
 from poros.layer.retained import Remains, is_packed_by_others, saved_tensors, without_slot
 from poros.layer.rng import RngStash
-from poros.layer.side_outputs import SideChannels
+from poros.layer.side_outputs import SideOutputs
 from poros.layer.state import AmbientState, adapter_state
 from poros.layer.staying import StayingState
-from poros.layer.tree import ModuleTree, shares_memory
 from poros.slots.schedule import Phase
 
 
@@ -64,25 +64,25 @@ class LayerCall:
         layer: LayerBody,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        tree: ModuleTree,
+        tree: LayerIndex,
     ) -> None:
         self.layer = layer
         tensors: list[torch.Tensor] = []
         self._args = [
-            pack(value, f"argument {index} of {layer.name}", tensors)
+            tree_flatten(value, f"argument {index} of {layer.name}", tensors)
             for index, value in enumerate(args)
         ]
-        self._channels = SideChannels(kwargs, layer.name, tensors)
+        self._channels = SideOutputs(kwargs, layer.name, tensors)
         channels = self._channels.names
         self._kwargs = {
-            key: pack(value, f"argument {key!r} of {layer.name}", tensors)
+            key: tree_flatten(value, f"argument {key!r} of {layer.name}", tensors)
             for key, value in kwargs.items()
             if key not in channels
         }
         self.tensors: Sequence[torch.Tensor] = tensors
         """Distinct tensors among the arguments. Empty once autograd keeps them."""
         self.num_tensors = len(tensors)
-        self.parked: Parked | None = None
+        self.offloaded: OffloadedInput | None = None
         """The first of the tensors, if it waits for the backward on the host."""
         self.uses = Uses((), {}, ())
         """How its graph uses the tensors and the parameters; known after the forward."""
@@ -124,13 +124,13 @@ class LayerCall:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
-        args = tuple(unpack(each, tensors) for each in self._args)
-        kwargs = {key: unpack(each, tensors) for key, each in self._kwargs.items()}
+        args = tuple(tree_unflatten(each, tensors) for each in self._args)
+        kwargs = {key: tree_unflatten(each, tensors) for key, each in self._kwargs.items()}
         returned = self._channels.run(
             lambda mappings: self.layer.run(args, {**kwargs, **mappings}), tensors
         )
         results: list[torch.Tensor] = []
-        self._result = pack(returned, f"result of {self.layer.name}", results)
+        self._result = tree_flatten(returned, f"result of {self.layer.name}", results)
         return results
 
     def shared_entries(self) -> list[Any]:
@@ -140,9 +140,9 @@ class LayerCall:
     def part_with(self) -> Sequence[torch.Tensor]:
         """Park the layer's input if it can be; the tensors that autograd has to keep."""
         tensors = self.tensors
-        if tensors and self._args and unpack(self._args[0], tensors) is tensors[0]:
-            self.parked = self.layer.park(tensors[0])
-        return tensors[1:] if self.parked is not None else tensors
+        if tensors and self._args and tree_unflatten(self._args[0], tensors) is tensors[0]:
+            self.offloaded = self.layer.offload(tensors[0])
+        return tensors[1:] if self.offloaded is not None else tensors
 
     def forward(self) -> list[torch.Tensor]:
         """The forward: run, and keep what the recomputation must reproduce, values aside."""
@@ -263,7 +263,7 @@ class LayerCall:
 
     def unpack_results(self, values: Sequence[Any]) -> Any:
         """Result, written and recorded values, with ``values`` in the places of their tensors."""
-        return unpack(self._result, values)
+        return tree_unflatten(self._result, values)
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The layer's result in its own form; side results go to their places."""
@@ -372,13 +372,14 @@ class RematerializeLayer(torch.autograd.Function):
         tensors = saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
         with call.layer.visit(Phase.BACKWARD, call.adapters):
-            if call.parked is not None:
-                tensors = (call.parked.fetch(), *tensors)
+            if call.offloaded is not None:
+                tensors = (call.offloaded.fetch(), *tensors)
             inputs = _leaves(tensors[: call.num_tensors])
             sources = [*inputs, *call.stand_ins]
             wanted = [each for each in sources if each.requires_grad]
             found: Sequence[torch.Tensor | None] = [None] * len(wanted)
-            with call.layer.context.watching_graph():
+            watching = call.layer.context.watching_graph
+            with nullcontext() if watching is None else watching():
                 results = call.recompute(inputs)
             if call.keeps_recomputed:
                 call.recomputed = [each.detach() for each in results]
@@ -397,7 +398,7 @@ class RematerializeLayer(torch.autograd.Function):
         call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            call.parked = None
+            call.offloaded = None
         by_source = {id(source): gradient for source, gradient in zip(wanted, found, strict=True)}
         return (None, None, None, *(by_source.get(id(source)) for source in sources))
 

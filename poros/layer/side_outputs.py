@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers.utils.output_capturing import _active_collector
 
-from poros.layer.args import pack, unpack
+from poros.layer.args import tree_flatten, tree_unflatten
 
 _FROM_RESULTS = "hidden_states"
 """Recorded from what layers return, so nothing needs to be done about it."""
@@ -35,7 +35,7 @@ def recorded_outputs() -> list[str]:
     return [key for key in collected if key != _FROM_RESULTS and not key.startswith("_")]
 
 
-class SideChannels:
+class SideOutputs:
     """The side channels of one call of one layer.
 
     Args:
@@ -49,7 +49,7 @@ class SideChannels:
         self._types = {key: type(value) for key, value in self._mappings.items()}
         self._held = {
             key: {
-                entry: pack(value, f"{key}[{entry!r}] given to {name}", tensors)
+                entry: tree_flatten(value, f"{key}[{entry!r}] given to {name}", tensors)
                 for entry, value in mapping.items()
             }
             for key, mapping in self._mappings.items()
@@ -70,7 +70,7 @@ class SideChannels:
     ) -> tuple[Any, ...]:
         """Call ``run`` with fresh mappings by name; its result and all it wrote by the side."""
         given = {
-            key: {entry: unpack(value, tensors) for entry, value in held.items()}
+            key: {entry: tree_unflatten(value, tensors) for entry, value in held.items()}
             for key, held in self._held.items()
         }
         fresh = {key: self._types[key](entries) for key, entries in given.items()}

@@ -23,7 +23,7 @@ import torch
 from poros.errors import PreparedModelError, SlotStateError
 from poros.labels import labelled, short_name
 from poros.layer.frozen import LayerBindings
-from poros.layer.tree import Adapter
+from poros.layer.layer_index import Adapter
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
 
@@ -151,7 +151,7 @@ class BlockVisit:
     def unbind(self) -> None:
         """Let go of the slot. Until ``bind`` a visit raises ``PreparedModelError``."""
         self._is_bound = False
-        self.bindings = self.bindings.without_twins()
+        self.bindings = self.bindings.without_device_tensors()
 
     @contextmanager
     def hold(self, phase: Phase, adapters: Sequence[Adapter] = ()) -> Iterator[torch.Tensor]:
@@ -187,7 +187,7 @@ class BlockVisit:
             with labelled(phase.value, self._label):
                 yield slot.buffer
             require_alone()
-            self.bindings.require_twins()
+            self.bindings.require_device_tensors()
             if slot.buffer._version != version:
                 raise PreparedModelError(
                     f"{self._name}: expected its frozen tensors to be read only, found one written "

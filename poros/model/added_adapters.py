@@ -73,11 +73,11 @@ class Initialisation:
         kept = False
         try:
             with streamed.weights.hold(Phase.INFERENCE) as slot:
-                before = streamed.weights.bindings.twin_marks()
+                before = streamed.weights.bindings.device_marks()
                 try:
                     make(current_key=current_key)
                 finally:
-                    after = streamed.weights.bindings.twin_marks()
+                    after = streamed.weights.bindings.device_marks()
             kept = _keeps_some(layer, slot)
         except PreparedModelError as error:
             if before is None:

@@ -15,7 +15,7 @@ from poros.errors import PreparedModelError
 from poros.host.store import drop_store
 from poros.layer.body import ModelContext
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
-from poros.layer.offload import Boundaries
+from poros.layer.offload import ActivationOffloader
 from poros.layer.staying import SmallTensors
 from poros.layer.streamed import StreamedLayer, is_streamed, streamed_layer
 from poros.model.adoption import host_store
@@ -111,7 +111,7 @@ class Runtime:
             self.constants = DeviceConstants(self.device, self.small.nested)
             self.ring = self._allocate_slots(self.room)
             self.manager = BlockManager(self.host, self.ring, streams, journal)
-            self.offloader = Boundaries(streams)
+            self.offloader = ActivationOffloader(streams)
             self.sizer = self._make_sizer(estimate)
             self.context = self._make_context(model, inventory)
             self._attachment.exchange(
@@ -146,7 +146,7 @@ class Runtime:
             self.sizer.explain,
         )
         if self.room.offload_inputs:
-            context.boundaries = self.offloader
+            context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):
             context.watching_graph = self.sizer.watching_graph
         return context
@@ -314,7 +314,7 @@ class Runtime:
         if failure is not None:
             raise failure
         self.room = room
-        self.context.boundaries = self.offloader if room.offload_inputs else None
+        self.context.offloader = self.offloader if room.offload_inputs else None
         self._num_resizes += 1
 
     def detach(self) -> None:

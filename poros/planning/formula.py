@@ -310,7 +310,7 @@ class _Formula:
             bytes_per_step=forward + backward + 2 * boundaries,
             host_num_bytes=sum(block.num_bytes for block in self.blocks) + boundaries,
             vram_budget=self.vram_budget,
-            # Boundaries leave against the direction of the blocks and come back with it.
+            # ActivationOffloader leave against the direction of the blocks and come back with it.
             step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, kept),
             speeds=self.speeds,
             options=dict(self.options),

@@ -99,7 +99,7 @@ class Evidence:
         record = {key: collector[key][length:] for key, length in lengths.items()}
         named = named_outputs(result, written(kwargs, before), record)
         evidence.outputs = {name: (each.detach(), each.requires_grad) for name, each in named}
-        if call.parked is not None:
+        if call.offloaded is not None:
             evidence.move(torch.device("cpu"))
         evidence.output_versions = _versions(each for each, _ in evidence.outputs.values())
         return evidence, result

@@ -64,10 +64,6 @@ class BlockManager:
         """Whether ``block`` stays in a slot of its own."""
         return 0 <= block - self.num_blocks < len(self._ring.pinned)
 
-    def slot(self, block: int) -> Slot:
-        """The one slot in which ``block`` may live."""
-        return self._ring.slot(block)
-
     def prefetch(self, block: int) -> None:
         """Queue the copy of ``block`` into its slot, unless it is there or on its way.
 
@@ -120,7 +116,9 @@ class BlockManager:
             ValueError: If ``block`` is out of range.
         """
         if self.is_pinned(block):
-            return self._waited_for(self._ring.slot(block))
+            slot = self._ring.slot(block)
+            self._streams.wait(slot.ready)
+            return slot
         self._require_in_range(block)
         slot = self._ring.slot(block)
         if slot.state is SlotState.IN_USE:
@@ -130,21 +128,18 @@ class BlockManager:
         if is_new_visit and slot.block == block and slot.state is SlotState.READY:
             self.num_hits += 1
         self.prefetch(block)
-        self._note("acquire", block)
+        if self._journal is not None:
+            self._note("acquire", block)
         # Held before anything else is loaded, so that a wrong prediction cannot take the slot; and
         # not held if that fails, because the caller never gets to release what it did not get.
         before, slot.state = slot.state, SlotState.IN_USE
         try:
             self._prefetch_next(block, phase, in_use=slot.index)
-            self._waited_for(slot)
+            self._streams.wait(slot.ready)
         except BaseException:
             slot.state = before
             raise
         self._visit = (block, phase)
-        return slot
-
-    def _waited_for(self, slot: Slot) -> Slot:
-        self._streams.wait(slot.ready)
         return slot
 
     def is_held(self, block: int) -> bool:
@@ -171,7 +166,8 @@ class BlockManager:
             raise _bad_state("release", block, slot, "in use by this block")
         slot.released = self._streams.record()
         slot.state = SlotState.READY
-        self._note("release", block)
+        if self._journal is not None:
+            self._note("release", block)
 
     def evict(self, block: int) -> None:
         """Forget ``block``: the next access loads it anew.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from poros.layer.tree import ModuleTree
+from poros.layer.layer_index import LayerIndex
 
 
 class Layer(nn.Module):
@@ -24,14 +24,14 @@ class Layer(nn.Module):
             each.requires_grad_(False)
 
 
-def tree_of(layer: Layer) -> ModuleTree:
-    return ModuleTree(layer, {id(layer.base.weight)}, lambda _: False)
+def tree_of(layer: Layer) -> LayerIndex:
+    return LayerIndex(layer, {id(layer.base.weight)}, lambda _: False)
 
 
 Places = list[tuple[int, str, int, int, torch.dtype, tuple[int, ...]]]
 
 
-def places(tree: ModuleTree) -> Places:
+def places(tree: LayerIndex) -> Places:
     """What ``adapters`` says: owners, keys, parameters, and the memory of the stand-ins."""
     return [
         (
@@ -149,7 +149,7 @@ def test_a_stand_in_that_was_given_other_memory_is_made_anew(
 def test_control_a_list_that_is_never_looked_up_again_is_wrong(
     change: Callable[[Layer], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ModuleTree, "_are_current", lambda *_: True)
+    monkeypatch.setattr(LayerIndex, "_are_current", lambda *_: True)
     layer = Layer()
     tree = tree_of(layer)
     tree.adapters()

@@ -36,7 +36,7 @@ class Adapter(NamedTuple):
     stand_in: nn.Parameter
 
 
-class ModuleTree:
+class LayerIndex:
     """The modules of one layer at one time, and what is looked up in them at every call.
 
     Holds the layer itself weakly: the layer holds the tree.

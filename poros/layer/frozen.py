@@ -1,4 +1,4 @@
-"""The frozen tensors of a block: their places in the model, bytes on the host and tensors on the device.
+"""The frozen tensors of a block: their places in the model, at rest on the host and on the device.
 
 Each frozen parameter or buffer of a layer that streams exists twice (the others stay on the device:
 see ``poros.layer.staying``). *At rest* the module holds the original
@@ -228,7 +228,7 @@ def bind_block(
     slot: torch.Tensor,
     constants: DeviceConstants,
 ) -> Mapping[int, list[Binding]]:
-    """Build one block's tensors on the device, views of its slot, and the bindings of each layer."""
+    """One block's tensors on the device, views of its slot, as the bindings of each layer."""
     specs = iter(layout.tensors)
     by_layer: dict[int, list[Binding]] = {}
     for each in tensors:

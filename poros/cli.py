@@ -150,7 +150,7 @@ def check(
     Exit code: 0 if no bit differs, 1 if one does (or a listed record is stale), 2 for bad input.
     """
     if registered:
-        if record or any(each is not None for each in (model_dir, architecture, adapter)):
+        if record or any(option is not None for option in (model_dir, architecture, adapter)):
             raise typer.BadParameter("--registered lists what is on record and takes no other")
         _list_registered()
     if fuzz:
@@ -300,7 +300,7 @@ def plan(
             speeds = planner.measure(seq_len=seq, batch_size=batch, device=device)
         elif copy_gb_per_s is not None and tflop_per_s is not None:
             speeds = Speeds(copy_gb_per_s, tflop_per_s)
-        found = planner.plan(
+        estimate = planner.plan(
             seq_len=seq,
             batch_size=batch,
             vram_budget=vram,
@@ -312,11 +312,11 @@ def plan(
             speeds=speeds,
         )
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
+        typer.echo(json.dumps(estimate.as_dict(), indent=1))
         return
     from rich.console import Console
 
-    Console().print(render(found))
+    Console().print(render(estimate))
 
 
 def _list_registered() -> NoReturn:
@@ -349,7 +349,7 @@ def _limits(values: list[str] | None) -> "Limits | None":
 
     if not values:
         return None
-    names = {each.name for each in fields(Limits)}
+    names = {field.name for field in fields(Limits)}
     chosen: dict[str, int] = {}
     for value in values:
         name, _, number = value.partition("=")

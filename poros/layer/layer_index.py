@@ -1,7 +1,7 @@
 """A layer's modules, taken stock of once and checked at each call.
 
 PEFT adds and removes modules between steps, so what was found at ``prepare`` cannot be relied upon;
-walking the tree at each call would cost more than the layer's own dispatch. Comparing the flat list
+walking them at each call would cost more than the layer's own dispatch. Comparing the flat list
 of children is exact and cheap: two equal lists of modules hold the same objects. Adapters of some
 kinds come as parameters or buffers of modules that are there already, so tensors are compared too,
 in any order: PEFT takes fused experts out and puts them back as it runs. Most of the dictionaries
@@ -33,13 +33,13 @@ class Adapter(NamedTuple):
     owner: dict[str, Any]
     key: str
     parameter: nn.Parameter
-    stand_in: nn.Parameter
+    stand_in: torch.Tensor
 
 
 class LayerIndex:
     """The modules of one layer at one time, and what is looked up in them at every call.
 
-    Holds the layer itself weakly: the layer holds the tree.
+    Holds the layer itself weakly: the layer holds this.
 
     Args:
         layer: The layer.
@@ -52,29 +52,31 @@ class LayerIndex:
         self._inner = modules[1:]
         self._tables = [module._modules for module in modules]
         self._children = _values(self._tables)
-        self._places = [each for m in modules for each in (m._parameters, m._buffers)]
+        self._places = [
+            table for module in modules for table in (module._parameters, module._buffers)
+        ]
         self.note_names()
         self.note_tensors()
         self._hooks = [
             hooks
-            for each in self._inner
+            for module in self._inner
             for hooks in (
-                each._forward_pre_hooks,
-                each._forward_hooks,
-                each._backward_pre_hooks,
-                each._backward_hooks,
+                module._forward_pre_hooks,
+                module._forward_hooks,
+                module._backward_pre_hooks,
+                module._backward_hooks,
             )
         ]
         self._hooks += _hooks_of_all_modules()
-        self._dicts = [each.__dict__ for each in self._inner]
+        self._dicts = [module.__dict__ for module in self._inner]
         # Most owners hold nothing but frozen weights; no adapter ever appears in those.
         self._owners = [
             module._parameters
             for module in modules
             if not module._parameters
-            or any(id(each) not in frozen for each in module._parameters.values())
+            or any(id(parameter) not in frozen for parameter in module._parameters.values())
         ]
-        self.adapter_modules = [each for each in self._inner if is_adapter_module(each)]
+        self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self.attributes = Attributes(layer)
         self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._frozen = frozen
@@ -133,11 +135,11 @@ class LayerIndex:
                 if value is not None and id(value) not in self._frozen
             ]
             self._entries = list(zip(*entries, strict=True)) or [(), (), ()]
-            self._idle = [each for _, _, each in places if not each.requires_grad]
+            self._idle = [parameter for _, _, parameter in places if not parameter.requires_grad]
             self._adapters = [
-                Adapter(owner, key, each, self._stand_in(each))
-                for owner, key, each in places
-                if each.requires_grad
+                Adapter(owner, key, parameter, self._stand_in(parameter))
+                for owner, key, parameter in places
+                if parameter.requires_grad
             ]
         return self._adapters
 
@@ -149,17 +151,17 @@ class LayerIndex:
         return (
             sum(map(len, self._owners)) == len(values)
             and all(map(is_, now, values))
-            and all(each.parameter.requires_grad for each in adapters)
-            and not any(each.requires_grad for each in self._idle)
-            and all(shares_memory(each.parameter, each.stand_in) for each in adapters)
+            and all(adapter.parameter.requires_grad for adapter in adapters)
+            and not any(parameter.requires_grad for parameter in self._idle)
+            and all(shares_memory(adapter.parameter, adapter.stand_in) for adapter in adapters)
         )
 
     def put_back(self) -> None:
         """Replace every stand-in by its parameter."""
         originals = {id(stand_in): original for original, stand_in in self._stand_ins.values()}
         for owner in self._owners:
-            for key, each in owner.items():
-                owner[key] = originals.get(id(each), each)
+            for key, value in owner.items():
+                owner[key] = originals.get(id(value), value)
 
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         known = self._stand_ins.get(id(parameter))
@@ -171,7 +173,7 @@ class LayerIndex:
         return stand_in
 
 
-def shares_memory(parameter: nn.Parameter, stand_in: nn.Parameter) -> bool:
+def shares_memory(parameter: nn.Parameter, stand_in: torch.Tensor) -> bool:
     """Whether ``stand_in`` still is the same bits as ``parameter``, in the same form."""
     return (
         stand_in.data_ptr() == parameter.data_ptr()

@@ -23,7 +23,7 @@ What may change between a forward and its backward:
 - the layer's input or any other tensor it was given edited in place: ``RematerializationError``;
 - a frozen tensor that stays on the device (a norm, a bias, a buffer) edited, cast or replaced:
   ``RematerializationError``;
-- the layer's module tree, or the hooks inside it, those of all modules too:
+- the layer's modules, or the hooks inside it, those of all modules too:
   ``RematerializationError``;
 - a plain attribute of a module inside it or of its configuration: ``RematerializationError``.
 
@@ -64,7 +64,7 @@ class LayerCall:
         layer: LayerBody,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        tree: LayerIndex,
+        contents: LayerIndex,
     ) -> None:
         self.layer = layer
         tensors: list[torch.Tensor] = []
@@ -88,14 +88,14 @@ class LayerCall:
         """How its graph uses the tensors and the parameters; known after the forward."""
         self.repeated: dict[int, Repeated] = {}
         """By number among the tensors and parameters, for those that are used more than once."""
-        self._tree = tree
-        self.adapters = self._tree.adapters()
-        distinct = {id(each.parameter): each for each in self.adapters}
-        self.parameters = [each.parameter for each in distinct.values()]
-        self.stand_ins = [each.stand_in for each in distinct.values()]
+        self._contents = contents
+        self.adapters = self._contents.adapters()
+        distinct = {id(adapter.parameter): adapter for adapter in self.adapters}
+        self.parameters = [adapter.parameter for adapter in distinct.values()]
+        self.stand_ins = [adapter.stand_in for adapter in distinct.values()]
         # Autograd's own check is off under saved-tensor hooks (save_on_cpu).
-        self._versions = [each._version for each in self.parameters]
-        self.ambient = AmbientState.capture(layer.device, self._tree.modules())
+        self._versions = [parameter._version for parameter in self.parameters]
+        self.ambient = AmbientState.capture(layer.device, self._contents.modules())
         self.shared_casts = (
             SharedCasts(layer.name)
             if self.ambient.is_autocast and torch.is_autocast_cache_enabled()
@@ -106,9 +106,9 @@ class LayerCall:
         self.keeps_recomputed = False
         """Whether somebody wants to see what the recomputation gives."""
         self.recomputed: list[torch.Tensor] | None = None
-        self._hooks = self._tree.hooks()
-        self._adapter_state = adapter_state(self._tree.adapter_modules)
-        self._attributes = self._tree.attributes.read()
+        self._hooks = self._contents.hooks()
+        self._adapter_state = adapter_state(self._contents.adapter_modules)
+        self._attributes = self._contents.attributes.read()
         self._result: Any = None
         self._result_forms: list[tuple[torch.Size, torch.dtype, bool]] = []
         self._rng_end: RngStash | None = None
@@ -116,16 +116,16 @@ class LayerCall:
 
     @property
     def needs_gradient(self) -> bool:
-        return bool(self.parameters) or any(each.requires_grad for each in self.tensors)
+        return bool(self.parameters) or any(tensor.requires_grad for tensor in self.tensors)
 
     def has_hooks(self) -> bool:
         """Whether code of the user may see tensors from inside the layer."""
-        return not self._tree.has_fixed_graph()
+        return not self._contents.has_fixed_graph()
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
-        args = tuple(tree_unflatten(each, tensors) for each in self._args)
-        kwargs = {key: tree_unflatten(each, tensors) for key, each in self._kwargs.items()}
+        args = tuple(tree_unflatten(template, tensors) for template in self._args)
+        kwargs = {key: tree_unflatten(template, tensors) for key, template in self._kwargs.items()}
         returned = self._channels.run(
             lambda mappings: self.layer.run(args, {**kwargs, **mappings}), tensors
         )
@@ -153,11 +153,14 @@ class LayerCall:
         stand_ins = self._dead_ends(self.parameters) if is_open else self.stand_ins
         by_parameter = dict(zip(map(id, self.parameters), stand_ins, strict=True))
         adapters = (
-            [each._replace(stand_in=by_parameter[id(each.parameter)]) for each in self.adapters]  # type: ignore[arg-type]
+            [
+                adapter._replace(stand_in=by_parameter[id(adapter.parameter)])
+                for adapter in self.adapters
+            ]
             if is_open
             else self.adapters
         )
-        versions = [each._version for each in inputs]
+        versions = [tensor._version for tensor in inputs]
         early = self.layer.audit.early
         shares_casts = self.shared_casts is not None
         state: Hashable = None
@@ -176,12 +179,12 @@ class LayerCall:
         ):
             results = self.run(inputs)
         num_nodes += torch._C._autograd._get_sequence_nr()
-        if versions != [each._version for each in inputs]:
+        if versions != [tensor._version for tensor in inputs]:
             raise RematerializationError(
                 f"{self.layer.name}: expected its arguments to be left alone, found one edited in "
                 "place by the layer itself; the recomputation would edit it again"
             )
-        if self._versions != [each._version for each in self.parameters]:
+        if self._versions != [parameter._version for parameter in self.parameters]:
             raise RematerializationError(
                 f"{self.layer.name}: expected adapters that only training changes, found that its "
                 f"own forward edits {self._edited()}, as OFT does with coft=True. The "
@@ -190,8 +193,8 @@ class LayerCall:
                 "this one resident"
             )
         # What the layer has changed now it will change again.
-        self._tree.attributes.disregard(self._attributes)
-        self._tree.note_names()
+        self._contents.attributes.disregard(self._attributes)
+        self._contents.note_names()
         about = (num_nodes, self.ambient.is_autocast, shares_casts, self._adapter_state)
         form = about if is_fixed else None
         self.uses = self.layer.audit.uses(results, inputs, stand_ins, form, firsts)
@@ -202,7 +205,7 @@ class LayerCall:
             sources = [*self.tensors, *self.parameters]
             cast = [sources[self.uses.order[place]] for place in self.uses.casts]
             # Autocast keeps its casts of leaves only, as which most inputs do not come.
-            self.shared_casts.require_single([each for each in cast if each.is_leaf])
+            self.shared_casts.require_single([source for source in cast if source.is_leaf])
         self._result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
@@ -211,20 +214,20 @@ class LayerCall:
 
     @staticmethod
     def _dead_ends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [NotThrough.apply(each) if each.requires_grad else each for each in tensors]
+        return [NotThrough.apply(tensor) if tensor.requires_grad else tensor for tensor in tensors]
 
     def _edited(self) -> str:
         """The names of the parameters that are not as they were before the forward."""
         versions = dict(zip(map(id, self.parameters), self._versions, strict=True))
         return ", ".join(
             name
-            for name, each in self._tree.modules()[0].named_parameters()
-            if versions.get(id(each), each._version) != each._version
+            for name, parameter in self._contents.modules()[0].named_parameters()
+            if versions.get(id(parameter), parameter._version) != parameter._version
         )
 
     def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The recomputation, with its graph; only inside a visit."""
-        with self.ambient.replay(self._tree.modules()), torch.enable_grad():
+        with self.ambient.replay(self._contents.modules()), torch.enable_grad():
             results = self.run(inputs)
             rng_end = RngStash.capture(self.layer.device)
         name = self.layer.name
@@ -248,7 +251,8 @@ class LayerCall:
         they would draw in turn. Here all operators come first.
         """
         if not any(
-            each._backward_hooks or each._post_accumulate_grad_hooks for each in self.parameters
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            for parameter in self.parameters
         ):
             yield
             return
@@ -274,28 +278,28 @@ class LayerCall:
         self.is_pending = False
         if self._hooks:
             # What hooks have written down in it belongs to the layer, as in its forward.
-            self._tree.attributes.disregard(self._attributes)
+            self._contents.attributes.disregard(self._attributes)
 
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
         name = self.layer.name
-        if self.layer.tree() is not self._tree:
+        if self.layer.contents() is not self._contents:
             raise RematerializationError(
                 f"{name}: expected the modules of the forward, found others at its backward; add "
                 "and remove adapters between steps, not within one"
             )
-        if self._tree.hooks() != self._hooks:
+        if self._contents.hooks() != self._hooks:
             raise RematerializationError(
                 f"{name}: expected the module hooks of the forward (of the modules in it, and of "
                 "all modules), found others at its backward; register and remove hooks between "
                 "steps, not within one: the recomputation would run with other hooks"
             )
-        if adapter_state(self._tree.adapter_modules) != self._adapter_state:
+        if adapter_state(self._contents.adapter_modules) != self._adapter_state:
             raise RematerializationError(
                 f"{name}: expected the adapters that were active at the forward, found another "
                 "choice (or scaling, or merge) at its backward; call backward first"
             )
-        if [each._version for each in self.parameters] != self._versions:
+        if [parameter._version for parameter in self.parameters] != self._versions:
             raise RematerializationError(
                 f"{name}: expected its adapters as they were at the forward, found one edited in "
                 "place between forward and backward; edit it after backward"
@@ -314,7 +318,7 @@ class LayerCall:
                     f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "
                     "and backward; do so between steps"
                 )
-        changes = self._tree.attributes.changes(self._attributes)
+        changes = self._contents.attributes.changes(self._attributes)
         if changes:
             raise RematerializationError(
                 f"{name}: expected the modules in it as they were at the forward, found other "
@@ -376,13 +380,13 @@ class RematerializeLayer(torch.autograd.Function):
                 tensors = (call.offloaded.fetch(), *tensors)
             inputs = _leaves(tensors[: call.num_tensors])
             sources = [*inputs, *call.stand_ins]
-            wanted = [each for each in sources if each.requires_grad]
-            found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+            wanted = [source for source in sources if source.requires_grad]
+            outgoing: Sequence[torch.Tensor | None] = [None] * len(wanted)
             watching = call.layer.context.watching_graph
             with nullcontext() if watching is None else watching():
                 results = call.recompute(inputs)
             if call.keeps_recomputed:
-                call.recomputed = [each.detach() for each in results]
+                call.recomputed = [result.detach() for result in results]
             # Outside of the replayed state: a resident run takes gradients in the caller's.
             pairs = [
                 (result, gradient)
@@ -391,15 +395,15 @@ class RematerializeLayer(torch.autograd.Function):
             ]
             if pairs:
                 ends, starts = zip(*pairs, strict=True)
-                for number, each in call.repeated.items():
-                    each.watch(results, gradients, sources[number])
+                for number, repeated in call.repeated.items():
+                    repeated.watch(results, gradients, sources[number])
                 with call.in_turn():
-                    found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+                    outgoing = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
         call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
-        by_source = {id(source): gradient for source, gradient in zip(wanted, found, strict=True)}
+        by_source = dict(zip(map(id, wanted), outgoing, strict=True))
         return (None, None, None, *(by_source.get(id(source)) for source in sources))
 
 
@@ -428,9 +432,10 @@ def rematerialize(call: LayerCall) -> Any:
 
 def _leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [
-        sealed(each.detach().requires_grad_()) if each.requires_grad else each for each in tensors
+        sealed(tensor.detach().requires_grad_()) if tensor.requires_grad else tensor
+        for tensor in tensors
     ]
 
 
 def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:
-    return [(each.shape, each.dtype, each.requires_grad) for each in results]
+    return [(result.shape, result.dtype, result.requires_grad) for result in results]

@@ -63,7 +63,7 @@ class SideOutputs:
 
     def entries(self) -> list[Any]:
         """What the mappings hold now."""
-        return [each for mapping in self._mappings.values() for each in mapping.values()]
+        return [value for mapping in self._mappings.values() for value in mapping.values()]
 
     def run(
         self, run: Callable[[Mapping[str, Any]], Any], tensors: Sequence[torch.Tensor]

@@ -38,7 +38,7 @@ class StreamedLayer(LayerBody):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's forward as its caller sees it."""
-        tree = self.tree()
+        contents = self.contents()
         if not torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 self._refuse_dropped_cache(value)
@@ -52,7 +52,7 @@ class StreamedLayer(LayerBody):
         self.cast_trained_biases()
         if self.weights.stays:
             return self._keep(args, kwargs)
-        call = LayerCall(self, args, kwargs, tree)
+        call = LayerCall(self, args, kwargs, contents)
         if not call.parameters:
             self._refuse_frozen_adapters()
 
@@ -75,7 +75,9 @@ class StreamedLayer(LayerBody):
         """The forward below the lowest adapter: its graph, if any, is a stranger's."""
         result = self._stream(args, kwargs)
         reached = tree_leaves((result, call.shared_entries()))
-        self.audit.require_no_strangers([e for e in reached if isinstance(e, torch.Tensor)])
+        self.audit.require_no_strangers(
+            [value for value in reached if isinstance(value, torch.Tensor)]
+        )
         return result
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -105,9 +107,9 @@ class StreamedLayer(LayerBody):
 
     def _refuse_frozen_adapters(self) -> None:
         """Nothing to train in the first layer, in training: is there anywhere?"""
-        if self.index > 0 or not self._tree.modules()[0].training:
+        if self.index > 0 or not self._contents.modules()[0].training:
             return
-        if any(tuner.disable_adapters for tuner in self._tree.adapter_modules):
+        if any(tuner.disable_adapters for tuner in self._contents.adapter_modules):
             return
         if not self.context.has_trainable_parameter():
             raise PreparedModelError(

@@ -67,7 +67,7 @@ class Visits:
         while note in self._open:
             try:
                 note.undo()
-                self._open = [each for each in self._open if each is not note]
+                self._open = [other for other in self._open if other is not note]
             except KeyboardInterrupt as error:
                 interruption = error
         if interruption is not None:

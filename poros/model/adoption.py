@@ -23,9 +23,9 @@ def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
         [
             [
                 (part.name, part.get())
-                for each in block
-                if each.places[0][0] == index
-                for part in each.parts()
+                for tensor in block
+                if tensor.places[0][0] == index
+                for part in tensor.parts()
             ]
             for index in range(first, min(first + block_size, len(inventory.layers)))
         ]
@@ -45,7 +45,7 @@ def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
             "since): it is copied, and up to %.2f GB of host memory are held twice",
             left.num_bytes / 1e9,
         )
-    layouts = [BlockLayout.join([BlockLayout.pack(each) for each in block]) for block in layers]
+    layouts = [BlockLayout.join([BlockLayout.pack(layer) for layer in block]) for block in layers]
     host = HostStore.allocate(layouts)
     if left is not None:
         host.fallbacks += left.fallbacks

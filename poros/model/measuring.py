@@ -207,7 +207,7 @@ class MeasuredSizer(Sizer):
             return self._floor(shape, is_checking)
         factor, needs = min(
             ((growth(shape, known), needs) for known, needs in self._known),
-            key=lambda found: found[1].scaled(found[0]).passing,
+            key=lambda candidate: candidate[1].scaled(candidate[0]).passing,
         )
         needs = needs.scaled(factor)
         if need(room, self._sizes, needs) <= (self.budget or 0):
@@ -276,17 +276,17 @@ class MeasuredSizer(Sizer):
         self._known = [*older, *((shape, needs) for shape in seen)]
         self._rounds += 1
         budget = self.budget or 0
-        found = self._next(room, needs, ours)
-        self._stage = Stage.SETTLED if found == room else Stage.MEASURING
+        chosen = self._next(room, needs, ours)
+        self._stage = Stage.SETTLED if chosen == room else Stage.MEASURING
         self._seen = []
-        if found != room or self._rounds == 1:
+        if chosen != room or self._rounds == 1:
             logger.info(
                 "poros: a step took %.2f GB of a budget of %.2f GB: %s",
                 ours / 1e9,
                 budget / 1e9,
-                _words(found),
+                _words(chosen),
             )
-        return found
+        return chosen
 
     def _attributed(self, kept: int, standing: int, rest: int) -> Needs:
         """What a step took besides slots and what stands, divided between it and kept layers."""
@@ -307,10 +307,10 @@ class MeasuredSizer(Sizer):
         budget, offload = self.budget or 0, room.offload_inputs
         if ours > budget:
             return self._shrunk(room, needs) or self._least(ours, budget, room)
-        found = affordable(budget, self._sizes, needs.scaled(self._reserve), self.wanted, offload)
-        if found is None or self._rounds > MAX_ROUNDS or not _is_more(found, room):
+        larger = affordable(budget, self._sizes, needs.scaled(self._reserve), self.wanted, offload)
+        if larger is None or self._rounds > MAX_ROUNDS or not _is_more(larger, room):
             return room  # it fits, and there is nothing to gain
-        return found
+        return larger
 
     def _least(self, ours: int, budget: int, room: Room) -> Room:
         """Not even the least room fits, as was measured."""
@@ -365,8 +365,8 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().reshape(-1)[:64].clone()
 
 
-def _is_more(found: Room, room: Room) -> bool:
-    return (found.num_slots, found.keep_last) > (room.num_slots, room.keep_last)
+def _is_more(larger: Room, room: Room) -> bool:
+    return (larger.num_slots, larger.keep_last) > (room.num_slots, room.keep_last)
 
 
 def _words(room: Room) -> str:

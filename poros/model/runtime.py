@@ -192,8 +192,8 @@ class Runtime:
     @property
     def plan(self) -> "MemoryPlan | None":
         """The estimate for the budget and the largest batch; None before the first step."""
-        found: MemoryPlan | None = self.sizer.plan  # type: ignore[assignment]
-        return found
+        plan: MemoryPlan | None = self.sizer.plan  # type: ignore[assignment]
+        return plan
 
     @property
     def self_check(self) -> dict[str, Any]:
@@ -346,11 +346,11 @@ class Runtime:
 
     def _bindings(self) -> dict[int, list[Binding]]:
         """The frozen tensors of each layer, with their views of slots."""
-        found: dict[int, list[Binding]] = {}
+        bindings: dict[int, list[Binding]] = {}
         for block, (tensors, slab) in enumerate(zip(self.blocks, self.host.slabs, strict=True)):
             buffer = self.ring.slot(block).buffer
-            found |= bind_block(tensors, slab.layout, buffer, self.constants)
-        return found
+            bindings |= bind_block(tensors, slab.layout, buffer, self.constants)
+        return bindings
 
     def _streamed_layers(self) -> Iterator[StreamedLayer]:
         for reference in self._layers:
@@ -361,9 +361,9 @@ class Runtime:
     def _adapters(self) -> object:
         """Differs if what is trained in the first layer with adapters does."""
         for layer in self._streamed_layers():
-            found = layer.tree().adapters()
-            if found:
-                return [(id(adapter.parameter), adapter.parameter.dtype) for adapter in found]
+            adapters = layer.contents().adapters()
+            if adapters:
+                return [(id(adapter.parameter), adapter.parameter.dtype) for adapter in adapters]
         return []
 
     def _held_num_bytes(self) -> int:
@@ -372,7 +372,8 @@ class Runtime:
         if model is None:
             return 0
         tensors = [*model.parameters(), *model.buffers()]
-        tensors += [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [parameter.grad for parameter in model.parameters()]
+        tensors += [gradient for gradient in gradients if gradient is not None]
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in tensors

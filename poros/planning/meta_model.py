@@ -16,7 +16,7 @@ from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelErr
 from poros.loaders.build import one_at_a_time
 from poros.loaders.settings import configuration, model_class_of, said
 from poros.loaders.source import find_config
-from poros.model.adapter_kinds import Found, adapter_kinds, configured_kinds
+from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
 from poros.nf4 import QUANT_TYPES, Format, is_4bit, own
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Recipe:
         return made.train()
 
 
-def _refuse_uncounted(kinds: Mapping[str, Found]) -> None:
+def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
     others = [str(found) for kind, found in kinds.items() if kind not in _COUNTED]
     if others:
         raise UnsupportedModelError(

@@ -171,7 +171,7 @@ class Runs:
                 token = _active_collector.set(record)
                 try:
                     steady: Any = _Deterministic(layer)
-                    call = LayerCall(steady, args, kwargs, layer.tree())
+                    call = LayerCall(steady, args, kwargs, layer.contents())
                     proxies = [each.detach().requires_grad_() for each in call.parameters]
                     kept, results = call.part_with(), call.forward()
                     made = RematerializeLayer.apply(call, results, kept, *call.tensors, *proxies)

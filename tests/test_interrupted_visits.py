@@ -24,7 +24,7 @@ AROUND = (*VISIT, "contextlib.py")
 
 
 def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
-    with runtime.visit(phase, runtime.tree().adapters()):
+    with runtime.visit(phase, runtime.contents().adapters()):
         pass
 
 

@@ -199,6 +199,14 @@ def sealed(leaf: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
+def leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same bytes as the inputs of a graph of their own, sealed."""
+    return [
+        sealed(tensor.detach().requires_grad_()) if tensor.requires_grad else tensor
+        for tensor in tensors
+    ]
+
+
 def _refuse_gradient(leaf: torch.Tensor) -> None:
     # Runs when a gradient is accumulated, which recomputation never does.
     leaf.grad = None

@@ -2,7 +2,7 @@
 
 Note: Rematerialization equality
     The recomputed forward must see the same bits as the forward did. Besides arguments and adapters
-    (guarded by version counters in ``poros.layer.remat``) that is: random states, autocast, the
+    (guarded by version counters in ``poros.layer.call``) that is: random states, autocast, the
     training flags of the layer's modules, and the process-wide settings that pick kernels
     (``poros.layer.settings``). Each is captured at the layer's forward and *replayed* at its
     recomputation, then put back. Not covered: the generators of Python and NumPy.

@@ -18,13 +18,14 @@ from transformers.cache_utils import Cache
 
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.layer.body import LayerBody
+from poros.layer.call import LayerCall
 from poros.layer.compiled import refuse_outer_graph
 from poros.layer.refused_calls import refuse_copy, require_harmless
-from poros.layer.remat import LayerCall, rematerialize
+from poros.layer.remat import rematerialize
 from poros.layer.side_outputs import RECORDABLE, recorded_outputs
 from poros.slots.schedule import Phase
 
-_HOME = "_poros_layer"
+_KEY = "_poros_layer"
 
 
 class StreamedLayer(LayerBody):
@@ -50,7 +51,7 @@ class StreamedLayer(LayerBody):
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         self.cast_trained_biases()
-        if self.weights.stays:
+        if self.weights.is_pinned:
             return self._keep(args, kwargs)
         call = LayerCall(self, args, kwargs, contents)
         if not call.parameters:
@@ -199,7 +200,7 @@ def streamed_class(base: type[nn.Module]) -> type[nn.Module]:
 
 def attach_layer(layer: nn.Module, streamed: StreamedLayer, streamed_type: type[nn.Module]) -> None:
     """Make ``layer`` a streamed layer."""
-    layer.__dict__[_HOME] = streamed
+    layer.__dict__[_KEY] = streamed
     layer.__class__ = streamed_type
 
 
@@ -208,7 +209,7 @@ def detach_layer(layer: nn.Module) -> None:
     if is_streamed(layer):
         streamed_layer(layer).put_back()
         layer.__class__ = type(layer).__mro__[2]
-    layer.__dict__.pop(_HOME, None)
+    layer.__dict__.pop(_KEY, None)
 
 
 def is_streamed(module: nn.Module) -> bool:
@@ -218,5 +219,5 @@ def is_streamed(module: nn.Module) -> bool:
 
 def streamed_layer(layer: Any) -> StreamedLayer:
     """What the module of a streamed layer has become."""
-    streamed: StreamedLayer = layer.__dict__[_HOME]
+    streamed: StreamedLayer = layer.__dict__[_KEY]
     return streamed

@@ -139,7 +139,7 @@ class BlockVisit:
         self._is_bound = True
 
     @property
-    def stays(self) -> bool:
+    def is_pinned(self) -> bool:
         """Whether the block has a slot of its own, which is never written again."""
         return self._manager.is_pinned(self.block)
 

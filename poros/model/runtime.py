@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HOME = "_poros_runtime"
+_KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
 
 
@@ -114,12 +114,12 @@ class Runtime:
             self.offloader = ActivationOffloader(streams)
             self.sizer = self._make_sizer(estimate)
             self.context = self._make_context(model, inventory)
-            self._attachment.exchange(
+            self._attachment.attach_layers(
                 self._make_layers(inventory), self.begin, lambda: self.resize(self.room)
             )
             undo.callback(self._let_go)
             for layer in inventory.layers:
-                layer.__dict__[_HOME] = self
+                layer.__dict__[_KEY] = self
             if not self.is_adopted:
                 drop_store(inventory.base)
             undo.pop_all()
@@ -333,12 +333,12 @@ class Runtime:
         for reference in self._layers:
             layer = reference()
             if layer is not None:
-                layer.__dict__.pop(_HOME, None)
+                layer.__dict__.pop(_KEY, None)
 
     def _allocate_slots(self, room: Room) -> DeviceRing:
         layouts = [slab.layout for slab in self.host.slabs]
         division = divide(len(self._layers), self.policy.block_size, room.num_slots, room.keep_last)
-        return DeviceRing(layouts, division.ring_slots, self._streams, division.num_resident)
+        return DeviceRing(layouts, division.ring_slots, self._streams, division.num_pinned)
 
     def _use(self, ring: DeviceRing) -> None:
         self.ring = ring
@@ -386,7 +386,7 @@ def find_runtime(model: object) -> Runtime | None:
     """The runtime of a prepared model; None if it is not prepared."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if is_streamed(module):
-            runtime: Runtime = module.__dict__[_HOME]
+            runtime: Runtime = module.__dict__[_KEY]
             return runtime
     return None
 

@@ -104,6 +104,7 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
             "visit.py",
             "body.py",
             "streamed.py",
+            "layer/call.py",
             "remat.py",
             "manager.py",
             "layer_index.py",

@@ -50,9 +50,9 @@ class LayerIndex:
         modules = list(layer.modules())
         self._layer = weakref.ref(layer)
         self._inner = modules[1:]
-        self._tables = [module._modules for module in modules]
-        self._children = _values(self._tables)
-        self._places = [
+        self._child_tables = [module._modules for module in modules]
+        self._children = _values(self._child_tables)
+        self._tensor_tables = [
             table for module in modules for table in (module._parameters, module._buffers)
         ]
         self.note_names()
@@ -87,24 +87,24 @@ class LayerIndex:
 
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
-        return self._children == _values(self._tables)
+        return self._children == _values(self._child_tables)
 
     def has_same_names(self) -> bool:
         """Whether its tensors are called what they were called when that was noted."""
-        return self._names == _names(self._places)
+        return self._names == _names(self._tensor_tables)
 
     def has_same_tensors(self) -> bool:
         """Whether it holds the tensors that were noted, and no others."""
-        return self._ids == set(map(id, _values(self._places)))
+        return self._ids == set(map(id, _values(self._tensor_tables)))
 
     def note_tensors(self) -> None:
         """Note which tensors there are now. They are kept alive, so that ids stay theirs."""
-        self._tensors = _values(self._places)
+        self._tensors = _values(self._tensor_tables)
         self._ids = set(map(id, self._tensors))
 
     def note_names(self) -> None:
         """Note what they are called now: the layer itself may make some as it runs."""
-        self._names = _names(self._places)
+        self._names = _names(self._tensor_tables)
 
     def modules(self) -> list[nn.Module]:
         """The layer and all modules in it."""

@@ -9,7 +9,8 @@ import torch
 from transformers import TrainerCallback
 
 from poros import __version__
-from poros.model.runtime import Runtime, runtime_of
+from poros.api import runtime
+from poros.model.runtime import Runtime
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -39,8 +40,8 @@ def log_streaming(trainer: "Trainer", events: str | os.PathLike[str] | None = No
     Raises:
         PreparedModelError: If the model is not prepared.
     """
-    runtime = runtime_of(trainer.accelerator.unwrap_model(trainer.model))
-    callback = _Telemetry(runtime, None if events is None else Path(events))
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    callback = _Telemetry(runtime(model), None if events is None else Path(events))
     # Before the callbacks that hand the values on.
     trainer.callback_handler.callbacks.insert(0, callback)
 

@@ -56,12 +56,12 @@ class LayerCall:
             tree_flatten(value, f"argument {index} of {layer.name}", tensors)
             for index, value in enumerate(args)
         ]
-        self._channels = SideOutputs(kwargs, layer.name, tensors)
-        channels = self._channels.names
+        self._side_outputs = SideOutputs(kwargs, layer.name, tensors)
+        shared = self._side_outputs.names
         self._kwargs = {
             key: tree_flatten(value, f"argument {key!r} of {layer.name}", tensors)
             for key, value in kwargs.items()
-            if key not in channels
+            if key not in shared
         }
         self.tensors: Sequence[torch.Tensor] = tensors
         """Distinct tensors among the arguments. Empty once autograd keeps them."""
@@ -110,7 +110,7 @@ class LayerCall:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
         args = tuple(tree_unflatten(template, tensors) for template in self._args)
         kwargs = {key: tree_unflatten(template, tensors) for key, template in self._kwargs.items()}
-        returned = self._channels.run(
+        returned = self._side_outputs.run(
             lambda mappings: self.layer.run(args, {**kwargs, **mappings}), tensors
         )
         results: list[torch.Tensor] = []
@@ -119,7 +119,7 @@ class LayerCall:
 
     def shared_entries(self) -> list[Any]:
         """What the mappings that layers share hold now."""
-        return self._channels.entries()
+        return self._side_outputs.entries()
 
     def offload_input(self) -> Sequence[torch.Tensor]:
         """Have the layer's input wait on the host if it can; what autograd has to keep."""
@@ -255,7 +255,7 @@ class LayerCall:
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The layer's result in its own form; side results go to their places."""
-        return self._channels.publish(self.unpack_results(tensors))
+        return self._side_outputs.publish(self.unpack_results(tensors))
 
     def settle(self) -> None:
         """A backward has passed."""

@@ -86,7 +86,7 @@ class Stage(Enum):
 
 
 class MeasuredSizer(Sizer):
-    """The room of one run, by measurement.
+    """Decides on the room of one run, by measurement.
 
     Args:
         policy: Of the model.

@@ -11,7 +11,6 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
-from poros.errors import PreparedModelError
 from poros.host.store import drop_store
 from poros.layer.body import ModelContext
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
@@ -389,18 +388,3 @@ def find_runtime(model: object) -> Runtime | None:
             runtime: Runtime = module.__dict__[_KEY]
             return runtime
     return None
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime of a prepared model.
-
-    Raises:
-        PreparedModelError: If the model is not prepared.
-    """
-    runtime = find_runtime(model)
-    if runtime is None:
-        raise PreparedModelError(
-            f"expected a prepared model, found a {type(model).__name__} that is not; call "
-            "poros.prepare(model) first"
-        )
-    return runtime

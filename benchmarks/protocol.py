@@ -45,7 +45,7 @@ the runtime says of its own copies, where it does."""
 
 @dataclass(frozen=True)
 class Schedule:
-    warm: int = 2
+    warm: int = 4
     steps: int = 5
     passes: int = 2
     forwards: int = 3
@@ -234,8 +234,7 @@ def _poros_row(runtime: Any, policy: Mapping[str, Any]) -> Row:
     kept = runtime.num_blocks - runtime.num_streamed_blocks
     size = runtime.policy.block_size
     found: Row = {"block_size": size, "num_slots": runtime.num_slots + kept}
-    planned = runtime.plan
-    found["keep_last"] = kept * size if planned is None else planned.keep_last
+    found["keep_last"] = min(runtime.room.keep_last, kept * size)
     for key in ("vram_budget", "offload_boundaries"):
         if policy.get(key) is not None:
             found[key] = policy[key]

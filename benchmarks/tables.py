@@ -192,7 +192,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--block-sizes", type=int, nargs="+")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--points", type=int)
-    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--passes", type=int)
     parser.add_argument("--quick", action="store_true")

@@ -92,15 +92,15 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
             tensor=name,
             remedy=_REMEDY,
         )
-    surplus = [each for each in info["unexpected_keys"] if each.startswith(f"{layers_name}.")]
-    for names, what in ((info["missing_keys"], "none of"), (surplus, "tensors without use:")):
+    surplus = [name for name in info["unexpected_keys"] if name.startswith(f"{layers_name}.")]
+    for names, problem in ((info["missing_keys"], "none of"), (surplus, "tensors without use:")):
         if names:
             first = sorted(names)[:_MAX_NAMED]
-            named = ", ".join(quoted(each, is_bare=True) for each in first)
+            named = ", ".join(quoted(name, is_bare=True) for name in first)
             more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             raise defect(
                 path,
-                f"expected the tensors of the configuration, found {what} {named}{more}",
+                f"expected the tensors of the configuration, found {problem} {named}{more}",
                 remedy=_REMEDY,
             )
 
@@ -158,7 +158,13 @@ def progress(
         ) as bar,
     ):
         slices = checkpoint.slices()
-        yield {name: _Noted(each, _bind(note, name)) for name, each in slices.items()}, after_each
+        yield (
+            {
+                name: _Noted(tensor_slice, _bind(note, name))
+                for name, tensor_slice in slices.items()
+            },
+            after_each,
+        )
 
 
 _PROCESS = threading.RLock()

@@ -90,13 +90,13 @@ class Checkpoint:
             UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
-        found = find_source(source, place, limits)
+        located = find_source(source, place, limits)
         shards: list[Shard] = []
         try:
-            for file in found.files:
+            for file in located.files:
                 shards.append(Shard.open(file))
-            _check_shards(found, shards)
-            return cls(found, shards)
+            _check_shards(located, shards)
+            return cls(located, shards)
         except BaseException:
             # At once, not when the error's traceback goes; no tensor has been handed out yet.
             for shard in shards:
@@ -144,9 +144,9 @@ class Checkpoint:
         entry = self.entry(name)
         shard = self._shard(name)
         asked = self._asked.pop(name, None)
-        found = asked.result() if asked is not None else shard.read(name, entry)
+        tensor = asked.result() if asked is not None else shard.read(name, entry)
         shard.check_unchanged()
-        return found
+        return tensor
 
     def slices(self, *, ahead_num_bytes: int = AHEAD_NUM_BYTES) -> dict[str, "CheckpointSlice"]:
         """A stand-in for every tensor, to pass to transformers as a ``state_dict``.

@@ -67,7 +67,7 @@ class Filling:
                 offset += sum(map(len, piece))
             submitted.append((run, pieces))
         for run, pieces in submitted:
-            self._pending.append((file, run, [each.result() for each in pieces]))
+            self._pending.append((file, run, [future.result() for future in pieces]))
 
     def check(self) -> None:
         """Wait for the hashes of all that was read.
@@ -77,12 +77,12 @@ class Filling:
         """
         while self._pending:
             file, run, hashes = self._pending.pop(0)
-            require_digest(file, run.digest, join(each.result() for each in hashes), run.name)
+            require_digest(file, run.digest, join(future.result() for future in hashes), run.name)
 
     def close(self) -> None:
         """End the threads. Idempotent."""
-        for each in (self._readers, self._hashers):
-            each.shutdown(cancel_futures=True)
+        for pool in (self._readers, self._hashers):
+            pool.shutdown(cancel_futures=True)
         self._pending.clear()
 
 

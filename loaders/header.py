@@ -85,7 +85,7 @@ class Header:
 
 
 def defect(
-    file: Path | str, found: str, *, tensor: str | None = None, remedy: str = "fetch it again"
+    file: Path | str, problem: str, *, tensor: str | None = None, remedy: str = "fetch it again"
 ) -> CheckpointFormatError:
     """The error for one defect: file, tensor where there is one, expected and found, what to do.
 
@@ -98,7 +98,7 @@ def defect(
     where = shown(file) if isinstance(file, Path) else file
     if tensor is not None:
         where = f"{where}: tensor {quoted(tensor)}"
-    return CheckpointFormatError(f"{where}: {found}; {remedy}")
+    return CheckpointFormatError(f"{where}: {problem}; {remedy}")
 
 
 def shown(path: Path) -> str:
@@ -216,14 +216,14 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
             raise defect(file, f"expected each key once, found {quoted(twice)} more than once")
-        for key in found:
+        for key in members:
             if not key.isascii():
                 key.encode()  # UnicodeEncodeError, a ValueError, for an unpaired surrogate
-        return found
+        return members
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -321,7 +321,7 @@ def _entry(name: str, value: Any, file: Path, data_offset: int) -> TensorEntry:
 def _are_sizes(value: Any) -> bool:
     """Whether it is a list of whole numbers that fit a size; True and 1.0 are none."""
     return isinstance(value, list) and all(
-        type(each) is int and 0 <= each <= _MAX_INT for each in value
+        type(size) is int and 0 <= size <= _MAX_INT for size in value
     )
 
 

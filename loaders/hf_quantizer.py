@@ -110,12 +110,12 @@ def clean(model: Any) -> None:
         del model.config.quantization_config
         return
     plain = Bnb4BitHfQuantizer(ours.quantization_config, pre_quantized=ours.pre_quantized)
-    for each in getattr(model, "_weight_conversions", None) or ():
-        operations = getattr(each, "operations", None)
-        if operations and any(isinstance(one, _Deserialize) for one in operations):
-            each.operations = [one.plain(plain) for one in operations]
+    for conversion in getattr(model, "_weight_conversions", None) or ():
+        operations = getattr(conversion, "operations", None)
+        if operations and any(isinstance(operation, _Deserialize) for operation in operations):
+            conversion.operations = [operation.plain(plain) for operation in operations]
     ours_only = ("_intake", "_after_each", "_dtype")
-    plain.__dict__ |= {key: each for key, each in vars(ours).items() if key not in ours_only}
+    plain.__dict__ |= {key: value for key, value in vars(ours).items() if key not in ours_only}
     model.hf_quantizer = plain
 
 
@@ -205,9 +205,10 @@ class _Prequantized(_Quantizing):
 
     def get_weight_conversions(self) -> list[Any]:
         conversions: list[Any] = super().get_weight_conversions()
-        for each in conversions:
-            each.operations = [
-                _Deserialize(inner, self._intake, self._after_each) for inner in each.operations
+        for conversion in conversions:
+            conversion.operations = [
+                _Deserialize(inner, self._intake, self._after_each)
+                for inner in conversion.operations
             ]
         return conversions
 
@@ -242,7 +243,7 @@ class _Take(_Operation):
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
         try:
-            taken = {name: self._take(name, each, model) for name, each in input_dict.items()}
+            taken = {name: self._take(name, tensor, model) for name, tensor in input_dict.items()}
             self._after_each()
             return taken
         except Exception as error:
@@ -267,9 +268,9 @@ class _Fetch(_Operation):
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
         try:
-            found = {name: self._fetch(name, model) for name in input_dict}
+            tensors = {name: self._fetch(name, model) for name in input_dict}
             self._after_each()
-            return found
+            return tensors
         except Exception as error:
             raise LoadAborted(error) from error
 
@@ -305,13 +306,13 @@ class _Deserialize(_Operation):
             input_dict, full_layer_name=full_layer_name, model=model, **kwargs
         )
         try:
-            for each in made.values():
-                if is_params4bit(each):
+            for weight in made.values():
+                if is_params4bit(weight):
                     planned = model.get_parameter_or_buffer(full_layer_name)
                     self._intake.require_packed(
-                        full_layer_name, parts_of(each), each.quant_state, planned.shape
+                        full_layer_name, parts_of(weight), weight.quant_state, planned.shape
                     )
-                    self._keep(full_layer_name, each)
+                    self._keep(full_layer_name, weight)
             self._after_each()
             return dict(made)
         except Exception as error:
@@ -323,7 +324,7 @@ class _Deserialize(_Operation):
             if len(parts) > 1:
                 raise self._intake.packed(name)
             return
-        tensors = {key: each[0] if isinstance(each, list) else each for key, each in parts.items()}
+        tensors = {key: part[0] if isinstance(part, list) else part for key, part in parts.items()}
         if len(tensors) == 1:
             raise self._intake.dense(name, *tensors.values())
         quant_type = str(self.hf_quantizer.quantization_config.bnb_4bit_quant_type)

@@ -228,10 +228,10 @@ class _Reading:
 
     def require_made_of_it(self, directory: "str | os.PathLike[str]") -> None:
         """Refuse a store of another checkpoint, or one made with other options."""
-        with self._checkpoint() as checkpoint, open_store(directory, limits=self._limits) as it:
-            about = it.manifest.about
+        with self._checkpoint() as checkpoint, open_store(directory, limits=self._limits) as opened:
+            about = opened.manifest.about
             if about.get("source_seen") != checkpoint.seen():
-                it.require_source(checkpoint.fingerprint())
+                opened.require_source(checkpoint.fingerprint())
             dtype = settle(checkpoint, self._asked, self._limits).dtype
         asked = self._asked.of_dtype(dtype)
         asked.require_store(about, quoted(os.fspath(directory)), is_source=False)
@@ -410,8 +410,8 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
     layouts = opened.layouts
     starts = slab_offsets(layouts)
     ends = [
-        start + align(each.num_bytes, PAGE_NUM_BYTES)
-        for start, each in zip(starts, layouts, strict=True)
+        start + align(layout.num_bytes, PAGE_NUM_BYTES)
+        for start, layout in zip(starts, layouts, strict=True)
     ]
     first = len(layouts) if budget is None else sum(end <= budget for end in ends)
     require_host_memory(

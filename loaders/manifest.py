@@ -71,8 +71,8 @@ def write_manifest(manifest: Manifest) -> bytes:
                 "num_bytes": layout.num_bytes,
                 "digest": digest,
                 "tensors": [
-                    [each.name, _NAMES[each.dtype], list(each.shape), each.offset]
-                    for each in layout.tensors
+                    [spec.name, _NAMES[spec.dtype], list(spec.shape), spec.offset]
+                    for spec in layout.tensors
                 ],
             }
             for layout, digest in zip(manifest.layouts, manifest.slab_digests, strict=True)
@@ -122,7 +122,7 @@ def describe_rest(
     rest: Mapping[str, torch.Tensor | TensorEntry],
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each tensor, as the manifest keeps them."""
-    return {name: (_NAMES[each.dtype], tuple(each.shape)) for name, each in rest.items()}
+    return {name: (_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in rest.items()}
 
 
 def safetensors_header(
@@ -146,7 +146,7 @@ def safetensors_header(
 
 def slabs_header(layouts: Sequence[BlockLayout]) -> bytes:
     """The header of ``slabs.safetensors``; the first slab follows it, on a page."""
-    sizes = [align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts]
+    sizes = [align(layout.num_bytes, PAGE_NUM_BYTES) for layout in layouts]
     return safetensors_header(
         {slab_name(index): ("U8", [size], size) for index, size in enumerate(sizes)},
         to=PAGE_NUM_BYTES,
@@ -157,8 +157,8 @@ def rest_header(rest: Mapping[str, torch.Tensor]) -> bytes:
     """The header of ``rest.safetensors``."""
     return safetensors_header(
         {
-            name: (_NAMES[each.dtype], each.shape, each.numel() * each.element_size())
-            for name, each in rest.items()
+            name: (_NAMES[tensor.dtype], tensor.shape, tensor.numel() * tensor.element_size())
+            for name, tensor in rest.items()
         }
     )
 
@@ -170,7 +170,7 @@ def slab_name(index: int) -> str:
 
 def data_num_bytes(layouts: Sequence[BlockLayout]) -> int:
     """Bytes of all slabs, each padded to a page."""
-    return sum(align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts)
+    return sum(align(layout.num_bytes, PAGE_NUM_BYTES) for layout in layouts)
 
 
 def sha256(pieces: Iterable[bytes]) -> str:
@@ -185,13 +185,13 @@ def _parse(store: dict[str, Any]) -> Manifest:
     expected = {"format", "version", "slabs", "rest", "rest_digest", "files", "about"}
     if store.keys() != expected:
         raise ValueError(f"the keys {sorted(store)}")
-    layouts = [_layout(each) for each in store["slabs"]]
+    layouts = [_layout(slab) for slab in store["slabs"]]
     names = [spec.name for layout in layouts for spec in layout.tensors]
     if len(set(names)) != len(names):
         raise ValueError("a tensor in two places")
     if data_num_bytes(layouts) > _MAX_INT:
         raise ValueError("more bytes than can be addressed")
-    rest = {name: _form(*each) for name, each in store["rest"].items()}
+    rest = {name: _form(*form) for name, form in store["rest"].items()}
     for name in store["files"]:
         # Of folders only the one that extras may have; nothing here leads out of the store.
         if not is_extra(name) and (Path(name).name != name or name in ("", ".", "..")):
@@ -200,7 +200,7 @@ def _parse(store: dict[str, Any]) -> Manifest:
         raise TypeError("no description")
     return Manifest(
         layouts,
-        [_text(each["digest"]) for each in store["slabs"]],
+        [_text(slab["digest"]) for slab in store["slabs"]],
         {name: (_NAMES[dtype], shape) for name, (dtype, shape) in rest.items()},
         _text(store["rest_digest"]),
         {name: _text(digest) for name, digest in store["files"].items()},
@@ -225,7 +225,7 @@ def _layout(value: dict[str, Any]) -> BlockLayout:
 
 
 def _form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    sizes = tuple(_size(each) for each in shape)
+    sizes = tuple(_size(length) for length in shape)
     num_bytes = DTYPES[dtype].itemsize
     for size in sizes:
         num_bytes = _size(num_bytes * size)

@@ -100,13 +100,13 @@ class LoadOptions:
             asked.wanted(torch.bfloat16)  # refused here if it makes no sense
         return asked
 
-    def of_dtype(self, found: Any) -> "LoadOptions":
+    def of_dtype(self, dtype: Any) -> "LoadOptions":
         """The same with the dtype that "auto" turned out to mean.
 
         Raises:
             PolicyError: If nothing can be loaded in it.
         """
-        return replace(self, dtype=_dtype(found))
+        return replace(self, dtype=_dtype(dtype))
 
     @property
     def chosen_dtype(self) -> torch.dtype:
@@ -171,8 +171,8 @@ class LoadOptions:
             if found == value:
                 continue
             if isinstance(found, dict) and isinstance(value, dict):
-                keys = [each for each in value if value[each] != found.get(each)]
-                found, value = ({each: of.get(each) for each in keys} for of in (found, value))
+                keys = [key for key in value if value[key] != found.get(key)]
+                found, value = ({key: of.get(key) for key in keys} for of in (found, value))
             raise PolicyError(
                 f"store: expected one with {name} {quoted(value)}, found {where} with "
                 f"{quoted(found)}; choose another folder, or pass what it was made with"
@@ -304,10 +304,10 @@ def _text(name: str, value: Any) -> str | None:
 def _dtype(value: Any) -> "torch.dtype | str | Unsaid":
     if value is UNSAID or value == "auto":
         return "auto" if value == "auto" else UNSAID
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if isinstance(found, torch.dtype) and found in DTYPES:
-        return found
-    names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES:
+        return dtype
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     raise PolicyError(f"dtype: expected {names} or 'auto', found {quoted(value)}")
 
 

@@ -70,26 +70,26 @@ def configuration(
         _refuse_fields(
             options.keys() - _BESIDE_A_CONFIG, "beside config=; set them on that configuration"
         )
-        found = copy.deepcopy(given)
+        config = copy.deepcopy(given)
         if "attn_implementation" in options:
-            found._attn_implementation = options["attn_implementation"]
+            config._attn_implementation = options["attn_implementation"]
         if "experts_implementation" in options:
-            found._experts_implementation = options["experts_implementation"]
-        return found
+            config._experts_implementation = options["experts_implementation"]
+        return config
     fields = parse_json(texts[CONFIG], path / CONFIG, strict=False)
     (limits or Limits()).require_config({**fields, **options}, path / CONFIG)
     with _folder_of(texts) as folder:
-        found = _parsed(path, folder, {})
+        config = _parsed(path, folder, {})
         if options:
-            known = found.to_dict().keys() | found.attribute_map.keys() | _ALWAYS_FIELDS
+            known = config.to_dict().keys() | config.attribute_map.keys() | _ALWAYS_FIELDS
             _refuse_fields(
                 options.keys() - known,
-                f"found neither an option of poros.load nor a field of {type(found).__name__}; "
+                f"found neither an option of poros.load nor a field of {type(config).__name__}; "
                 "leave it out",
             )
-            found = _parsed(path, folder, options)
-    found.name_or_path = str(path)
-    return found
+            config = _parsed(path, folder, options)
+    config.name_or_path = str(path)
+    return config
 
 
 def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationConfig":
@@ -106,14 +106,14 @@ def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationCo
     options = {} if name == GENERATION else {"config_file_name": CONFIG, "_from_model_config": True}
     with _folder_of(texts) as folder:
         try:
-            found = GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
         except Exception as error:
             raise defect(
                 path / name,
                 f"expected settings of generation that transformers takes, found {said(error)}",
                 remedy="mend the file, or remove it: then its defaults are taken",
             ) from error
-    return found
+    return generation
 
 
 def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
@@ -126,11 +126,11 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
     from transformers import BitsAndBytesConfig
 
     found: Any = None
-    for each in (config, config.get_text_config(decoder=True)):
-        stored = getattr(each, "quantization_config", None)
+    for owner in (config, config.get_text_config(decoder=True)):
+        stored = getattr(owner, "quantization_config", None)
         if stored is not None:
             found = found or stored
-            del each.quantization_config
+            del owner.quantization_config
     if not found:
         return None
     if not isinstance(found, dict):
@@ -174,7 +174,9 @@ def model_class_of(config: Any) -> tuple[Any, Any]:
         )
     chosen = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if isinstance(chosen, list | tuple):
-        named = [each for each in chosen if each.__name__ in (config.architectures or ())]
+        named = [
+            candidate for candidate in chosen if candidate.__name__ in (config.architectures or ())
+        ]
         chosen = (named or list(chosen))[0]
     text_class = getattr(config, "sub_configs", {}).get("text_config")
     if text_class is not None and chosen.config_class == text_class:

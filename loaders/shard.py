@@ -122,16 +122,16 @@ class Shard:
             CheckpointFormatError: If its name leads to another file, or size or times differ.
         """
         try:
-            found = identity_of(os.stat(self.file))
+            current = identity_of(os.stat(self.file))
         except OSError as error:
             raise defect(
                 self.file, f"expected the file that was opened, found: {error.strerror}"
             ) from error
-        if found != self.identity:
+        if current != self.identity:
             raise defect(
                 self.file,
                 "expected device, inode, size and times of modification and change "
-                f"{self.identity} as when it was opened, found {found}: it changed while it was "
+                f"{self.identity} as when it was opened, found {current}: it changed while it was "
                 "read",
                 remedy="let nothing write to the checkpoint and load it again",
             )

@@ -104,8 +104,10 @@ class Intake:
         self.num_bytes = _num_bytes(everything)
         self.layers_name, layers = self._find_layers(model)
         self._shapes = {name: tensor.shape for name, tensor in _named_tensors(model)}
-        self._is_float = {n for n, each in _named_tensors(model) if each.is_floating_point()}
-        self._is_4bit = {n for n, each in _named_tensors(model) if is_params4bit(each)}
+        self._is_float = {
+            name for name, tensor in _named_tensors(model) if tensor.is_floating_point()
+        }
+        self._is_4bit = {name for name, tensor in _named_tensors(model) if is_params4bit(tensor)}
         loaded = model.state_dict().keys()
         self._checked = self._shapes.keys() - loaded
         layouts = []
@@ -271,9 +273,9 @@ class Intake:
         """Leave them on the store, for ``poros.prepare`` and for whoever writes it to a disk."""
         digests, noted = self.packed_digests(), self.finished.as_packed
         for name, tensor in _named_tensors(model):
-            for part, each in part_tensors(name, tensor, with_constants=True).items():
+            for part, data in part_tensors(name, tensor, with_constants=True).items():
                 if part in digests:
-                    noted.note(part, tensor if part == name else each, digests[part])
+                    noted.note(part, tensor if part == name else data, digests[part])
 
     def dense(self, name: str, tensor: torch.Tensor) -> CheckpointFormatError:
         """The error for a weight that came without the state that its packed form needs."""
@@ -296,7 +298,7 @@ class Intake:
         if not is_params4bit(tensor):
             return [(name, tensor)]
         form = self._require_format().form(tensor.shape).items()
-        return [(part_name(name, part), each) for part, each in form if part in MOVING]
+        return [(part_name(name, part), like) for part, like in form if part in MOVING]
 
     def _streamed_parts(
         self, name: str, tensor: torch.Tensor, is_buffer: bool
@@ -305,7 +307,7 @@ class Intake:
         if not is_params4bit(tensor):
             return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
         form = self._require_format().form(tensor.shape).items()
-        return [(part_name(name, part), each) for part, each in form if streams(part, each)]
+        return [(part_name(name, part), like) for part, like in form if streams(part, like)]
 
     def _target(self, name: str, like: torch.Tensor) -> torch.Tensor:
         if name in self._places:
@@ -347,7 +349,7 @@ class Intake:
 
 
 def _num_bytes(parts: Iterable[tuple[str, torch.Tensor]]) -> int:
-    return sum(each.numel() * each.element_size() for _, each in parts)
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in parts)
 
 
 def _copied(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -370,12 +372,12 @@ def _own_tensors(
         for owner in (module._parameters, module._buffers)
         for tensor in owner.values()
     }
-    found: set[int] = set()
+    seen: set[int] = set()
     for module_name, module in layer.named_modules(prefix=prefix):
         for owner in (module._parameters, module._buffers):
             for key, tensor in owner.items():
-                if tensor is not None and id(tensor) not in elsewhere | found:
-                    found.add(id(tensor))
+                if tensor is not None and id(tensor) not in elsewhere | seen:
+                    seen.add(id(tensor))
                     yield f"{module_name}.{key}", tensor, owner is module._buffers
 
 

@@ -90,14 +90,14 @@ class OpenStore:
         """
         _, descriptor = self._require_open()
         file, entries = self.path / REST, self._header.tensors
-        found = {
-            name: new_bytes(each.num_bytes).view(each.dtype).view(each.shape)
-            for name, each in entries.items()
+        tensors = {
+            name: new_bytes(entry.num_bytes).view(entry.dtype).view(entry.shape)
+            for name, entry in entries.items()
         }
         header = memoryview(bytearray(self._header.data_offset))
-        parts = [header, *map(as_bytes, found.values())]
+        parts = [header, *map(as_bytes, tensors.values())]
         self._reading().read(descriptor, file, [Run(0, parts, self.manifest.rest_digest)])
-        return found
+        return tensors
 
     def text(self, name: str) -> bytes:
         """A small file of the source, such as ``config.json``.
@@ -149,11 +149,11 @@ class OpenStore:
 
     def require_source(self, fingerprint: str) -> None:
         """Raise ``CheckpointFormatError`` unless the store was made from that checkpoint."""
-        found = self.manifest.about.get("source")
-        if found != fingerprint:
+        source = self.manifest.about.get("source")
+        if source != fingerprint:
             raise defect(
                 self.path / MANIFEST,
-                f"expected a store of the checkpoint {fingerprint}, found one of {quoted(found)}",
+                f"expected a store of the checkpoint {fingerprint}, found one of {quoted(source)}",
                 remedy="open it without a source, or write a store of this checkpoint elsewhere",
             )
 
@@ -174,8 +174,8 @@ class OpenStore:
                 return join(pool.map(hash_at, range(start, start + size, PIECE_NUM_BYTES)))
 
             file = self.path / REST
-            found = digest(rest, file, 0, os.fstat(rest).st_size)
-            require_digest(file, self.manifest.rest_digest, found)
+            actual = digest(rest, file, 0, os.fstat(rest).st_size)
+            require_digest(file, self.manifest.rest_digest, actual)
             for index, (start, layout, expected) in enumerate(
                 zip(
                     slab_offsets(self.layouts),
@@ -185,8 +185,8 @@ class OpenStore:
                 )
             ):
                 size = align(layout.num_bytes, PAGE_NUM_BYTES)
-                found = digest(slabs, self.slabs, self.data_offset + start, size)
-                require_digest(self.slabs, expected, found, slab_name(index))
+                actual = digest(slabs, self.slabs, self.data_offset + start, size)
+                require_digest(self.slabs, expected, actual, slab_name(index))
 
     def close(self) -> None:
         """Let go of the files. Idempotent."""

@@ -48,10 +48,10 @@ def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor],
             dense.append(name)
         else:
             weights[name] = [str(state.dtype).removeprefix("torch."), state.blocksize]
-        for part, each in part_tensors(name, tensor, with_constants=True).items():
-            if not intake.is_placed(part, each):
-                rest[part] = each.detach()
-    digests = {name: each.hex() for name, each in intake.packed_digests().items()}
+        for part, data in part_tensors(name, tensor, with_constants=True).items():
+            if not intake.is_placed(part, data):
+                rest[part] = data.detach()
+    digests = {name: digest.hex() for name, digest in intake.packed_digests().items()}
     return rest, {"dense": dense, "weights": weights, PARTS_DIGESTS: digests}
 
 
@@ -102,13 +102,13 @@ class KeptIntake(Intake):
             CheckpointFormatError: If the store has not what the model needs.
         """
         if name not in self._weights:
-            found = self._part(name)
-            self._require_shape(name, found.shape, planned.shape)
-            if found.is_floating_point() != planned.is_floating_point():
+            tensor = self._part(name)
+            self._require_shape(name, tensor.shape, planned.shape)
+            if tensor.is_floating_point() != planned.is_floating_point():
                 raise self._defect(
-                    f"expected a tensor like {planned.dtype}, found {found.dtype}", tensor=name
+                    f"expected a tensor like {planned.dtype}, found {tensor.dtype}", tensor=name
                 )
-            return found, None
+            return tensor, None
         dtype, blocksize = self._weights[name]
         names = sorted(PARTS[f"{name}.offset" in self._rest])
         parts = {part: self._part(part_name(name, part)) for part in names}
@@ -123,7 +123,7 @@ class KeptIntake(Intake):
         A page of a mapped slab that is written to is no longer the file's.
         """
         target = self._target(name, tensor)
-        as_bytes = [each.reshape(-1).view(torch.uint8) for each in (tensor, target)]
+        as_bytes = [side.reshape(-1).view(torch.uint8) for side in (tensor, target)]
         return target if torch.equal(*as_bytes) else target.copy_(tensor)
 
     def _named(self, about: Mapping[str, Any]) -> tuple[set[str], Mapping[str, tuple[Any, Any]]]:
@@ -146,8 +146,8 @@ class KeptIntake(Intake):
     def _hashed(self, about: Mapping[str, Any]) -> Mapping[str, bytes]:
         """Digests of the parts of 4-bit weights; those that the store has."""
         try:
-            found = about.get(PARTS_DIGESTS, {})
-            return {str(name): bytes.fromhex(digest) for name, digest in found.items()}
+            digests = about.get(PARTS_DIGESTS, {})
+            return {str(name): bytes.fromhex(digest) for name, digest in digests.items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise self._defect(
                 f"expected digests of the parts of its weights, found {quoted(error)}"
@@ -166,7 +166,7 @@ class KeptIntake(Intake):
         for index, (expected, found) in enumerate(zip(layouts, self._opened.layouts, strict=False)):
             if expected != found:
                 differing = set(expected.tensors) ^ set(found.tensors)
-                names = sorted({each.name for each in differing})[:3]
+                names = sorted({spec.name for spec in differing})[:3]
                 raise self._defect(
                     f"expected layer {index} as this configuration and this release of "
                     f"transformers have it, found another form of "

@@ -117,13 +117,13 @@ class StoreWriter:
                 for name, text in files.items():
                     (self._partial / name).parent.mkdir(exist_ok=True)
                     _write(self._partial / name, [text])
-                rest = {name: each.detach().contiguous() for name, each in rest.items()}
+                rest = {name: tensor.detach().contiguous() for name, tensor in rest.items()}
                 pieces = [memoryview(rest_header(rest)), *map(as_bytes, rest.values())]
                 _write(self._partial / REST, pieces)
                 with ThreadPoolExecutor(max_workers=num_threads()) as pool:
                     digests = []
                     for slab in self.host.slabs:
-                        parts = {each.name: slab.tensor(each) for each in slab.layout.tensors}
+                        parts = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
                         self._require_as_packed(parts, pool)
                         slab_pieces = [as_bytes(slab.bytes), _padding(slab.layout)]
                         digests.append(digest_of(slab_pieces, pool))
@@ -229,7 +229,7 @@ def write_store(
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a store that is in memory: ``host`` has one slab per layer. See ``StoreWriter``."""
-    with StoreWriter(directory, [each.layout for each in host.slabs]) as writer:
+    with StoreWriter(directory, [slab.layout for slab in host.slabs]) as writer:
         for index, slab in enumerate(host.slabs):
             writer.write(index, slab.bytes)
         return writer.commit(rest, about, files)

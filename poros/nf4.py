@@ -40,7 +40,7 @@ NESTED_BLOCKSIZE = 256
 NUM_CODES, NUM_NESTED_CODES = 16, 256
 """Entries of the code books, which kernels do not count."""
 
-DTYPES = {each: getattr(torch, each) for each in ("float16", "bfloat16", "float32")}
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
 """What a weight is quantized from, by the names that states have for them."""
 
 STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
@@ -113,8 +113,8 @@ class Format:
             "offset": ((), torch.float32),
             "nested_code": ((NUM_NESTED_CODES,), torch.float32),
         }
-        found = ((part, *forms[part]) for part in PARTS[self.double_quant])
-        return {part: torch.empty(size, dtype=dtype, device="meta") for part, size, dtype in found}
+        chosen = ((part, *forms[part]) for part in PARTS[self.double_quant])
+        return {part: torch.empty(size, dtype=dtype, device="meta") for part, size, dtype in chosen}
 
     def state(self, parts: Parts, shape: Sequence[int], dtype: torch.dtype) -> Any:
         """A ``QuantState`` of these very tensors, double if nested ones are among them.
@@ -203,7 +203,7 @@ def places(name: str, weight: Any) -> dict[str, Part]:
 
 def parts_of(weight: Any) -> Parts:
     """The parts of a quantized weight, themselves."""
-    return {part: each.get() for part, each in places("", weight).items()}
+    return {part: place.get() for part, place in places("", weight).items()}
 
 
 def part_tensors(
@@ -212,8 +212,8 @@ def part_tensors(
     """The parts of any loaded tensor by name: what moves, and on request what stays on a device."""
     if state_of(tensor) is None:
         return {name: tensor.data}
-    found = places(name, tensor).items()
-    return {each.name: each.get() for part, each in found if with_constants or part in MOVING}
+    parts = places(name, tensor).items()
+    return {place.name: place.get() for part, place in parts if with_constants or part in MOVING}
 
 
 def streams(part: str, tensor: torch.Tensor) -> bool:
@@ -237,9 +237,9 @@ def rebound(weight: Any, parts: Parts) -> Any:
     state = copy.copy(weight.quant_state)
     state.state2 = copy.copy(state.state2)
     made = Format.of(weight).weight(parts.get("packed", weight.data), state, weight.module)
-    found = places("", made)
+    targets = places("", made)
     for part in parts.keys() - {"packed"}:
-        found[part].put(parts[part])
+        targets[part].put(parts[part])
     return made
 
 

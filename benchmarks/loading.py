@@ -37,7 +37,7 @@ def write_checkpoint(config: Any, folder: Path, is_sparse: bool) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.tie_weights()
-    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1 << 24, generator=generator).mul_(0.02).bfloat16().view(torch.uint8)
     tile = noise.numpy().tobytes()
@@ -99,20 +99,20 @@ class HostPeak(threading.Thread):
         fields = dict(
             line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
         )
-        return sum(int(fields[each].split()[0]) * 1024 for each in ("RssAnon", "RssShmem"))
+        return sum(int(fields[kind].split()[0]) * 1024 for kind in ("RssAnon", "RssShmem"))
 
 
 def digests(model: Any) -> dict[str, str]:
     """SHA-256 of every byte of every parameter, scale and constant, by name."""
     from poros.loaders.slab_writer import part_tensors
 
-    found = {}
+    by_name = {}
     for name, tensor in model.named_parameters():
-        for part, each in part_tensors(name, tensor, with_constants=True).items():
-            data = each.detach().cpu().contiguous()
+        for part, source in part_tensors(name, tensor, with_constants=True).items():
+            data = source.detach().cpu().contiguous()
             data = data.reshape(-1).view(torch.uint8)
-            found[part] = hashlib.sha256(data.numpy()).hexdigest()
-    return found
+            by_name[part] = hashlib.sha256(data.numpy()).hexdigest()
+    return by_name
 
 
 def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
@@ -183,9 +183,9 @@ def quantize_back_to_back(config: Any) -> float:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = [
-        tuple(each.weight.shape)
-        for name, each in model.named_modules()
-        if isinstance(each, torch.nn.Linear) and "lm_head" not in name
+        tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and "lm_head" not in name
     ]
     sources = {shape: torch.randn(shape).bfloat16().mul_(0.02) for shape in set(shapes)}
     began = time.perf_counter()
@@ -233,7 +233,7 @@ def main() -> int:
             continue
         results.append(json.loads(out.read_text()))
         os.remove(out)
-    hashes = [each.pop("digests", None) for each in results]
+    hashes = [figures.pop("digests", None) for figures in results]
     if len(hashes) == 2:
         row["tensors"] = len(hashes[0])
         row["differing_tensors"] = sum(
@@ -242,8 +242,8 @@ def main() -> int:
     if results:
         row["over_floor"] = round(results[0]["load_s"] / max(row["read_s"], row["quantize_s"]), 2)
     print(json.dumps(row))
-    for each in results:
-        print(json.dumps(each), flush=True)
+    for figures in results:
+        print(json.dumps(figures), flush=True)
     shutil.rmtree(options.folder)
     return 0
 

@@ -20,12 +20,12 @@ Point = tuple[float, float, float, float, float]
 
 def points(rows: Sequence[TextRow]) -> list[Point]:
     """One per budget, in order. A budget given as a string is not a number, and is left out."""
-    found = []
+    curve = []
     for budget in dict.fromkeys(row["vram_budget"] for row in rows):
         own = [row for row in rows if row["vram_budget"] == budget and row["ms"]]
         if budget.isdigit() and own:
-            found.append((int(budget) / 1e9, *_times(own), _peak(own)))
-    return sorted(found)
+            curve.append((int(budget) / 1e9, *_times(own), _peak(own)))
+    return sorted(curve)
 
 
 def draw(rows: Sequence[TextRow], target: Path) -> None:
@@ -41,10 +41,10 @@ def draw(rows: Sequence[TextRow], target: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "poros"
     from matplotlib import pyplot
 
-    found = points(rows)
-    if not found:
+    curve = points(rows)
+    if not curve:
         raise ValueError("expected rows of a budget table, found none with vram_budget in bytes")
-    budgets, middles, lows, highs, peaks = zip(*found, strict=True)
+    budgets, middles, lows, highs, peaks = zip(*curve, strict=True)
     figure, (memory, time) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6.5))
     time.fill_between(budgets, lows, highs, alpha=0.2, color="tab:blue", linewidth=0)
     time.plot(budgets, middles, "o-", color="tab:blue", label="Poros: median, p10 to p90")

@@ -119,10 +119,10 @@ class Draft:
 
     def finish(self) -> Program:
         steps = []
-        for each in self.steps:
+        for step in self.steps:
             values: dict[str, Any] = {
-                key: tuple(found) if isinstance(found, list) else found
-                for key, found in each.items()
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in step.items()
             }
             steps.append(Step(**values))
         return Program(

@@ -79,10 +79,10 @@ def _accused(program: Program, models: Models, resident: Record, verdict: Verdic
     that is refused for another reason then is refused a little later.
     """
     unchecked = replace(program, policy=replace(program.policy, self_check="off"))
-    found = _compare(unchecked, resident, *_streamed(unchecked, models))
-    if found.end == "equal":
+    without_check = _compare(unchecked, resident, *_streamed(unchecked, models))
+    if without_check.end == "equal":
         return Verdict("failed", f"false accusation: {verdict.kind}", verdict.detail)
-    return found
+    return without_check
 
 
 def _compare(program: Program, resident: Record, streamed: Record, finish: "_Finish") -> Verdict:
@@ -124,12 +124,12 @@ class _Finish:
 
     def __call__(self, arm: Arm) -> None:
         model = arm.model
-        if not any(is_streamed(each) for each in model.modules()):
+        if not any(is_streamed(module) for module in model.modules()):
             return
         check = runtime(model).self_check
         self.was_warned = check["mode"] == "warn" and check["status"] == "failed"
         self.warning = str(check["message"])
-        base = {name: each.detach().clone() for name, each in frozen_tensors(model)}
+        base = {name: tensor.detach().clone() for name, tensor in frozen_tensors(model)}
         try:
             restore(model)
         except Exception as error:
@@ -152,7 +152,7 @@ class _Finish:
 
 def _num_calls() -> int:
     """Calls of streamed layers that are alive."""
-    return sum(type(each) is LayerCall for each in gc.get_objects())
+    return sum(type(instance) is LayerCall for instance in gc.get_objects())
 
 
 def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
@@ -224,7 +224,7 @@ def _wrong_weight(expected: Record, found: Record) -> str | None:
     states = expected.weights[max(0, number - 1) : number + 1]
     for name, tensor in found.now.items():
         candidates = [state[name] for state in states if name in state]
-        if candidates and not any(_same(each, tensor) for each in candidates):
+        if candidates and not any(_same(candidate, tensor) for candidate in candidates):
             return name
     return None
 

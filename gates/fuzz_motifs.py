@@ -129,7 +129,7 @@ def _inputs(draft: Draft) -> None:
     dice = draft.dice
     step = draft.step()
     kind = dice.weighted({"embeds_grad": 3, "embeds": 1})
-    step["forwards"] = [replace(each, inputs=kind) for each in step["forwards"]]
+    step["forwards"] = [replace(forward, inputs=kind) for forward in step["forwards"]]
 
 
 def _autocast(draft: Draft) -> None:
@@ -268,9 +268,9 @@ def _settings(draft: Draft) -> None:
 
 def _twice(draft: Draft) -> None:
     dice = draft.dice
-    parts = [each for each in PARTS[draft.subject.architecture] if each]
+    parts = [name for name in PARTS[draft.subject.architecture] if name]
     # Attention takes more than a hidden state, and gives more than one back.
-    part = dice.one([each for each in parts if each != "self_attn"])
+    part = dice.one([name for name in parts if name != "self_attn"])
     draft.start.append(UseTwice(draft.layer(), part, dice.one(("chain", "beside"))))
     if dice.chance(60):
         _autocast(draft)
@@ -302,7 +302,7 @@ def _outputs(draft: Draft) -> None:
     dice = draft.dice
     step = draft.step()
     chosen: dict[str, Any] = {"cache": True} if dice.chance(75) else {"attentions": True}
-    step["forwards"] = [replace(each, **chosen) for each in step["forwards"]]
+    step["forwards"] = [replace(forward, **chosen) for forward in step["forwards"]]
 
 
 def compile_layers(draft: Draft) -> None:

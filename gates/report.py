@@ -186,7 +186,7 @@ def render(report: ParityReport, console: "Console | None" = None) -> None:
 
     def line(text: str) -> str:
         return escape(
-            "\n".join(quoted(each, is_bare=True, limit=4000) for each in text.split("\n"))
+            "\n".join(quoted(part, is_bare=True, limit=4000) for part in text.split("\n"))
         )
 
     table = Table(title=line(f"resident against streamed: {report.subject}"))

@@ -240,7 +240,7 @@ def _refuse_large(config: "PreTrainedConfig") -> None:
             model = AutoModelForCausalLM.from_config(config)
     except Exception:  # the model that is made next says better why
         return
-    num_parameters = sum(each.numel() for each in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters > _MAX_PARAMETERS:
         raise UnsupportedModelError(
             f"expected a {config.model_type!r} configuration that takes small sizes, found "

@@ -32,7 +32,7 @@ from poros.errors import CheckpointFormatError
 from poros.host.store import HostStore
 from poros.layout import BlockLayout
 from poros.loaders.store import open_store
-from poros.loaders.writer import write_store
+from poros.loaders.store_writer import write_store
 
 _PIECE_NUM_BYTES = 16 * 2**20
 
@@ -67,8 +67,8 @@ def load(store: Path) -> Any:
 def load_unchecked(store: Path) -> Any:
     """The same, with nothing hashed and nothing compared."""
     with (
-        patch("poros.loaders.filling.hash_piece", lambda piece: b""),
-        patch("poros.loaders.filling.require_digest", lambda *_: None),
+        patch("poros.loaders.checked_reader.hash_piece", lambda piece: b""),
+        patch("poros.loaders.checked_reader.require_digest", lambda *_: None),
     ):
         return load(store)
 

@@ -1,4 +1,4 @@
-"""A model that transformers builds and an intake fills."""
+"""A model that transformers builds and a slab writer fills."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from poros.errors import HostMemoryError, PorosError, quoted
 from poros.loaders.checkpoint import Checkpoint, CheckpointSlice
 from poros.loaders.header import defect, shown
 from poros.loaders.settings import said
-from poros.loaders.slab_writer import Intake
+from poros.loaders.slab_writer import SlabWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,16 +23,16 @@ _REMEDY = "check that config.json and weights belong together"
 
 def fill(
     model_class: Any,
-    intake: Intake,
+    writer: SlabWriter,
     quantization: Any,
     tensors: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> "PreTrainedModel":
-    """Have transformers build a model and hand its tensors to ``intake``.
+    """Have transformers build a model and hand its tensors to ``writer``.
 
     Args:
         model_class: Of the model.
-        intake: Known to transformers already.
+        writer: Known to transformers already.
         quantization: What ``poros.loaders.hf_quantizer.reading_into`` yielded.
         tensors: Slices by name.
         options: Of ``from_pretrained``.
@@ -56,26 +56,26 @@ def fill(
     except (PorosError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise _unfit(intake, error) from error
-    _require_complete(intake.path, info, intake.layers_name)
+        raise _unfit(writer, error) from error
+    _require_complete(writer.path, info, writer.layers_name)
     return model
 
 
-def _unfit(intake: Intake, error: Exception) -> PorosError:
+def _unfit(writer: SlabWriter, error: Exception) -> PorosError:
     """What an error of transformers means: of the configuration until the plan, then of tensors."""
     if "allocate memory" in str(error):
         return HostMemoryError(
-            f"{shown(intake.path)}: expected host memory for what the configuration asks for, "
+            f"{shown(writer.path)}: expected host memory for what the configuration asks for, "
             f"found {said(error)}; check its sizes, or free memory"
         )
-    if intake.store is None:
+    if writer.store is None:
         return defect(
-            intake.path / "config.json",
+            writer.path / "config.json",
             f"expected settings that transformers builds a model from, found {said(error)}",
             remedy="check the file, and the release of transformers",
         )
     return defect(
-        intake.path,
+        writer.path,
         "expected tensors that fit the configuration, found that transformers could not convert "
         f"them: {quoted(str(error), is_bare=True, limit=1000)}",
         remedy=_REMEDY,

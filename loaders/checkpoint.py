@@ -149,7 +149,7 @@ class Checkpoint:
         return tensor
 
     def slices(self, *, ahead_num_bytes: int = AHEAD_NUM_BYTES) -> dict[str, "CheckpointSlice"]:
-        """A stand-in for every tensor, to pass to transformers as a ``state_dict``.
+        """Every tensor as a slice to be read later, to pass to transformers as a ``state_dict``.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
         ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before

@@ -1,6 +1,6 @@
 """What ``poros.load`` was asked for: every option is honoured, or refused by its name.
 
-An option that nobody said differs from one that says the default: only what was said can
+An option that is not set differs from one that is set to the default: only what was set can
 contradict the store or the checkpoint that is opened.
 """
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig
 
 
-class Unsaid(Enum):
-    """The kind of ``UNSAID``."""
+class Unset(Enum):
+    """The kind of ``UNSET``."""
 
-    UNSAID = "default"
+    UNSET = "default"
 
     def __repr__(self) -> str:
         return "<default>"
 
 
-UNSAID: Final = Unsaid.UNSAID
+UNSET: Final = Unset.UNSET
 """The default of an option that a store or a checkpoint may answer."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -56,7 +56,7 @@ class LoadOptions:
     """The options of one call, taken apart and checked as far as that needs no file."""
 
     quantization: Any
-    dtype: "torch.dtype | str | Unsaid"
+    dtype: "torch.dtype | str | Unset"
     device: torch.device | str | None
     place: Place
     config: "PreTrainedConfig | None"
@@ -80,7 +80,7 @@ class LoadOptions:
         """
         left = dict(others)
         if "quantization_config" in left:
-            if quantization is not UNSAID:
+            if quantization is not UNSET:
                 raise PolicyError(
                     "quantization_config: expected it or quantization, found both; leave one out"
                 )
@@ -95,10 +95,10 @@ class LoadOptions:
         config = left.pop("config", None)
         handed_on = {key: left.pop(key) for key in _HANDED_ON if left.get(key) is not None}
         _require_generation_config(handed_on.get("generation_config"))
-        asked = cls(quantization, _dtype(dtype), device, place, config, left, handed_on)
-        if quantization is not UNSAID:
-            asked.wanted(torch.bfloat16)  # refused here if it makes no sense
-        return asked
+        options = cls(quantization, _dtype(dtype), device, place, config, left, handed_on)
+        if quantization is not UNSET:
+            options.wanted(torch.bfloat16)  # refused here if it makes no sense
+        return options
 
     def of_dtype(self, dtype: Any) -> "LoadOptions":
         """The same with the dtype that "auto" turned out to mean.
@@ -115,8 +115,8 @@ class LoadOptions:
 
     def wanted(self, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
         """How to quantize a checkpoint that is dense."""
-        said = "nf4" if self.quantization is UNSAID else self.quantization
-        return _bits_and_bytes(said, dtype)
+        quantization = "nf4" if self.quantization is UNSET else self.quantization
+        return _bits_and_bytes(quantization, dtype)
 
     def require_format(self, found: "BitsAndBytesConfig | None", where: str) -> None:
         """Refuse another quantization than a checkpoint has already, if one was asked for.
@@ -124,7 +124,7 @@ class LoadOptions:
         Raises:
             PolicyError: If it was.
         """
-        if self.quantization is UNSAID:
+        if self.quantization is UNSET:
             return
         wanted = self.wanted(self.chosen_dtype)
         if isinstance(self.quantization, str) or wanted is None or found is None:
@@ -144,7 +144,7 @@ class LoadOptions:
         Args:
             about: What it says of itself.
             where: It lies.
-            is_source: It is what is loaded; then what nobody said is as it is there. Otherwise a
+            is_source: It is what is loaded; then what is not set is as it is there. Otherwise a
                 checkpoint is, whose defaults count.
 
         Raises:
@@ -153,14 +153,14 @@ class LoadOptions:
         if is_source:
             self._refuse_for_a_folder(where)
         is_given = not about.get("is_prequantized")
-        dtype = str(self.chosen_dtype).removeprefix("torch.")
-        said_dtype = isinstance(self.dtype, torch.dtype)
-        if is_source and not said_dtype:
+        dtype = dtype_name(self.chosen_dtype)
+        has_dtype = isinstance(self.dtype, torch.dtype)
+        if is_source and not has_dtype:
             dtype = str(about.get("dtype"))
         expected: dict[str, Any] = {}
-        if said_dtype or not is_source:
+        if has_dtype or not is_source:
             expected["dtype"] = dtype
-        if is_given and (self.quantization is not UNSAID or not is_source):
+        if is_given and (self.quantization is not UNSET or not is_source):
             made_in = getattr(torch, dtype, None)
             wanted = self.wanted(made_in if made_in in DTYPES else torch.bfloat16)
             expected["quantization"] = wanted and wanted.to_dict()
@@ -198,11 +198,11 @@ class LoadOptions:
 
     def _refuse_hub(self, of: str) -> None:
         hub = self.place.hub
-        for name, said in (
+        for name, is_set in (
             ("revision", hub.get("revision") not in (None, "main")),
             ("force_download", bool(hub.get("force_download"))),
         ):
-            if said:
+            if is_set:
                 raise PolicyError(
                     f"{name}: expected it with {of}, found {quoted(hub[name])}; leave it out"
                 )
@@ -226,6 +226,11 @@ def quantizing_device(device: torch.device | str | None) -> torch.device:
         PolicyError: If there is no such device.
     """
     return default_device() if device is None else usable_device(device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a store and a user call a dtype, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:
@@ -301,13 +306,13 @@ def _text(name: str, value: Any) -> str | None:
     return value or None
 
 
-def _dtype(value: Any) -> "torch.dtype | str | Unsaid":
-    if value is UNSAID or value == "auto":
-        return "auto" if value == "auto" else UNSAID
+def _dtype(value: Any) -> "torch.dtype | str | Unset":
+    if value is UNSET or value == "auto":
+        return "auto" if value == "auto" else UNSET
     dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if isinstance(dtype, torch.dtype) and dtype in DTYPES:
         return dtype
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    names = ", ".join(map(dtype_name, DTYPES))
     raise PolicyError(f"dtype: expected {names} or 'auto', found {quoted(value)}")
 
 

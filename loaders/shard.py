@@ -17,7 +17,7 @@ import torch
 
 from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
 from poros.errors import HostMemoryError
-from poros.loaders.filling import new_bytes
+from poros.loaders.checked_reader import new_bytes
 from poros.loaders.header import (
     Header,
     TensorEntry,

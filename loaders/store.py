@@ -11,7 +11,7 @@ The data of ``slabs.safetensors`` are the bytes of the host store, page by page 
 on pages" in ``poros.layout``): they are read into memory, or mapped, without being looked at.
 
 Note: Nothing is used that was not checked
-    Whatever is read is hashed meanwhile (``poros.loaders.filling``), and ``OpenStore.check``
+    Whatever is read is hashed meanwhile (``poros.loaders.checked_reader``), and ``OpenStore.check``
     compares it with the manifest before the model is given out. What happens to 4-bit weights in
     memory after that, ``poros.prepare`` sees by the digests of their parts. Slabs that stay in the
     file are hashed when they are first read (``poros.host.disk``). A file that the manifest does
@@ -33,7 +33,7 @@ from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, ident
 from poros.errors import quoted
 from poros.host.store import HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
-from poros.loaders.filling import REMEDY, Filling, Run, new_bytes, require_digest
+from poros.loaders.checked_reader import REMEDY, CheckedReader, Run, new_bytes, require_digest
 from poros.loaders.header import Header, defect, open_regular, read_at, read_header
 from poros.loaders.limits import Limits
 from poros.loaders.manifest import (
@@ -70,7 +70,7 @@ class OpenStore:
     """Descriptors of slabs and rest."""
     _undo: ExitStack
     _limits: Limits
-    _filling: Filling | None = field(default=None, init=False)
+    _reader: CheckedReader | None = field(default=None, init=False)
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -144,8 +144,8 @@ class OpenStore:
         Raises:
             CheckpointFormatError: At the first slab or file that differs, by name.
         """
-        if self._filling is not None:
-            self._filling.check()
+        if self._reader is not None:
+            self._reader.check()
 
     def require_source(self, fingerprint: str) -> None:
         """Raise ``CheckpointFormatError`` unless the store was made from that checkpoint."""
@@ -191,8 +191,8 @@ class OpenStore:
     def close(self) -> None:
         """Let go of the files. Idempotent."""
         self._files = None
-        if self._filling is not None:
-            self._filling.close()
+        if self._reader is not None:
+            self._reader.close()
         self._undo.close()
 
     def __enter__(self) -> "OpenStore":
@@ -211,10 +211,10 @@ class OpenStore:
             raise defect(self.path, "expected an open store, found a closed one", remedy="open it")
         return self._files
 
-    def _reading(self) -> Filling:
-        if self._filling is None:
-            self._filling = Filling()
-        return self._filling
+    def _reading(self) -> CheckedReader:
+        if self._reader is None:
+            self._reader = CheckedReader()
+        return self._reader
 
 
 def is_store(directory: str | os.PathLike[str]) -> bool:

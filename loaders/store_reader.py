@@ -1,6 +1,6 @@
-"""A model and its store on disk: what of a model is kept there, and a model made of it again.
+"""A model and its store on disk: what of a model goes there, and a model made of it again.
 
-The slabs are kept as they are. The rest of the model goes by name: everything outside the layers,
+The slabs are stored as they are. The rest of the model goes by name: everything outside the layers,
 and of each 4-bit weight the few constants that stay on the device. Buffers that transformers
 computes from the configuration are computed again.
 """
@@ -19,8 +19,9 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
+from poros.loaders.options import dtype_name
 from poros.loaders.quantize import Quantizer
-from poros.loaders.slab_writer import FindLayers, Intake
+from poros.loaders.slab_writer import FindLayers, SlabWriter
 from poros.loaders.store import OpenStore
 from poros.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
 
@@ -29,7 +30,9 @@ PARTS_DIGESTS = "parts_digests"
 """What a store calls the digests of the parts of its 4-bit weights."""
 
 
-def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def contents(
+    model: nn.Module, slab_writer: SlabWriter
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What of a loaded model is in no slab, and how to put it together again.
 
     Returns:
@@ -47,11 +50,11 @@ def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor],
         if state is None:
             dense.append(name)
         else:
-            weights[name] = [str(state.dtype).removeprefix("torch."), state.blocksize]
+            weights[name] = [dtype_name(state.dtype), state.blocksize]
         for part, data in part_tensors(name, tensor, with_constants=True).items():
-            if not intake.is_placed(part, data):
+            if not slab_writer.is_placed(part, data):
                 rest[part] = data.detach()
-    digests = {name: digest.hex() for name, digest in intake.packed_digests().items()}
+    digests = {name: digest.hex() for name, digest in slab_writer.packed_digests().items()}
     return rest, {"dense": dense, "weights": weights, PARTS_DIGESTS: digests}
 
 
@@ -60,13 +63,13 @@ def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
     return {**read_extras(checkpoint.path, limits), **checkpoint.texts}
 
 
-class KeptIntake(Intake):
+class StoreReader(SlabWriter):
     """Puts a model together from an open store, whose slabs have been read or mapped.
 
     Args:
         opened: The store.
         host: Its slabs.
-        find_layers: As in ``Intake``.
+        find_layers: As in ``SlabWriter``.
         format: Of 4-bit weights; None if nothing is quantized.
     """
 
@@ -117,8 +120,8 @@ class KeptIntake(Intake):
         self.require_packed(name, parts, state, planned.shape)
         return parts["packed"], state
 
-    def keep(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
-        """As in ``Intake``; what lies there already is not written again.
+    def copy(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
+        """As in ``SlabWriter``; what lies there already is not written again.
 
         A page of a mapped slab that is written to is no longer the file's.
         """
@@ -154,7 +157,7 @@ class KeptIntake(Intake):
             ) from error
 
     def _part(self, name: str) -> torch.Tensor:
-        # What did not fit its planned place is kept with the rest.
+        # What did not fit its planned place lies with the rest.
         if name in self._rest:
             return self._rest[name]
         if name not in self._places:

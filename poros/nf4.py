@@ -82,7 +82,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How bitsandbytes holds a 4-bit weight. Nothing is checked: see ``loaders.states``."""
+    """How bitsandbytes holds a 4-bit weight. Nothing is checked: see ``loaders.quant_state``."""
 
     quant_type: str
     double_quant: bool

@@ -1,7 +1,7 @@
 """Reads large runs of a file into memory and checks them: hashed while the rest is read.
 
-Nobody waits for a hash before all has been read; ``Filling.check`` does. So the hashes are computed
-beside the reading and beside whatever is done until then.
+Nobody waits for a hash before all has been read; ``CheckedReader.check`` does. So the hashes are
+computed beside the reading and beside whatever is done until then.
 """
 
 import mmap
@@ -37,7 +37,7 @@ class Run:
     """What they are, for messages."""
 
 
-class Filling:
+class CheckedReader:
     """Reads with several threads. A context manager; leaving it ends the threads."""
 
     def __init__(self) -> None:

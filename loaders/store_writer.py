@@ -35,6 +35,7 @@ from poros.loaders.manifest import (
     slabs_header,
     write_manifest,
 )
+from poros.loaders.options import device_name
 from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
 
 logger = logging.getLogger(__name__)
@@ -233,6 +234,29 @@ def write_store(
         for index, slab in enumerate(host.slabs):
             writer.write(index, slab.bytes)
         return writer.commit(rest, about, files)
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What made a store, as JSON values: its bytes may depend on each of these.
+
+    Args:
+        device: On which weights were quantized.
+    """
+    import bitsandbytes
+    import transformers
+
+    from poros import __version__
+
+    return {
+        "versions": {
+            "poros": __version__,
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "bitsandbytes": bitsandbytes.__version__,
+        },
+        "device": device_name(device),
+        "num_threads": torch.get_num_threads(),
+    }
 
 
 def _padding(layout: BlockLayout) -> memoryview:

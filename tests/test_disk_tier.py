@@ -29,7 +29,7 @@ from poros.host.disk import NUM_STAGING, DiskStore
 from poros.host.store import HostStore, disk, leave_store, left_store
 from poros.layout import PAGE_NUM_BYTES
 from poros.loaders.store import open_store
-from poros.loaders.writer import write_store
+from poros.loaders.store_writer import write_store
 from poros.model.attach import Takeover
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing

@@ -20,7 +20,7 @@ from poros.layout import PAGE_NUM_BYTES, BlockLayout, view
 from poros.loaders.header import open_regular, read_header
 from poros.loaders.manifest import MANIFEST, REST, SLABS, sha256, write_manifest
 from poros.loaders.store import OpenStore, is_store, open_store
-from poros.loaders.writer import StoreWriter, write_store
+from poros.loaders.store_writer import StoreWriter, write_store
 
 ABOUT = {"source": "a1b2", "quantization": {"quant_type": "nf4"}, "num_threads": 1}
 FILES = {"config.json": b'{"model_type": "qwen2"}', "generation_config.json": b"{}"}

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import config_of
+from poros.nf4 import double_quantization, part_tensors
 
 _SHARD_NUM_BYTES = 4 << 30
 
@@ -104,8 +105,6 @@ class HostPeak(threading.Thread):
 
 def digests(model: Any) -> dict[str, str]:
     """SHA-256 of every byte of every parameter, scale and constant, by name."""
-    from poros.loaders.slab_writer import part_tensors
-
     by_name = {}
     for name, tensor in model.named_parameters():
         for part, source in part_tensors(name, tensor, with_constants=True).items():
@@ -119,7 +118,7 @@ def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
     """One loader in this process; figures to ``out``."""
     # Imported first: libraries take seconds and memory of their own.
     import bitsandbytes  # noqa: F401
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
     import poros.loaders.load
 
@@ -138,12 +137,7 @@ def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
             folder,
             dtype=torch.bfloat16,
             device_map={"": "cuda" if is_gpu else "cpu"},
-            quantization_config=BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.bfloat16,
-            ),
+            quantization_config=double_quantization(torch.bfloat16),
         )
     if is_gpu:
         torch.cuda.synchronize()

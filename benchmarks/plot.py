@@ -6,13 +6,12 @@ Writes an SVG beside the CSV. Needs matplotlib (``pip install -e '.[benchmarks]'
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import TextRow, numbers, read
+from benchmarks.report import TextRow, numbers, percentiles, read
 
 Point = tuple[float, float, float, float, float]
 """Budget in GB; step time in ms: median, p10, p90; peak in GB."""
@@ -74,8 +73,7 @@ def draw(rows: Sequence[TextRow], target: Path) -> None:
 
 
 def _times(rows: Sequence[TextRow]) -> tuple[float, float, float]:
-    times = sorted(numbers(rows, "ms"))
-    return statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
+    return percentiles(numbers(rows, "ms"))
 
 
 def _peak(rows: Sequence[TextRow]) -> float:

@@ -115,6 +115,13 @@ def numbers(rows: Sequence[TextRow], key: str) -> list[float]:
     return [float(row[key]) for row in rows if row.get(key)]
 
 
+def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, p10 and p90."""
+    ordered = sorted(values)
+    tenth = len(ordered) // 10
+    return statistics.median(ordered), ordered[tenth], ordered[-1 - tenth]
+
+
 def _head(row: TextRow) -> Summary:
     return {
         "arm": row["arm"],
@@ -126,13 +133,12 @@ def _head(row: TextRow) -> Summary:
 
 
 def _times(timed: Sequence[TextRow]) -> Summary:
-    times = sorted(numbers(timed, "ms"))
+    middle, low, high = percentiles(numbers(timed, "ms"))
     tokens = int(timed[0]["batch"]) * int(timed[0]["seq"])
-    middle = statistics.median(times)
     return {
         "median ms": f"{middle:.1f}",
-        "p10": f"{times[len(times) // 10]:.1f}",
-        "p90": f"{times[-1 - len(times) // 10]:.1f}",
+        "p10": f"{low:.1f}",
+        "p90": f"{high:.1f}",
         "tokens/s": f"{tokens / middle * 1e3:.0f}",
     }
 

@@ -18,7 +18,7 @@ import torch
 import poros
 from benchmarks import memory
 from benchmarks.loops import make_optimizer
-from benchmarks.report import Summary, TextRow, numbers
+from benchmarks.report import Summary, TextRow, numbers, percentiles
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
 from poros.streams import CudaStreams, EagerStreams, Event, gb_per_s
@@ -62,7 +62,7 @@ class TimedCudaStreams(CudaStreams):
 
 
 class TimedEagerStreams(EagerStreams):
-    """The stand-in for a CPU, with times."""
+    """The streams of a CPU, with times."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -116,24 +116,24 @@ def measure(
 def summarize(rows: Sequence[TextRow]) -> list[Summary]:
     """One line per phase, with its share of the plain rate."""
     plain = [_rate(row) for row in rows if row["kind"] == "plain"]
-    middle = statistics.median(plain)
+    plain_middle, plain_low, _ = percentiles(plain)
     lines = []
     for phase in ("forward", "backward", "with the turn"):
         own = [row for row in rows if row["phase"] == phase]
         if not own:
             continue
-        rates = sorted(_rate(row) for row in own)
+        middle, low, _ = percentiles([_rate(row) for row in own])
         alone = [_rate(row, "copying_ms") for row in own]
         line = {
             "phase": phase,
             "copies": own[0]["num_copies"],
             "GB": f"{float(own[0]['num_bytes']) / 1e9:.3f}",
-            "plain GB/s": f"{middle:.2f}",
-            "plain p10": f"{sorted(plain)[len(plain) // 10]:.2f}",
-            "achieved GB/s": f"{statistics.median(rates):.2f}",
-            "achieved p10": f"{rates[len(rates) // 10]:.2f}",
+            "plain GB/s": f"{plain_middle:.2f}",
+            "plain p10": f"{plain_low:.2f}",
+            "achieved GB/s": f"{middle:.2f}",
+            "achieved p10": f"{low:.2f}",
             "each copy GB/s": f"{statistics.median(alone):.2f}",
-            "share of plain": f"{statistics.median(rates) / middle:.1%}",
+            "share of plain": f"{middle / plain_middle:.1%}",
             "step ms": f"{statistics.median(numbers(own, 'step_ms')):.1f}",
         }
         for name, key in (("runtime GB/s", "runtime_gb_per_s"), ("stall ms", "stall_ms")):

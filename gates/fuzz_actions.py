@@ -395,7 +395,7 @@ _SETTERS: dict[str, Callable[[str], None]] = {
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
+def settings_restored() -> Iterator[None]:
     """Put back every setting of the process that an action may change."""
     sdp, mkldnn = _BACKENDS.cuda, _BACKENDS.mkldnn
     flags = (sdp.flash_sdp_enabled(), sdp.math_sdp_enabled(), mkldnn.enabled)

@@ -391,7 +391,7 @@ def run_arm(
         finish: Called with the arm before its hooks are taken off.
     """
     python_state = random.getstate()
-    with torch.random.fork_rng(devices=[]), fuzz_actions.settings_kept():
+    with torch.random.fork_rng(devices=[]), fuzz_actions.settings_restored():
         random.seed(program.seed)
         torch.manual_seed(program.seed)
         arm = Arm(program, model)

@@ -18,15 +18,14 @@ Note: When a record counts. A record is a claim about code that has run. It coun
 import ast
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, Literal, TypeVar
 
 from poros.errors import PorosError
+from poros.output import write_json
 
 PATH = Path(__file__).with_name("registry.json")
 
@@ -57,9 +56,9 @@ _LONG = {**_SHORT, "num_steps": 20, "num_layers": 6}
 # The self-check loads layers of its own accord: one mode runs without, as a fault it hides would.
 _DENSE = {**_LONG, "dtype": "float32", "dropout": 0.0, "block_size": 2, "self_check": "off"}
 
-_KEPT = {**_LONG, "num_steps": 6, "keep_last": 2, "offload_boundaries": True}
+_KEEP_LAST = {**_LONG, "num_steps": 6, "keep_last": 2, "offload_boundaries": True}
 
-PROMISED_MODES: tuple[dict[str, Any], ...] = (_LONG, {**_DENSE, "accumulation": 2}, _KEPT)
+PROMISED_MODES: tuple[dict[str, Any], ...] = (_LONG, {**_DENSE, "accumulation": 2}, _KEEP_LAST)
 """Modes of the architectures that the gates promise."""
 OTHER_MODES: tuple[dict[str, Any], ...] = (_SHORT,)
 """Modes of every other family."""
@@ -248,24 +247,11 @@ class Registry:
 
     def write(self, path: Path | None = None) -> None:
         """Write all records; a reader sees the old file or all of the new one."""
-        path = path or PATH
         content = {
             "records": [asdict(record) for record in self.records.values()],
             "adapters": [asdict(record) for record in self.adapters.values()],
         }
-        with NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
-        ) as part:
-            try:
-                json.dump(content, part, indent=1)
-                part.write("\n")
-                part.flush()
-                os.fsync(part.fileno())
-                os.chmod(part.name, 0o644)
-                os.replace(part.name, path)
-            except BaseException:
-                os.unlink(part.name)
-                raise
+        write_json(path or PATH, content)
 
 
 def read_registry(path: Path | None = None) -> Registry:

@@ -16,9 +16,8 @@ import torch
 from poros.digests import cut, hash_piece, join, num_threads
 from poros.errors import HostMemoryError, quoted
 from poros.loaders.header import defect
+from poros.loaders.manifest import REMEDY
 from poros.reads import read_into
-
-REMEDY = "write the store again"
 
 _LARGE_NUM_BYTES = 4 * 2**20
 

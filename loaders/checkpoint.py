@@ -7,20 +7,18 @@ Nothing of a checkpoint is executed: pickle files are refused by their name, and
 opened than configuration, index and the shards that the index names.
 """
 
-import hashlib
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from xxhash import xxh3_128
 
-from poros.digests import num_threads
+from poros.digests import num_threads, sha256
 from poros.errors import quoted
-from poros.loaders.header import DTYPES, TensorEntry, defect, shown
+from poros.loaders.header import DTYPE_NAMES, TensorEntry, defect, shown
 from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard
 from poros.loaders.source import CONFIG, Place, Source, find_source
@@ -30,8 +28,6 @@ AHEAD_NUM_BYTES = 128 * 2**20
 
 NUM_READERS = 2
 """Threads that do it."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Checkpoint:
@@ -220,7 +216,7 @@ class Checkpoint:
             _, inode, size, modified, changed = shard.identity
             shards.append([size, modified, changed, inode])
         return {
-            "config": hashlib.sha256(self.texts[CONFIG]).hexdigest(),
+            "config": sha256(self.texts[CONFIG]),
             "shards": shards,
         }
 
@@ -263,12 +259,7 @@ class Checkpoint:
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_open(self) -> None:
@@ -298,7 +289,7 @@ class CheckpointSlice:
 
     def get_dtype(self) -> str:
         """As in safetensors: the name in the file, such as ``BF16``."""
-        return _NAMES[self.dtype]
+        return DTYPE_NAMES[self.dtype]
 
     @property
     def shape(self) -> torch.Size:

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
+from poros.digests import as_bytes
 from poros.errors import CheckpointFormatError, quoted
+from poros.reads import read_into
 
 MAX_HEADER_NUM_BYTES = 100_000_000
 """The reference reader's own limit."""
@@ -52,6 +54,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 """Names in a header. The format also has types of 4 and 6 bits; no tensor is made of them here."""
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+"""The other way round."""
 
 _LENGTH_NUM_BYTES = 8
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
@@ -140,25 +145,25 @@ def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
     Raises:
         CheckpointFormatError: If the system reports an error or the file ends too early.
     """
-    pieces = []
-    missing = num_bytes
-    while missing:
-        try:
-            piece = os.pread(descriptor, missing, offset)
-        except OSError as error:
-            raise defect(
-                file, f"expected to read {missing} bytes at {offset}, found: {error.strerror}"
-            ) from error
-        if not piece:
-            raise defect(
-                file,
-                f"expected {missing} more bytes at {offset}, found the end of the file: "
-                "it is cut off, or shrank while it was read",
-            )
-        pieces.append(piece)
-        missing -= len(piece)
-        offset += len(piece)
-    return b"".join(pieces)
+    return bytes(read_buffer(descriptor, num_bytes, offset, file))
+
+
+def read_buffer(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
+    """As ``read_at``, not copied into an immutable object."""
+    target = as_bytes(torch.empty(num_bytes, dtype=torch.uint8))
+    try:
+        done = read_into(descriptor, target, offset)
+    except OSError as error:
+        raise defect(
+            file, f"expected to read {num_bytes} bytes at {offset}, found: {error.strerror}"
+        ) from error
+    if done < num_bytes:
+        raise defect(
+            file,
+            f"expected {num_bytes - done} more bytes at {offset + done}, found the end of the "
+            "file: it is cut off, or shrank while it was read",
+        )
+    return target
 
 
 def read_header(descriptor: int, file: Path) -> Header:

@@ -16,7 +16,7 @@ from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, qu
 from poros.host.disk import DiskStore
 from poros.host.limits import require_host_memory
 from poros.host.store import HostStore, leave_store
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
+from poros.layout import BlockLayout, slab_offsets
 from poros.loaders.build import fill, one_at_a_time, progress, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
@@ -417,10 +417,7 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
     """The slabs of a store: in memory those that ``budget`` has room for, the others mapped."""
     layouts = opened.layouts
     starts = slab_offsets(layouts)
-    ends = [
-        start + align(layout.num_bytes, PAGE_NUM_BYTES)
-        for start, layout in zip(starts, layouts, strict=True)
-    ]
+    ends = [start + layout.padded_num_bytes for start, layout in zip(starts, layouts, strict=True)]
     first = len(layouts) if budget is None else sum(end <= budget for end in ends)
     require_host_memory(
         ends[first - 1] if first else 0, f"the first layers of {shown(opened.path)}"

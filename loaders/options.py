@@ -16,7 +16,7 @@ import torch
 from poros.devices import default_device, usable_device
 from poros.errors import PolicyError, quoted
 from poros.loaders.source import Place
-from poros.nf4 import QUANT_TYPES, Format
+from poros.nf4 import QUANT_TYPES, Format, double_quantization
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig
@@ -333,12 +333,7 @@ def _bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfi
     from transformers import BitsAndBytesConfig
 
     if isinstance(quantization, str) and quantization in QUANT_TYPES:
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantization,
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+        return double_quantization(dtype, quantization)
     if isinstance(quantization, BitsAndBytesConfig) and quantization.load_in_4bit:
         return copy.deepcopy(quantization)
     if isinstance(quantization, BitsAndBytesConfig):

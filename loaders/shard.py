@@ -17,13 +17,14 @@ import torch
 
 from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
 from poros.errors import HostMemoryError
+from poros.layout import align
 from poros.loaders.checked_reader import new_bytes
 from poros.loaders.header import (
     Header,
     TensorEntry,
     defect,
     open_regular,
-    read_at,
+    read_buffer,
     read_header,
     shown,
 )
@@ -111,7 +112,8 @@ class Shard:
 
     def drop_pages(self, entry: TensorEntry) -> None:
         """Take the pages that a tensor fills from this process."""
-        begin, end = _pages(entry, inward=True)
+        begin = align(entry.offset, mmap.PAGESIZE)
+        end = (entry.offset + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
@@ -148,15 +150,16 @@ class Shard:
             if is_over.is_set():
                 raise ValueError(f"expected an open checkpoint, found {self.file} closed")
             num_bytes = min(PIECE_NUM_BYTES, self.num_bytes - offset)
-            return hash_piece([memoryview(read_at(descriptor, num_bytes, offset, self.file))])
+            return hash_piece([read_buffer(descriptor, num_bytes, offset, self.file)])
 
         descriptor, _ = open_regular(self.file)
         try:
             self.check_unchanged()
             places = range(0, self.num_bytes, PIECE_NUM_BYTES)
-            found = join([each.result() for each in [pool.submit(hash_at, at) for at in places]])
+            hashes = [pool.submit(hash_at, offset) for offset in places]
+            digest = join([piece_hash.result() for piece_hash in hashes])
             self.check_unchanged()
-            return found
+            return digest
         finally:
             os.close(descriptor)
 
@@ -183,12 +186,3 @@ def _map(descriptor: int, header: Header) -> mmap.mmap:
             f"space but no memory, found: {error.strerror}; raise the limit of the process "
             "(ulimit -v, ulimit -d)"
         ) from error
-
-
-def _pages(entry: TensorEntry, *, inward: bool) -> tuple[int, int]:
-    """First byte and end of the pages that a tensor touches, or of those that it fills."""
-    size = mmap.PAGESIZE
-    begin, end = entry.offset, entry.offset + entry.num_bytes
-    if inward:
-        return -(-begin // size) * size, end // size * size
-    return begin // size * size, end

@@ -25,28 +25,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
+from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join, sha256
 from poros.errors import quoted
 from poros.host.store import HostStore
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
-from poros.loaders.checked_reader import REMEDY, CheckedReader, Run, new_bytes, require_digest
-from poros.loaders.header import Header, defect, open_regular, read_at, read_header
+from poros.layout import BlockLayout, slab_offsets
+from poros.loaders.checked_reader import CheckedReader, Run, new_bytes, require_digest
+from poros.loaders.header import Header, defect, open_regular, read_at, read_buffer, read_header
 from poros.loaders.limits import Limits
 from poros.loaders.manifest import (
     FORMAT,
     MANIFEST,
     PARTIAL,
+    REMEDY,
     REST,
     SLABS,
     Manifest,
     data_num_bytes,
     describe_rest,
+    padding,
     read_manifest,
-    sha256,
     slab_name,
     slabs_header,
 )
@@ -107,7 +107,7 @@ class OpenStore:
         """
         file = self.path / name
         text = self._limits.read(file, "extra_num_bytes")
-        require_digest(file, self.manifest.files[name], sha256([text]))
+        require_digest(file, self.manifest.files[name], sha256(text))
         return text
 
     def read_into(self, host: HostStore) -> None:
@@ -123,7 +123,7 @@ class OpenStore:
         runs = [
             Run(
                 self.data_offset + start,
-                [as_bytes(slab.bytes), memoryview(bytearray(_padding(slab.layout)))],
+                [as_bytes(slab.bytes), padding(slab.layout)],
                 digest,
                 slab_name(index),
             )
@@ -169,7 +169,7 @@ class OpenStore:
             def digest(descriptor: int, file: Path, start: int, size: int) -> str:
                 def hash_at(offset: int) -> bytes:
                     num_bytes = min(PIECE_NUM_BYTES, start + size - offset)
-                    return hash_piece([memoryview(read_at(descriptor, num_bytes, offset, file))])
+                    return hash_piece([read_buffer(descriptor, num_bytes, offset, file)])
 
                 return join(pool.map(hash_at, range(start, start + size, PIECE_NUM_BYTES)))
 
@@ -184,7 +184,7 @@ class OpenStore:
                     strict=True,
                 )
             ):
-                size = align(layout.num_bytes, PAGE_NUM_BYTES)
+                size = layout.padded_num_bytes
                 actual = digest(slabs, self.slabs, self.data_offset + start, size)
                 require_digest(self.slabs, expected, actual, slab_name(index))
 
@@ -198,12 +198,7 @@ class OpenStore:
     def __enter__(self) -> "OpenStore":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_open(self) -> tuple[int, int]:
@@ -324,7 +319,3 @@ def _what(path: Path) -> str:
     if not path.is_dir():
         return "a file"
     return "a checkpoint" if (path / "config.json").exists() else "another folder"
-
-
-def _padding(layout: BlockLayout) -> int:
-    return align(layout.num_bytes, PAGE_NUM_BYTES) - layout.num_bytes

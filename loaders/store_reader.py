@@ -19,13 +19,13 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
+from poros.loaders.manifest import REMEDY
 from poros.loaders.options import dtype_name
 from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import FindLayers, SlabWriter
 from poros.loaders.store import OpenStore
 from poros.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
 
-_REMEDY = "write the store again"
 PARTS_DIGESTS = "parts_digests"
 """What a store calls the digests of the parts of its 4-bit weights."""
 
@@ -180,4 +180,4 @@ class StoreReader(SlabWriter):
         return self._host
 
     def _defect(self, found: str, tensor: str | None = None) -> Exception:
-        return defect(self._opened.path, found, tensor=tensor, remedy=_REMEDY)
+        return defect(self._opened.path, found, tensor=tensor, remedy=REMEDY)

@@ -12,15 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from poros.digests import as_bytes, digest_of, num_threads
+from poros.digests import as_bytes, digest_of, num_threads, sha256
 from poros.errors import CheckpointFormatError, StoreWriteError, quoted
 from poros.host.store import Arena, HostStore
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.layout import BlockLayout
 from poros.loaders.header import shown
 from poros.loaders.manifest import (
     MANIFEST,
@@ -29,9 +28,9 @@ from poros.loaders.manifest import (
     Manifest,
     data_num_bytes,
     describe_rest,
+    padding,
     read_manifest,
     rest_header,
-    sha256,
     slabs_header,
     write_manifest,
 )
@@ -126,7 +125,7 @@ class StoreWriter:
                     for slab in self.host.slabs:
                         parts = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
                         self._require_as_packed(parts, pool)
-                        slab_pieces = [as_bytes(slab.bytes), _padding(slab.layout)]
+                        slab_pieces = [as_bytes(slab.bytes), padding(slab.layout)]
                         digests.append(digest_of(slab_pieces, pool))
                     self._require_as_packed(rest, pool)
                     rest_digest = digest_of(pieces, pool)
@@ -135,7 +134,7 @@ class StoreWriter:
                     digests,
                     describe_rest(rest),
                     rest_digest,
-                    {name: sha256([text]) for name, text in files.items()},
+                    {name: sha256(text) for name, text in files.items()},
                     about,
                 )
                 os.fsync(self._file)
@@ -164,12 +163,7 @@ class StoreWriter:
     def __enter__(self) -> "StoreWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_as_packed(
@@ -257,10 +251,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "num_threads": torch.get_num_threads(),
     }
-
-
-def _padding(layout: BlockLayout) -> memoryview:
-    return memoryview(bytes(align(layout.num_bytes, PAGE_NUM_BYTES) - layout.num_bytes))
 
 
 @contextmanager

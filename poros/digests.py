@@ -16,6 +16,7 @@ Note: Sources, not copies
     runs beside the copies.
 """
 
+import hashlib
 import os
 import weakref
 from collections import deque
@@ -90,6 +91,11 @@ def digest_of(parts: Sequence[memoryview], pool: ThreadPoolExecutor | None = Non
         pool: Hashes the pieces; None hashes them here.
     """
     return join((pool.map if pool is not None else map)(hash_piece, cut(parts)))
+
+
+def sha256(text: bytes) -> str:
+    """The SHA-256 of a small file or of a text, in hexadecimal."""
+    return hashlib.sha256(text).hexdigest()
 
 
 def num_threads() -> int:

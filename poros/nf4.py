@@ -21,12 +21,15 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from poros.layout import is_small
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
 
 QUANT_TYPES = ("nf4", "fp4")
 """The code books that there are."""
@@ -159,6 +162,20 @@ class Format:
             module=module,
             bnb_quantized=state is not None,
         )
+
+
+def double_quantization(
+    compute_dtype: torch.dtype, quant_type: str = "nf4"
+) -> "BitsAndBytesConfig":
+    """What transformers is told, so that it quantizes as Poros does where nobody says otherwise."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
 
 
 def is_params4bit(tensor: object) -> bool:

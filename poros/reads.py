@@ -22,3 +22,15 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
+    """As ``read_into``, where there have to be enough bytes.
+
+    Raises:
+        EOFError: If the file ends before.
+        OSError: If the system reports an error.
+    """
+    done = read_into(descriptor, target, offset)
+    if done < len(target):
+        raise EOFError(f"the end of the file at {offset + done}")

@@ -36,8 +36,8 @@ from poros.digests import Identity, identity_of, num_threads
 from poros.errors import CheckpointFormatError
 from poros.host.mapped import SlabFile, Stretch, is_same_file, num_written_pages, require_digests
 from poros.host.store import Arena, HostSlab, HostStore, NamedTensor
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
-from poros.reads import read_into
+from poros.layout import BlockLayout
+from poros.reads import read_exactly
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -256,9 +256,7 @@ class DiskStore(HostStore):
         self.disk_num_bytes = sum(self.slabs[index].layout.num_bytes for index in on_disk)
         if self._staging or not on_disk or self.behind is None:
             return
-        largest = max(
-            align(self.slabs[index].layout.num_bytes, PAGE_NUM_BYTES) for index in on_disk
-        )
+        largest = max(self.slabs[index].layout.padded_num_bytes for index in on_disk)
         buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
         self._staging = [_Staging(slab) for slab in buffers.slabs]
         self._jobs = queue.SimpleQueue()
@@ -308,7 +306,7 @@ class DiskStore(HostStore):
         slab = self.slabs[block]
         staging.block, staging.error, staging.is_copied = block, None, None
         staging.is_read.clear()
-        size = align(slab.layout.num_bytes, PAGE_NUM_BYTES)
+        size = slab.layout.padded_num_bytes
         if self._jobs is None or self.behind is None:
             raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
         self._jobs.put(
@@ -390,9 +388,7 @@ def _open(file: Path) -> tuple[int, bool]:
 
 def _fill(descriptor: int, job: _Job) -> None:
     array: Any = job.staging.slab.bytes.numpy()
-    done = read_into(descriptor, memoryview(array)[: job.num_bytes], job.offset)
-    if done < job.num_bytes:
-        raise EOFError(f"the end of the file at {job.offset + done}")
+    read_exactly(descriptor, memoryview(array)[: job.num_bytes], job.offset)
 
 
 def _check(file: Path, descriptor: int, job: _Job) -> None:

@@ -29,7 +29,7 @@ from poros.digests import Identity, digest_of, identity_of, num_threads
 from poros.errors import CheckpointFormatError
 from poros.host.store import Arena, HostSlab
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
-from poros.reads import read_into
+from poros.reads import read_exactly
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _REMEDY = (
@@ -73,7 +73,7 @@ class SlabFile:
     ) -> None:
         self.path = path
         starts = slab_offsets(layouts)
-        sizes = [align(layout.num_bytes, PAGE_NUM_BYTES) for layout in layouts]
+        sizes = [layout.padded_num_bytes for layout in layouts]
         self.offset = data_offset + starts[first]
         """Where in the file the mapping starts."""
         self._stretches = [
@@ -181,11 +181,8 @@ class SlabFile:
             )
 
     def _read_into(self, target: memoryview, start: int) -> None:
-        at = self.offset + start
         try:
-            done = read_into(self._descriptor, target, at)
-            if done < len(target):
-                raise EOFError(f"the end of the file at {at + done}")
+            read_exactly(self._descriptor, target, self.offset + start)
         except (OSError, EOFError) as error:
             raise CheckpointFormatError(
                 f"{self.path}: expected to read a layer of the frozen base, found: {error}. "

@@ -282,8 +282,8 @@ def _ordinary(
 ) -> Iterator[tuple[Callable[..., Any], list[tuple[str, nn.Parameter, nn.Parameter]]]]:
     """The layer's own forward over freshly loaded frozen tensors, and its adapters.
 
-    Adapters, those that were trained at the forward, come as name, parameter and stand-in:
-    gradients of the stand-ins run nobody's hooks.
+    Adapters, those that were trained at the forward, come as name, parameter and proxy:
+    gradients of the proxies run nobody's hooks.
     """
     layer = evidence.layer
     trained = evidence.trained

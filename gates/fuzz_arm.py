@@ -109,8 +109,7 @@ class Arm:
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Copies of all that can be trained, by name."""
-        found = {n: p.detach().clone() for n, p in self.named_trainable()}
-        return found
+        return {name: p.detach().clone() for name, p in self.named_trainable()}
 
     def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.model.named_parameters():

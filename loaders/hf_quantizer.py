@@ -78,16 +78,16 @@ def reading_into(
     else:
         kind = _Prequantized if is_quantized else _Quantizing
 
-    def make(given: QuantizationConfigMixin, **_: Any) -> HfQuantizer:
-        made: HfQuantizer = kind(writer, given, after_each)
-        return made
+    def make(settings: QuantizationConfigMixin, **_: Any) -> HfQuantizer:
+        quantizer: HfQuantizer = kind(writer, settings, after_each)
+        return quantizer
 
-    given = config or QuantizationConfigMixin(quant_method=method)
-    given.quant_method = method
+    quantization = config or QuantizationConfigMixin(quant_method=method)
+    quantization.quant_method = method
     AUTO_QUANTIZER_MAPPING[method] = make
     failure: Exception | None = None
     try:
-        yield given
+        yield quantization
     except LoadAborted as aborted:
         failure, aborted.error, aborted.__cause__ = aborted.error, None, None  # type: ignore[assignment]
     finally:

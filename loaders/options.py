@@ -118,7 +118,7 @@ class LoadOptions:
         quantization = "nf4" if self.quantization is UNSET else self.quantization
         return _bits_and_bytes(quantization, dtype)
 
-    def require_format(self, found: "BitsAndBytesConfig | None", where: str) -> None:
+    def require_format(self, stored: "BitsAndBytesConfig | None", where: str) -> None:
         """Refuse another quantization than a checkpoint has already, if one was asked for.
 
         Raises:
@@ -127,14 +127,14 @@ class LoadOptions:
         if self.quantization is UNSET:
             return
         wanted = self.wanted(self.chosen_dtype)
-        if isinstance(self.quantization, str) or wanted is None or found is None:
-            same = format_of(wanted) == format_of(found)
+        if isinstance(self.quantization, str) or wanted is None or stored is None:
+            same = format_of(wanted) == format_of(stored)
         else:
-            same = _comparable(wanted) == _comparable(found)
+            same = _comparable(wanted) == _comparable(stored)
         if not same:
             raise PolicyError(
                 f"quantization: expected that of {where}, which is quantized already "
-                f"({format_of(found)}), found {quoted(self.quantization)}; leave it out, or load "
+                f"({format_of(stored)}), found {quoted(self.quantization)}; leave it out, or load "
                 "the checkpoint that it was made from"
             )
 
@@ -172,7 +172,8 @@ class LoadOptions:
                 continue
             if isinstance(found, dict) and isinstance(value, dict):
                 keys = [key for key in value if value[key] != found.get(key)]
-                found, value = ({key: of.get(key) for key in keys} for of in (found, value))
+                found = {key: found.get(key) for key in keys}
+                value = {key: value[key] for key in keys}
             raise PolicyError(
                 f"store: expected one with {name} {quoted(value)}, found {where} with "
                 f"{quoted(found)}; choose another folder, or pass what it was made with"

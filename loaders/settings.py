@@ -125,42 +125,42 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
     """
     from transformers import BitsAndBytesConfig
 
-    found: Any = None
+    stored: Any = None
     for owner in (config, config.get_text_config(decoder=True)):
-        stored = getattr(owner, "quantization_config", None)
-        if stored is not None:
-            found = found or stored
+        settings = getattr(owner, "quantization_config", None)
+        if settings is not None:
+            stored = stored or settings
             del owner.quantization_config
-    if not found:
+    if not stored:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(stored, dict):
         try:
-            found = found.to_dict()
+            stored = stored.to_dict()
         except AttributeError as error:
             raise defect(
-                path / CONFIG, f"expected a quantization_config, found {quoted(found)}"
+                path / CONFIG, f"expected a quantization_config, found {quoted(stored)}"
             ) from error
-    method = found.get("quant_method")
-    if method not in (None, "bitsandbytes") or not found.get("load_in_4bit"):
-        kind = "8 bits of bitsandbytes" if found.get("load_in_8bit") else quoted(method)
+    method = stored.get("quant_method")
+    if method not in (None, "bitsandbytes") or not stored.get("load_in_4bit"):
+        kind = "8 bits of bitsandbytes" if stored.get("load_in_8bit") else quoted(method)
         raise UnsupportedModelError(
             f"{shown(path / CONFIG)}: expected weights that are dense or 4-bit of bitsandbytes, "
             f"found quantization_config of {kind}; load the checkpoint that it was made from, "
             "which Poros quantizes itself"
         )
     try:
-        made = BitsAndBytesConfig.from_dict(found)
+        quantization = BitsAndBytesConfig.from_dict(stored)
     except Exception as error:
         raise defect(
             path / CONFIG, f"expected a quantization_config, found {said(error)}"
         ) from error
-    if made.bnb_4bit_quant_type not in QUANT_TYPES:
+    if quantization.bnb_4bit_quant_type not in QUANT_TYPES:
         raise defect(
             path / CONFIG,
             "expected bnb_4bit_quant_type 'nf4' or 'fp4', found "
-            f"{quoted(made.bnb_4bit_quant_type)}",
+            f"{quoted(quantization.bnb_4bit_quant_type)}",
         )
-    return made
+    return quantization
 
 
 def model_class_of(config: Any) -> tuple[Any, Any]:
@@ -214,8 +214,8 @@ def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedC
             f"expected the configuration of a model that transformers knows, found {what}",
             remedy="check the file, and the release of transformers",
         ) from error
-    found: PreTrainedConfig = config
-    return found
+    parsed: PreTrainedConfig = config
+    return parsed
 
 
 @contextmanager

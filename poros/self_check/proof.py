@@ -176,7 +176,7 @@ class Runs:
                 rng_end = random_states(self._device)
             outputs = dict(named_outputs(result, written(kwargs, before), record))
             sources = dict(zip(map(id, call.parameters), proxies, strict=True)) | leaves
-            wanted = [sources[id(each)] for _, each in expected.sources]
+            wanted = [sources[id(original)] for _, original in expected.sources]
             gradients, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
         self._takeover.manager.replace(runtime.block)
         values = _values(outputs, rng_end, [name for name, _ in expected.sources], gradients)

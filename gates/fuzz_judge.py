@@ -92,10 +92,10 @@ def _compare(program: Program, resident: Record, streamed: Record, finish: "_Fin
     problem = finish.problem
     if resident.error is not None:
         if streamed.error is None:
-            return Verdict("failed", "no error where resident raises", _said(resident.error))
+            return Verdict("failed", "no error where resident raises", _message(resident.error))
         if problem:
             return Verdict("failed", f"restore: {_pattern(problem)}", problem)
-        return Verdict("raised", _kind(resident.error), _said(streamed.error))
+        return Verdict("raised", _kind(resident.error), _message(streamed.error))
     error = streamed.error
     if error is None:
         if problem:
@@ -104,13 +104,13 @@ def _compare(program: Program, resident: Record, streamed: Record, finish: "_Fin
             return Verdict("failed", "false accusation by a warning", finish.warning)
         return Verdict("equal")
     if not isinstance(error, PorosError) or isinstance(error, SlotHazard | SlotStateError):
-        return Verdict("failed", f"foreign {_kind(error)}", _said(error) + "\n" + streamed.trace)
+        return Verdict("failed", f"foreign {_kind(error)}", _message(error) + "\n" + streamed.trace)
     wrong = _wrong_weight(resident, streamed)
     if wrong is not None:
-        return Verdict("failed", f"wrong weights at {_kind(error)}", f"{wrong}; {_said(error)}")
+        return Verdict("failed", f"wrong weights at {_kind(error)}", f"{wrong}; {_message(error)}")
     if problem:
-        return Verdict("failed", f"restore: {_pattern(problem)}", f"{problem}; {_said(error)}")
-    return Verdict("refused", _kind(error), _said(error))
+        return Verdict("failed", f"restore: {_pattern(problem)}", f"{problem}; {_message(error)}")
+    return Verdict("refused", _kind(error), _message(error))
 
 
 class _Finish:
@@ -247,5 +247,5 @@ def _pattern(message: str) -> str:
     return first[:_MAX_MESSAGE]
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[: 4 * _MAX_MESSAGE]

@@ -105,7 +105,7 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
             )
 
 
-class _Noted:
+class _NotedSlice:
     """A slice of the checkpoint that says when it has been read."""
 
     def __init__(self, slice: CheckpointSlice, note: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ class _Noted:
 @contextmanager
 def progress(
     checkpoint: Checkpoint, taken: set[str]
-) -> Iterator[tuple[dict[str, _Noted], Callable[[], None]]]:
+) -> Iterator[tuple[dict[str, _NotedSlice], Callable[[], None]]]:
     """A progress bar in bytes in place of transformers' own in tensors.
 
     Args:
@@ -160,7 +160,7 @@ def progress(
         slices = checkpoint.slices()
         yield (
             {
-                name: _Noted(tensor_slice, _bind(note, name))
+                name: _NotedSlice(tensor_slice, _bind(note, name))
                 for name, tensor_slice in slices.items()
             },
             after_each,

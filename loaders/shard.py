@@ -28,9 +28,7 @@ from poros.loaders.header import (
     read_header,
     shown,
 )
-from poros.reads import read_into
-
-_MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
+from poros.reads import mapping_flags, read_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +166,10 @@ def _map(descriptor: int, header: Header) -> mmap.mmap:
     """Map a file privately: what is written to a page stays in this process.
 
     Writable all the same, because torch code may write to what it loaded, and a read-only page
-    would end the process. Nothing is reserved for that: a checkpoint may be larger than memory.
+    would end the process.
     """
     try:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            reserve = _MAP_NORESERVE if os.uname().sysname == "Linux" else 0
-            return mmap.mmap(descriptor, header.num_bytes, flags=mmap.MAP_PRIVATE | reserve)
-        return mmap.mmap(descriptor, header.num_bytes, access=mmap.ACCESS_COPY)
+        return mmap.mmap(descriptor, header.num_bytes, **mapping_flags(private=True))
     except ValueError as error:  # mmap compares the length with the file's
         raise defect(
             header.file,

@@ -20,7 +20,6 @@ import errno
 import logging
 import mmap
 import os
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,11 +34,11 @@ from poros.digests import AsPacked
 from poros.errors import HostMemoryError
 from poros.host.limits import explain_pin_budget
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
+from poros.reads import mapping_flags
 from poros.streams import Event, StreamContext, gb_per_s
 
 logger = logging.getLogger(__name__)
 
-_MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
 _LEFT_ON_MODEL = "_poros_store"
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -75,7 +74,9 @@ class Arena:
                 weakref.finalize(self, os.close, file)
                 os.ftruncate(file, max(num_bytes, 1))
             where = -1 if file is None else file
-            self.memory = mmap.mmap(where, max(num_bytes, 1), offset=offset, **_flags(private))
+            self.memory = mmap.mmap(
+                where, max(num_bytes, 1), offset=offset, **mapping_flags(private)
+            )
         except (OSError, OverflowError) as error:
             if getattr(error, "errno", None) == errno.EFBIG:  # a memory file is a file too
                 found = "the limit of this process on the size of a file; raise it (ulimit -f)"
@@ -399,13 +400,6 @@ def _find_places(tensors: Sequence[NamedTensor], slab: HostSlab) -> list[TensorS
         if left.offset + left.num_bytes > right.offset:
             return None
     return placed
-
-
-def _flags(private: bool) -> dict[str, int]:
-    if not private or not hasattr(mmap, "MAP_PRIVATE"):
-        return {"access": mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE}
-    # Nothing is reserved for pages that may be written: the file may be larger than memory.
-    return {"flags": mmap.MAP_PRIVATE | (_MAP_NORESERVE if sys.platform == "linux" else 0)}
 
 
 def _compare_rates(pinned: Sequence[HostSlab], pageable: HostSlab, device: torch.device) -> str:

@@ -18,8 +18,8 @@ from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.host import limits as memory
 from poros.host.store import HostSlab
-from poros.host.store import limits as memory
 from poros.layer.offload import Boundaries, Parked
 from poros.layer.streamed import runtime_of
 from poros.layout import BlockLayout

@@ -21,6 +21,7 @@ from poros.layer.offload import OffloadedInput
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 NUM_LAYERS = 6
+MEGABYTE = 2**20
 SPEC = TrainingSpec(num_steps=3, accumulation=2)
 BATCHES = tiny.make_batches(6, num_tokens=256, vocab_size=8192, padded=False)
 
@@ -99,14 +100,64 @@ def test_two_inputs_are_on_the_device_at_a_time(checkpoint: Path) -> None:
     assert found[0] - found[1] == pytest.approx((NUM_LAYERS - 2) * one, rel=0.05)
 
 
+LONG_SPEC = TrainingSpec(num_steps=6, accumulation=2)
+LONG_BATCHES = tiny.make_batches(12, num_tokens=256, vocab_size=8192, padded=False)
+
+
+def reserved_by(model: Any, others: int) -> int:
+    """What the allocator holds at most in a step of ``model``."""
+    torch.cuda.empty_cache()
+    batch = {key: tensor.to(DEVICE) for key, tensor in LONG_BATCHES[0].items()}
+    for _ in range(2):
+        model(**batch).loss.backward()
+    return torch.cuda.memory_reserved(DEVICE) - others
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_budget_is_kept_in_bytes_that_the_allocator_holds(checkpoint: Path, share: float) -> None:
+    expected = train(load(checkpoint), LONG_BATCHES, LONG_SPEC)
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_reserved(DEVICE)
+    model = load(checkpoint).train()
+    shape = {"batch_size": 2, "seq_len": 256, "accumulation": 2}
+    least = poros.plan(model, **shape).total_num_bytes
+    most = poros.plan(model, **shape, num_slots=6, keep_last=6).total_num_bytes
+    # Above the floor by what the allocator keeps between tensors.
+    budget = int(1.15 * least + share * 1.3 * (most - least))
+    poros.prepare(model, device=str(DEVICE), vram_budget=budget)
+    assert compare_trajectories(expected, train(model, LONG_BATCHES, LONG_SPEC)) == []
+    runtime = poros.runtime(model)
+    block = max(layout.num_bytes for layout in (slab.layout for slab in runtime.host.slabs))
+    found = reserved_by(model, others)
+    print(f"budget {budget}, held {found}, room {runtime.room}")
+    assert found <= budget
+    if share == 1.0:
+        assert (runtime.room.num_slots, runtime.room.keep_last) == (NUM_LAYERS, NUM_LAYERS)
+    elif runtime.room.num_slots < NUM_LAYERS:
+        assert found > budget - block - 2 * 20 * MEGABYTE
+    assert runtime.stats()["num_resizes"] <= 3
+
+
+def test_the_users_peak_statistics_are_left_alone(checkpoint: Path) -> None:
+    model = load(checkpoint).train()
+    torch.empty(3 * 2**30, dtype=torch.uint8, device=DEVICE)
+    before = torch.cuda.max_memory_allocated(DEVICE)
+    poros.prepare(model, device=str(DEVICE), vram_budget="2GiB")
+    train(model, LONG_BATCHES, LONG_SPEC)
+    assert poros.runtime(model).room.num_slots == NUM_LAYERS
+    assert torch.cuda.max_memory_allocated(DEVICE) == before > 3 * 2**30
+
+
 def test_without_a_budget_free_memory_is_used(checkpoint: Path) -> None:
-    expected = train(load(checkpoint), BATCHES, SPEC)
+    expected = train(load(checkpoint), LONG_BATCHES, LONG_SPEC)
     model = poros.prepare(load(checkpoint), device=str(DEVICE))
-    assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
-    plan = poros.runtime(model).plan
-    assert plan is not None and plan.keep_last == NUM_LAYERS
+    assert compare_trajectories(expected, train(model, LONG_BATCHES, LONG_SPEC)) == []
+    runtime = poros.runtime(model)
+    assert runtime.room.keep_last == NUM_LAYERS and runtime.plan is not None
     free, whole = torch.cuda.mem_get_info(DEVICE)
-    assert plan.vram_budget is not None and 0.8 * free < plan.vram_budget <= 0.9 * whole
+    budget = runtime.sizer.budget
+    assert budget is not None and 0.8 * free < budget <= 0.9 * whole
 
 
 def test_running_out_says_what_a_step_needs(checkpoint: Path) -> None:

@@ -25,7 +25,7 @@ class Layer(nn.Module):
 
 
 def tree_of(layer: Layer) -> LayerIndex:
-    return LayerIndex(layer, {id(layer.base.weight)}, lambda _: False)
+    return LayerIndex(layer, {id(layer.base.weight)})
 
 
 Places = list[tuple[int, str, int, int, torch.dtype, tuple[int, ...]]]

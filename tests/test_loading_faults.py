@@ -21,7 +21,7 @@ from poros.errors import CheckpointFormatError, UnsupportedModelError
 from poros.gates import tiny
 from poros.host.store import left_store
 from poros.loaders.load import load
-from poros.loaders.slab_writer import Intake
+from poros.loaders.slab_writer import SlabWriter
 
 
 def checkpoint(folder: Path, **damage: Any) -> Path:
@@ -62,10 +62,10 @@ def test_packed_bytes_are_taken_whatever_they_are_stored_as(
         assert mine.dtype == its.dtype and same_bits(mine.data, its.data), name
 
 
-def test_a_quantized_checkpoint_leaves_no_intake_on_the_model(tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_leaves_no_slab_writer_on_the_model(tmp_path: Path) -> None:
     model = load(packed_as(tmp_path, torch.uint8))
     gc.collect()
-    assert not [each for each in gc.get_objects() if isinstance(each, Intake)]
+    assert not [each for each in gc.get_objects() if isinstance(each, SlabWriter)]
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     row = {"input_ids": batches()[0]["input_ids"]}
     with torch.no_grad():

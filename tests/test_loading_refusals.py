@@ -14,7 +14,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError
 from poros.loaders.load import load
 from poros.loaders.quantize import Quantizer
-from poros.loaders.slab_writer import Intake
+from poros.loaders.slab_writer import SlabWriter
 from tests.loaded import (
     DOWN,
     EMBED,
@@ -115,22 +115,22 @@ def test_only_what_is_loaded_has_to_be_finite(is_persistent: bool) -> None:
 
     with torch.device("meta"):
         planned = make()
-    intake = Intake(
+    slab_writer = SlabWriter(
         Path("here"),
         lambda model: ("layers", list(model["layers"])),
         Quantizer(torch.device("cpu")),
         None,
         lambda tensor: False,
     )
-    intake.plan(planned, {})
+    slab_writer.plan(planned, {})
     model = make()
     if is_persistent:
         with pytest.raises(CheckpointFormatError, match=r"here: layers\.0\.mask: expected finite"):
-            intake.finish(model)
+            slab_writer.finish(model)
     else:
-        intake.finish(model)
+        slab_writer.finish(model)
         assert all(
-            intake.is_placed(name, each)
+            slab_writer.is_placed(name, each)
             for name, each in (*model.named_parameters(), *model.named_buffers())
         )
 

@@ -27,7 +27,7 @@ from poros.gates.reference import TrainingSpec
 from poros.host.disk import DiskStore
 from poros.host.store import left_store
 from poros.layout import slab_offsets
-from poros.loaders import slab_writer as intake_module
+from poros.loaders import slab_writer as slab_writer_module
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
 from poros.loaders.load import load
@@ -265,7 +265,7 @@ def test_too_little_host_memory_is_refused_before_anything_is_read(
     def fail(*_: Any) -> None:
         raise RuntimeError("read")
 
-    monkeypatch.setattr(intake_module, "require_host_memory", require)
+    monkeypatch.setattr(slab_writer_module, "require_host_memory", require)
     with monkeypatch.context() as patch:
         patch.setattr("poros.loaders.checkpoint.Checkpoint.fetch", fail)
         with pytest.raises(HostMemoryError, match="no"):

@@ -18,7 +18,7 @@ from poros.errors import ParityError, StoreWriteError
 from poros.gates import tiny
 from poros.layer.streamed import is_streamed
 from poros.loaders.quantize import Quantizer
-from poros.loaders.slab_writer import Intake
+from poros.loaders.slab_writer import SlabWriter
 from poros.streams import EagerStreams
 
 
@@ -116,7 +116,7 @@ def flip_when_packed(
 
     Or, ``on_the_way``, as it comes back from where it was quantized.
     """
-    find, bring, copy = Intake._target, Quantizer._bring_back, torch.Tensor.copy_
+    find, bring, copy = SlabWriter._target, Quantizer._bring_back, torch.Tensor.copy_
     places, sources, flips = list[torch.Tensor](), list[int](), list[int]()
 
     def is_there(tensor: torch.Tensor) -> bool:
@@ -142,7 +142,7 @@ def flip_when_packed(
             self.view(-1).view(torch.uint8)[1] ^= 0x30
         return result
 
-    monkeypatch.setattr(Intake, "_target", target)
+    monkeypatch.setattr(SlabWriter, "_target", target)
     monkeypatch.setattr(Quantizer, "_bring_back", bring_back)
     monkeypatch.setattr(torch.Tensor, "copy_", faulty)
     return flips

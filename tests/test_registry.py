@@ -45,7 +45,7 @@ NOT_HASHED = {
         "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing",
         "poros.planning": "advice cost_model formula meta_model planner speeds step_cost",
         "poros.self_check": "attention check evidence proof switches",
-        "poros.loaders": "agreed load options",
+        "poros.loaders": "resolved load options",
         "poros.examples": "demo demo_data demo_report",
         "poros.gates": "fuzz registry registry_table report trainer_parity "
         + " ".join(f"fuzz_{each}" for each in FUZZ_PARTS),

@@ -25,13 +25,13 @@ def test_the_twin_of_the_largest_linear_layer_is_measured(
     quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[Any, Any]] = []
-    twin = speeds._device_tensor
+    twin = speeds._twin
 
     def note(like: Any, device: torch.device) -> Any:
         made.append((like, twin(like, device)[0]))
         return twin(like, device)
 
-    monkeypatch.setattr(speeds, "_device_tensor", note)
+    monkeypatch.setattr(speeds, "_twin", note)
     found = planner(quantization)
     rates = found.measure(seq_len=32, device="cpu")
     assert rates.copy_gb_per_s > 0 and rates.tflop_per_s > 0

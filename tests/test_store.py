@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import same_bits
 
+from poros.digests import sha256
 from poros.errors import CheckpointFormatError, PorosError
 from poros.host.store import HostStore
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, view
 from poros.loaders.header import open_regular, read_header
-from poros.loaders.manifest import MANIFEST, REST, SLABS, sha256, write_manifest
+from poros.loaders.manifest import MANIFEST, REST, SLABS, write_manifest
 from poros.loaders.store import OpenStore, is_store, open_store
-from poros.loaders.writer import StoreWriter, write_store
+from poros.loaders.store_writer import StoreWriter, write_store
 
 ABOUT = {"source": "a1b2", "quantization": {"quant_type": "nf4"}, "num_threads": 1}
 FILES = {"config.json": b'{"model_type": "qwen2"}', "generation_config.json": b"{}"}
@@ -146,7 +147,7 @@ def rewrite(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
         document = json.loads((store / MANIFEST).read_text())
         change(document["store"])
         text = json.dumps(document["store"], sort_keys=True, separators=(",", ":"))
-        document["sha256"] = sha256([text.encode()])
+        document["sha256"] = sha256(text.encode())
         (store / MANIFEST).write_text(json.dumps(document))
 
     return apply

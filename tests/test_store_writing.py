@@ -30,7 +30,7 @@ from poros.errors import CheckpointFormatError, StoreWriteError
 from poros.loaders import partial as partial_module
 from poros.loaders.partial import _TEXT, MARK, remove_stale
 from poros.loaders.store import open_store
-from poros.loaders.writer import StoreWriter, write_store
+from poros.loaders.store_writer import StoreWriter, write_store
 
 
 def test_nothing_is_left_of_a_writer_that_fails(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Reads large runs of a file into memory and checks them: hashed while the rest is read.
 
-Nobody waits for a hash before all has been read; ``Filling.check`` does. So the hashes are computed
-beside the reading and beside whatever is done until then.
+Nobody waits for a hash before all has been read; ``CheckedReader.check`` does. So the hashes are
+computed beside the reading and beside whatever is done until then.
 """
 
 import mmap
@@ -16,9 +16,8 @@ import torch
 from poros.digests import cut, hash_piece, join, num_threads
 from poros.errors import HostMemoryError, quoted
 from poros.loaders.header import defect
+from poros.loaders.manifest import REMEDY
 from poros.reads import read_into
-
-REMEDY = "write the store again"
 
 _LARGE_NUM_BYTES = 4 * 2**20
 
@@ -37,7 +36,7 @@ class Run:
     """What they are, for messages."""
 
 
-class Filling:
+class CheckedReader:
     """Reads with several threads. A context manager; leaving it ends the threads."""
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class Filling:
                 offset += sum(map(len, piece))
             submitted.append((run, pieces))
         for run, pieces in submitted:
-            self._pending.append((file, run, [each.result() for each in pieces]))
+            self._pending.append((file, run, [future.result() for future in pieces]))
 
     def check(self) -> None:
         """Wait for the hashes of all that was read.
@@ -77,12 +76,12 @@ class Filling:
         """
         while self._pending:
             file, run, hashes = self._pending.pop(0)
-            require_digest(file, run.digest, join(each.result() for each in hashes), run.name)
+            require_digest(file, run.digest, join(future.result() for future in hashes), run.name)
 
     def close(self) -> None:
         """End the threads. Idempotent."""
-        for each in (self._readers, self._hashers):
-            each.shutdown(cancel_futures=True)
+        for pool in (self._readers, self._hashers):
+            pool.shutdown(cancel_futures=True)
         self._pending.clear()
 
 

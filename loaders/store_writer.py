@@ -12,15 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from poros.digests import as_bytes, digest_of, num_threads
+from poros.digests import as_bytes, digest_of, num_threads, sha256
 from poros.errors import CheckpointFormatError, StoreWriteError, quoted
 from poros.host.store import Arena, HostStore
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
+from poros.layout import BlockLayout
 from poros.loaders.header import shown
 from poros.loaders.manifest import (
     MANIFEST,
@@ -29,12 +28,13 @@ from poros.loaders.manifest import (
     Manifest,
     data_num_bytes,
     describe_rest,
+    padding,
     read_manifest,
     rest_header,
-    sha256,
     slabs_header,
     write_manifest,
 )
+from poros.loaders.options import device_name
 from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
 
 logger = logging.getLogger(__name__)
@@ -117,15 +117,15 @@ class StoreWriter:
                 for name, text in files.items():
                     (self._partial / name).parent.mkdir(exist_ok=True)
                     _write(self._partial / name, [text])
-                rest = {name: each.detach().contiguous() for name, each in rest.items()}
+                rest = {name: tensor.detach().contiguous() for name, tensor in rest.items()}
                 pieces = [memoryview(rest_header(rest)), *map(as_bytes, rest.values())]
                 _write(self._partial / REST, pieces)
                 with ThreadPoolExecutor(max_workers=num_threads()) as pool:
                     digests = []
                     for slab in self.host.slabs:
-                        parts = {each.name: slab.tensor(each) for each in slab.layout.tensors}
+                        parts = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
                         self._require_as_packed(parts, pool)
-                        slab_pieces = [as_bytes(slab.bytes), _padding(slab.layout)]
+                        slab_pieces = [as_bytes(slab.bytes), padding(slab.layout)]
                         digests.append(digest_of(slab_pieces, pool))
                     self._require_as_packed(rest, pool)
                     rest_digest = digest_of(pieces, pool)
@@ -134,7 +134,7 @@ class StoreWriter:
                     digests,
                     describe_rest(rest),
                     rest_digest,
-                    {name: sha256([text]) for name, text in files.items()},
+                    {name: sha256(text) for name, text in files.items()},
                     about,
                 )
                 os.fsync(self._file)
@@ -163,12 +163,7 @@ class StoreWriter:
     def __enter__(self) -> "StoreWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_as_packed(
@@ -229,14 +224,33 @@ def write_store(
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a store that is in memory: ``host`` has one slab per layer. See ``StoreWriter``."""
-    with StoreWriter(directory, [each.layout for each in host.slabs]) as writer:
+    with StoreWriter(directory, [slab.layout for slab in host.slabs]) as writer:
         for index, slab in enumerate(host.slabs):
             writer.write(index, slab.bytes)
         return writer.commit(rest, about, files)
 
 
-def _padding(layout: BlockLayout) -> memoryview:
-    return memoryview(bytes(align(layout.num_bytes, PAGE_NUM_BYTES) - layout.num_bytes))
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What made a store, as JSON values: its bytes may depend on each of these.
+
+    Args:
+        device: On which weights were quantized.
+    """
+    import bitsandbytes
+    import transformers
+
+    from poros import __version__
+
+    return {
+        "versions": {
+            "poros": __version__,
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+            "bitsandbytes": bitsandbytes.__version__,
+        },
+        "device": device_name(device),
+        "num_threads": torch.get_num_threads(),
+    }
 
 
 @contextmanager

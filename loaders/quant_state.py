@@ -44,7 +44,7 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
             f"{quoted(found)}; fetch the checkpoint again, or load the one that it was made from"
         )
 
-    keys = [each for each in parts if _PACKED in each]
+    keys = [part for part in parts if _PACKED in part]
     if len(keys) != 1:
         raise refuse("one quantization state of the 4-bit weight", sorted(parts))
     (key,) = keys
@@ -55,7 +55,7 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
             f"{text.dtype} {tuple(text.shape)}",
         )
     state = parse_json(bytes(text.tolist()), path / f"{name}.{key}")
-    is_nested = "nested_absmax" in {each.rpartition(".")[2] for each in parts}
+    is_nested = "nested_absmax" in {part.rpartition(".")[2] for part in parts}
     expected = _TENSORS | (_NESTED_TENSORS if is_nested else set())
     if parts.keys() - {key} != expected:
         raise refuse(f"the tensors {', '.join(sorted(expected))}", sorted(parts))
@@ -68,21 +68,21 @@ def require_state(path: Path, name: str, parts: Mapping[str, Any], quant_type: s
     if state["dtype"] not in tuple(DTYPES):
         raise refuse(f"a dtype among {', '.join(DTYPES)}", state["dtype"])
     shape = state["shape"]
-    if not isinstance(shape, list) or not all(type(each) is int and each > 0 for each in shape):
+    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
         raise refuse("a shape of positive whole numbers", shape)
     if not is_nested:
         return
     if state["nested_blocksize"] != NESTED_BLOCKSIZE or state["nested_dtype"] != "float32":
         raise refuse(
             f"blocks of {NESTED_BLOCKSIZE} scales in float32",
-            {each: state[each] for each in ("nested_blocksize", "nested_dtype")},
+            {field: state[field] for field in ("nested_blocksize", "nested_dtype")},
         )
     offset = state["nested_offset"]
     if not isinstance(offset, int | float) or not isfinite(offset):
         raise refuse("a finite nested_offset", offset)
 
 
-def require_codes(where: str, state: Any, found: Parts, form: Parts) -> None:
+def require_codes(where: str, state: Any, parts: Parts, form: Parts) -> None:
     """Check code books, offset and dtypes of a state that is about to be used.
 
     Args:
@@ -94,7 +94,7 @@ def require_codes(where: str, state: Any, found: Parts, form: Parts) -> None:
     Raises:
         CheckpointFormatError: If a kernel would read what is not there, or not finite.
     """
-    for part, tensor in sorted(found.items()):
+    for part, tensor in sorted(parts.items()):
         num_entries = None if part in MOVING else form[part].numel()
         dtype = form[part].dtype
         if tensor.dtype != dtype or num_entries not in (None, tensor.numel()):

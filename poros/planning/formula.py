@@ -273,10 +273,10 @@ class _Formula:
 
     def plan(self, slots: int, keep_last: int, offload: bool) -> MemoryPlan:
         """For layers to keep as in ``StreamingPolicy``: rounded down to whole blocks, or all."""
-        first_kept, num_pinned, ring_slots = divide(
+        first_kept, num_resident, ring_slots = divide(
             self.num_layers, self.block_size, slots, keep_last
         )
-        keep_last = min(self.block_size * num_pinned, self.num_layers)
+        keep_last = min(self.block_size * num_resident, self.num_layers)
         num_recomputed = min(first_kept * self.block_size, self.num_layers)
         kept = self.num_layers - num_recomputed
         ring, resident = self.blocks[:first_kept], self.blocks[first_kept:]
@@ -301,7 +301,7 @@ class _Formula:
         boundaries = num_recomputed * self.cost.boundary if offload else 0
         return MemoryPlan(
             terms=terms,
-            num_slots=ring_slots + num_pinned,
+            num_slots=ring_slots + num_resident,
             keep_last=keep_last,
             offload_boundaries=offload,
             num_blocks=len(self.blocks),

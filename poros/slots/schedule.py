@@ -43,7 +43,7 @@ class Division(NamedTuple):
 
     num_streamed: int
     """Blocks that pass through slots: the first ones."""
-    num_pinned: int
+    num_resident: int
     """Blocks that stay: the last ones, whose layers keep their graph."""
     ring_slots: int
     """Slots for those that stream."""
@@ -59,12 +59,12 @@ def divide(num_layers: int, block_size: int, num_slots: int, keep_last: int) -> 
         keep_last: Layers to keep: rounded down to whole blocks, or all.
     """
     num_blocks = -(-num_layers // block_size)
-    num_pinned = min(keep_last // block_size, num_blocks)
+    num_resident = min(keep_last // block_size, num_blocks)
     if keep_last >= num_layers:
-        num_pinned = num_blocks
-    num_streamed = num_blocks - num_pinned
-    ring_slots = min(max(MIN_SLOTS, num_slots - num_pinned), num_streamed)
-    return Division(num_streamed, num_pinned, ring_slots)
+        num_resident = num_blocks
+    num_streamed = num_blocks - num_resident
+    ring_slots = min(max(MIN_SLOTS, num_slots - num_resident), num_streamed)
+    return Division(num_streamed, num_resident, ring_slots)
 
 
 def predict(block: int, phase: Phase, num_blocks: int) -> Iterator[int]:

@@ -22,6 +22,8 @@ from poros.layer.adapters import is_adapter_module
 from poros.layer.attributes import Attributes
 from poros.layer.handover import sealed
 
+_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
 
 class Adapter(NamedTuple):
     """One place of a trainable parameter in a layer, and the leaf that stands in for it there.
@@ -57,17 +59,9 @@ class LayerIndex:
         ]
         self.note_names()
         self.note_tensors()
-        self._hooks = [
-            hooks
-            for module in self._inner
-            for hooks in (
-                module._forward_pre_hooks,
-                module._forward_hooks,
-                module._backward_pre_hooks,
-                module._backward_hooks,
-            )
-        ]
-        self._hooks += _hooks_of_all_modules()
+        self._hooks = [getattr(module, f"_{kind}") for module in self._inner for kind in _HOOKS]
+        # Those that run at every module: PyTorch counts them with those of modules.
+        self._hooks += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
         self._dicts = [module.__dict__ for module in self._inner]
         # Most owners hold nothing but frozen weights; no adapter ever appears in those.
         self._owners = [
@@ -180,17 +174,6 @@ def shares_memory(parameter: nn.Parameter, stand_in: torch.Tensor) -> bool:
         and stand_in.dtype == parameter.dtype
         and stand_in.shape == parameter.shape
     )
-
-
-def _hooks_of_all_modules() -> list[dict[int, Any]]:
-    """Hooks that run at every module: PyTorch counts them with those of modules."""
-    module = nn.modules.module
-    return [
-        module._global_forward_pre_hooks,
-        module._global_forward_hooks,
-        module._global_backward_pre_hooks,
-        module._global_backward_hooks,
-    ]
 
 
 def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str]]:

@@ -241,11 +241,10 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
 
 
 def _has_generator(module: nn.Module) -> bool:
-    held = [value for value in vars(module).values() if isinstance(value, dict | torch.Generator)]
     return any(
-        isinstance(item, torch.Generator)
-        for value in held
-        for item in (value.values() if isinstance(value, dict) else (value,))
+        isinstance(value, torch.Generator)
+        for held in vars(module).values()
+        for value in (held.values() if isinstance(held, dict) else (held,))
     )
 
 

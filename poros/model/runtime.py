@@ -44,7 +44,7 @@ class Runtime:
         model: The model, checked by ``poros.model.inspect.take_inventory``; held weakly.
         inventory: What it found.
         policy: How to stream.
-        streams: The device's streams, or a stand-in.
+        streams: Of the device.
         estimate: Of a step of this model, for its budget.
         journal: See ``BlockManager``.
 

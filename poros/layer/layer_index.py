@@ -123,16 +123,16 @@ class LayerIndex:
         if self._adapters is None or not self._are_current(self._adapters):
             entries = [(owner, *item) for owner in self._owners for item in owner.items()]
             # Whether a frozen tensor is still frozen is looked at by poros.layer.frozen.
-            places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+            parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = [
                 (owner, key, value)
                 for owner, key, value in entries
                 if value is not None and id(value) not in self._frozen
             ]
             self._entries = list(zip(*entries, strict=True)) or [(), (), ()]
-            self._idle = [parameter for _, _, parameter in places if not parameter.requires_grad]
+            self._idle = [value for *_, value in parameters if not value.requires_grad]
             self._adapters = [
                 Adapter(owner, key, parameter, self._stand_in(parameter))
-                for owner, key, parameter in places
+                for owner, key, parameter in parameters
                 if parameter.requires_grad
             ]
         return self._adapters

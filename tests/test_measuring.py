@@ -314,13 +314,13 @@ def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
     loop = Loop(model, memory)
     loop.run(16, 16, 16)
     sizer: Any = poros.runtime(model).sizer
-    assert isinstance(sizer, MeasuredSizer) and sizer._known
+    assert isinstance(sizer, MeasuredSizer) and sizer._measured
     first = next(iter(layers_of(model).parameters()))
     trained = next(p for p in layers_of(model)[0].parameters() if p.requires_grad)
     assert first is not trained
     trained.requires_grad_(False)
     loop.run(16)
-    assert not sizer._known
+    assert not sizer._measured
 
 
 LAYOUTS = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(

@@ -59,7 +59,7 @@ class SideOutputs:
     @property
     def names(self) -> Collection[str]:
         """The keyword arguments that are shared mappings."""
-        return self._types.keys()
+        return self._types
 
     def entries(self) -> list[Any]:
         """What the mappings hold now."""

@@ -200,20 +200,23 @@ class Budget:
             from poros.planning.planner import Planner
 
             self._planner = Planner(model)
+        from poros.planning.request import PlanRequest
+
         slots, keep_last, offload_boundaries = room
+        request = PlanRequest(
+            **shape._asdict(),
+            # With its unit: what was measured means bytes, however few they are.
+            vram_budget=f"{self._num_bytes}B",
+            self_check=is_checking,
+            block_size=self._policy.block_size,
+            num_slots=None if slots is None else max(slots, MIN_SLOTS),
+            keep_last=keep_last,
+            offload_boundaries=offload_boundaries,
+            # Gradients may be there already: how many passes make a step is not known here.
+            accumulation=2,
+        )
         try:
-            return self._planner.plan(
-                **shape._asdict(),
-                # With its unit: what was measured means bytes, however few they are.
-                vram_budget=f"{self._num_bytes}B",
-                self_check=is_checking,
-                block_size=self._policy.block_size,
-                num_slots=None if slots is None else max(slots, MIN_SLOTS),
-                keep_last=keep_last,
-                offload_boundaries=offload_boundaries,
-                # Gradients may be there already: how many passes make a step is not known here.
-                accumulation=2,
-            )
+            return self._planner.plan(request)
         except VRAMBudgetError as error:
             # In words by which trainers that look for a batch size know it.
             raise VRAMBudgetError(

@@ -23,7 +23,7 @@ from poros.host.store import limits as memory
 from poros.layer.offload import Boundaries, Parked
 from poros.layer.streamed import runtime_of
 from poros.layout import BlockLayout
-from poros.planning.step_cost import LiveBytes
+from poros.planning.cost_model import LiveBytes
 from poros.slots.schedule import Phase
 
 MUTATIONS = mutants.stream_context_mutations(["poros.layer.offload"])

@@ -147,10 +147,10 @@ class Recipe:
 def _refuse_uncounted(kinds: Mapping[str, Found]) -> None:
     others = [str(found) for kind, found in kinds.items() if kind not in COUNTED_KINDS]
     if others:
+        known = ", ".join(sorted(COUNTED_KINDS))
         raise UnsupportedModelError(
-            f"expected adapters whose memory a plan counts ({', '.join(sorted(COUNTED_KINDS))}), found "
-            f"{', '.join(others)}; such a model trains with slots= (and keep_last=) in the place "
-            "of vram_budget="
+            f"expected adapters whose memory a plan counts ({known}), found {', '.join(others)}; "
+            "such a model trains with slots= (and keep_last=) in the place of vram_budget="
         )
 
 

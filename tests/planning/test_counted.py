@@ -28,6 +28,8 @@ from tests.planning.cells import (
 
 TOLERANCE = 0.03
 RISE_TOLERANCE = 0.05
+SCRATCH = 2**15
+"""Bytes that a CPU's kernels allocate inside, which is more than that where a step is small."""
 DEEP = {"num_layers": 12, "seq_len": 256, "rank": 2}
 CASES: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -94,7 +96,7 @@ def test_planned_is_allocated(case: str, tmp_path: Path) -> None:
     assert found == pytest.approx(expected.total_num_bytes, rel=TOLERANCE)
     # What comes and goes in a step, by itself: the larger part does not hide it.
     rise = sum(expected.terms[name] for name in RISING)
-    assert allocated.peak == pytest.approx(rise, rel=RISE_TOLERANCE)
+    assert allocated.peak == pytest.approx(rise, rel=RISE_TOLERANCE, abs=SCRATCH)
     stats = poros.runtime(model).stats()
     assert stats["host_num_bytes"] + stats["offloaded_num_bytes"] == expected.host_num_bytes
 

@@ -80,7 +80,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: At this moment.
-        peak: At most, since the beginning or ``mark``.
+        peak: At most so far; may be set back to ``now``.
     """
 
     def __init__(self) -> None:
@@ -90,9 +90,8 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def know(self, *tensors: torch.Tensor) -> None:
-        """Leave storages that are there already out of account."""
-        for tensor in tensors:
-            self._note(tensor, 0)
+        """Leave storages that are there already, and stay, out of account."""
+        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

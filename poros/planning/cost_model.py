@@ -31,17 +31,7 @@ from poros.planning.request import PlanRequest
 
 
 class CostModel:
-    """A model on the meta device, and what has been found out about it: costs once per shape.
-
-    Args:
-        recipe: What it is made from.
-
-    Attributes:
-        recipe: See above.
-        model: On the meta device.
-        layers: Its decoder layers.
-        shapes: Its sizes.
-    """
+    """A model on the meta device, its decoder layers and sizes, and its costs, once per shape."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -51,17 +41,15 @@ class CostModel:
         self._costs: dict[tuple[int, int], StepCost] = {}
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
-        """Plan a step.
-
-        Raises:
-            PolicyError: If its optimizer is not known.
-            UnsupportedModelError: If the model cannot be run on the meta device.
-            VRAMBudgetError: If the budget is below the floor.
-        """
+        """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
         return plan_for(self.shapes, self.cost(request.batch_size, request.seq_len), request)
 
     def cost(self, batch_size: int, seq_len: int) -> StepCost:
-        """Of one micro-batch."""
+        """What one micro-batch costs.
+
+        Raises:
+            UnsupportedModelError: If the model cannot be run on the meta device.
+        """
         shape = batch_size, seq_len
         if shape not in self._costs:
             try:
@@ -85,8 +73,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0
-        self.peak = 0
+        self.now = self.peak = 0
         self._known: set[int] = set()
 
     def know(self, *tensors: torch.Tensor) -> None:
@@ -100,24 +87,20 @@ class LiveBytes(TorchDispatchMode):
             # Tokens per expert, counted by older transformers; the meta device has no such kernel.
             num_bins = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
             result = args[0].new_empty((num_bins,))
-            self._note(result, result.untyped_storage().nbytes())
-            return result
-        hidden = _dequantized_inside(func, args)
-        self.peak = max(self.peak, self.now + hidden)
-        result = func(*args, **(kwargs or {}))
+        else:
+            self.peak = max(self.peak, self.now + _dequantized_inside(func, args))
+            result = func(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
-            self._note(tensor, tensor.untyped_storage().nbytes())
+            self._note(tensor.untyped_storage())
         return result
 
-    def _note(self, tensor: torch.Tensor, num_bytes: int) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key, num_bytes)
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += num_bytes
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, num_bytes)
 
     def _forget(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)

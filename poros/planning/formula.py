@@ -38,6 +38,8 @@ from poros.layout import BlockLayout, slot_sizes
 from poros.planning.request import PlanRequest, Speeds
 from poros.slots.schedule import divide
 
+_COMING_AND_GOING = ("gradients", "boundaries", "kept graphs", "workspace")
+"""Terms of which only the moment with the largest sum counts."""
 _MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256
 """bitsandbytes keeps smaller states in float32, and one float32 scale per block of others."""
 
@@ -246,20 +248,20 @@ class _Formula:
         found = divide(self.num_layers, request.block_size, num_slots, keep_last)
         ring, pinned = self.blocks[: found.num_streamed], self.blocks[found.num_streamed :]
         first_kept = found.num_recomputed
-        peak = max(self._later_step(first_kept, offload), key=lambda phase: sum(phase.values()))
+        peak = max(self._later_step(first_kept, offload), key=sum)
         terms = {
             "slots": sum(slot_sizes(ring, found.ring_slots)) if ring else 0,
             "kept blocks": sum(block.num_bytes for block in pinned),
             "adapters": shapes.adapters,
             "optimizer": self.optimizer.state,
-            **peak,
+            **dict(zip(_COMING_AND_GOING, peak, strict=True)),
             "embedding": shapes.embedding,
             "head": shapes.head,
             "other": shapes.other,
             "inputs": self.cost.inputs + self.cost.shared,
         }
         if request.self_check:
-            later = self.optimizer.state + sum(peak.values())
+            later = self.optimizer.state + sum(peak)
             terms["self-check"] = max(0, *self._first_step(first_kept, offload), later) - later
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
@@ -287,34 +289,24 @@ class _Formula:
         """Bytes of so many layers' inputs, as far as they are on the device."""
         return (min(num_inputs, 2) if offload else num_inputs) * self.cost.boundary
 
-    def _later_step(self, first_kept: int, offload: bool) -> Iterator[dict[str, int]]:
-        """What comes and goes within a step, phase by phase."""
+    def _later_step(self, first_kept: int, offload: bool) -> Iterator[tuple[int, int, int, int]]:
+        """What comes and goes within a step, at each moment that may be the largest."""
         adapters, cost = self.shapes.adapters, self.cost
         sizes = (layer.saved + layer.kept_input for layer in cost.layers[first_kept:])
         graphs = list(accumulate(sizes, initial=0))
         # Gradients are there from the first micro-batch on, layer by layer from the last.
         before = adapters if self.request.accumulation > 1 else 0
-
-        def phase(gradients: int, boundaries: int, graphs: int, workspace: int) -> dict[str, int]:
-            return {
-                "gradients": gradients,
-                "boundaries": boundaries,
-                "kept graphs": graphs,
-                "workspace": workspace,
-            }
-
-        everything = self._boundaries(first_kept, offload)
-        yield phase(before, everything, graphs[-1], cost.loss_peak)
-        yield phase(adapters, 0, 0, self.optimizer.temporaries)
+        yield before, self._boundaries(first_kept, offload), graphs[-1], cost.loss_peak
+        yield adapters, 0, 0, self.optimizer.temporaries
         for index, layer in enumerate(cost.layers):
             gradients = before or self.gradients_above[index]
             boundaries = self._boundaries(min(index + 1, first_kept), offload)
             if index < first_kept:
-                yield phase(gradients, boundaries, 0, layer.peak)
+                yield gradients, boundaries, 0, layer.peak
             else:
                 # Its output went with the graph of the layer behind it.
                 workspace = layer.peak - layer.saved - cost.boundary
-                yield phase(gradients, boundaries, graphs[index - first_kept + 1], workspace)
+                yield gradients, boundaries, graphs[index - first_kept + 1], workspace
 
     def _first_step(self, first_kept: int, offload: bool) -> Iterator[int]:
         """Bytes of the same while a layer is checked, without the optimizer's."""
@@ -341,12 +333,10 @@ class _Formula:
         # Frozen weights need no gradient: backward is one product per weight, as forward is. Of
         # attention it is five products, and the forward two.
         backward = [products + 2.5 * layer.attention_flop for layer in self.cost.layers]
-        recomputed = forward[:first_kept]
+        recomputed = sum(forward[:first_kept])
         per_flop = 1e-9 / speeds.tflop_per_s
-        compute = (
-            per_flop * (sum(forward) + head),
-            per_flop * (sum(backward) + sum(recomputed) + head),
-        )
+        flop = (sum(forward) + head, sum(backward) + recomputed + head)
+        compute = (per_flop * number for number in flop)
         wires = (size / speeds.copy_gb_per_s / 1e6 for size in (forward_wire, backward_wire))
         return sum(map(max, wires, compute))
 

@@ -298,13 +298,15 @@ def render(plan: MemoryPlan) -> Any:
     table = Table(title="memory of a training step", show_header=True)
     table.add_column("term")
     table.add_column("GB", justify="right")
-    for name, size in plan.terms.items():
-        table.add_row(name, f"{size / 1e9:.3f}")
-    table.add_section()
-    table.add_row("total on the device", f"{plan.total_num_bytes / 1e9:.3f}")
-    table.add_row("host memory", f"{plan.host_num_bytes / 1e9:.3f}")
-    table.add_row("moved per micro-batch", f"{plan.bytes_per_step / 1e9:.3f}")
-    table.add_section()
+    sums = {
+        "total on the device": plan.total_num_bytes,
+        "host memory": plan.host_num_bytes,
+        "moved per micro-batch": plan.bytes_per_step,
+    }
+    for sizes in (plan.terms, sums):
+        for name, size in sizes.items():
+            table.add_row(name, f"{size / 1e9:.3f}")
+        table.add_section()
     table.add_row("slots", f"{plan.num_slots} of {plan.num_blocks} blocks")
     table.add_row("layers kept", str(plan.keep_last))
     table.add_row("boundaries", "in host memory" if plan.offload_boundaries else "on the device")

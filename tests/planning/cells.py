@@ -191,28 +191,26 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 class Steps:
-    """Training steps of a prepared model on a CPU."""
+    """Training steps of a cell's model, prepared or not."""
 
-    def __init__(self, model: Any, cell: dict[str, Any]) -> None:
-        self.model = model
+    def __init__(self, model: Any, cell: dict[str, Any], device: str = "cpu") -> None:
+        self._model = model
         self._accumulation = cell["accumulation"]
-        ids = torch.randint(0, cell["vocab_size"], (cell["batch_size"], cell["seq_len"]))
+        shape = (cell["batch_size"], cell["seq_len"])
+        ids = torch.randint(0, cell["vocab_size"], shape, device=device)
         self._batch = {"input_ids": ids, "labels": ids.clone()}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = optimizer_of(cell["optimizer"], trained)
 
     def train(self) -> None:
         for _ in range(self._accumulation):
-            self.model(**self._batch, use_cache=False).loss.backward()
+            self._model(**self._batch, use_cache=False).loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def there(self) -> list[torch.Tensor]:
-        """On the device between steps: what does not stream, and the batch."""
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        here = [each for name, each in named if ".layers." not in name or each.requires_grad]
-        return [*self._batch.values(), *here, *state_of(self._optimizer)]
-
     def held(self) -> int:
-        """Bytes on the device between steps."""
-        return num_bytes(self.there()) + int(poros.runtime(self.model).stats()["device_num_bytes"])
+        """Bytes on the device between steps: what does not stream, the batch, and the runtime's."""
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        here = [each for name, each in named if ".layers." not in name or each.requires_grad]
+        found = num_bytes([*self._batch.values(), *here, *state_of(self._optimizer)])
+        return found + int(poros.runtime(self._model).stats()["device_num_bytes"])

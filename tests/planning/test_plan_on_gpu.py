@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import poros
-from tests.planning.cells import USUAL, config_of, make, optimizer_of, planned, prepare
+from tests.planning.cells import USUAL, Steps, config_of, make, planned, prepare
 
 pytestmark = pytest.mark.gpu
 
@@ -66,19 +66,12 @@ def peaks_of(model: Any, cell: dict[str, Any]) -> tuple[int, int]:
 
     Of what was asked for, without what the allocator adds because the rest is small.
     """
-    shape = (cell["batch_size"], cell["seq_len"])
-    ids = torch.randint(0, cell["vocab_size"], shape, device="cuda")
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = optimizer_of(cell["optimizer"], trained)
+    steps = Steps(model, cell, device="cuda")
     found = []
     for _ in range(2):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(cell["accumulation"]):
-            model(**batch, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        steps.train()
         torch.cuda.synchronize()
         found.append(int(torch.cuda.memory_stats()["requested_bytes.all.peak"]))
     return found[0], found[1]

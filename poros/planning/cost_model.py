@@ -77,8 +77,9 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def know(self, *tensors: torch.Tensor) -> None:
-        """Leave storages that are there already, and stay, out of account."""
-        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
+        """Leave storages that are there already out of account."""
+        for tensor in tensors:
+            self._note(tensor.untyped_storage(), 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -91,11 +92,13 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self.now + _dequantized_inside(func, args))
             result = func(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
-            self._note(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            self._note(storage, storage.nbytes())
         return result
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
+    def _note(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        key = storage._cdata
+        # Forgotten as it goes: the next storage may lie at its address.
         if key not in self._known:
             self._known.add(key)
             self.now += num_bytes

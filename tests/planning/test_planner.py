@@ -10,7 +10,7 @@ import torch
 from peft import get_peft_model
 
 import poros
-from benchmarks.models import config_of
+from benchmarks.models import config_of, random_nf4, with_lora
 from poros.errors import VRAMBudgetError
 from poros.gates import tiny
 from poros.planning import cost_model
@@ -97,6 +97,13 @@ def test_a_planner_does_not_keep_its_model_alive() -> None:
     gc.collect()
     assert gone() is None
     assert planner.plan(SHORT) == expected
+
+
+def test_a_plan_is_the_same_each_time() -> None:
+    """Though storages come to lie where others have been."""
+    model = with_lora(random_nf4(config_of("tiny")))
+    first, *others = (plan(model, seq_len=16) for _ in range(6))
+    assert others == [first] * 5
 
 
 @pytest.mark.parametrize("is_there", [False, True])

@@ -102,7 +102,8 @@ def test_a_planner_does_not_keep_its_model_alive() -> None:
 def test_a_plan_is_the_same_each_time() -> None:
     """Though storages come to lie where others have been."""
     model = with_lora(random_nf4(config_of("tiny")))
-    first, *others = (plan(model, seq_len=16) for _ in range(6))
+    options: dict[str, Any] = {"num_slots": 4, "keep_last": 4, "accumulation": 2}
+    first, *others = (plan(model, seq_len=16, **options) for _ in range(6))
     assert others == [first] * 5
 
 

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 import poros
 from poros.errors import CheckpointFormatError, ParityError
 from poros.gates import tiny
+from poros.host import disk, mapped
 from poros.host.disk import DiskStore
-from poros.host.store import disk, left_store, mapped
+from poros.host.store import left_store
 from poros.layout import PAGE_NUM_BYTES, slab_offsets
 from poros.loaders.load import load
 from poros.loaders.manifest import SLABS

@@ -25,8 +25,9 @@ import poros
 from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
+from poros.host import disk
 from poros.host.disk import NUM_STAGING, DiskStore
-from poros.host.store import HostStore, disk, leave_store, left_store
+from poros.host.store import HostStore, leave_store, left_store
 from poros.layout import PAGE_NUM_BYTES
 from poros.loaders.store import open_store
 from poros.loaders.writer import write_store

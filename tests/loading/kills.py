@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.loaded import described, quantization, standard
 
 import poros
 from poros.errors import PorosError
@@ -34,7 +35,6 @@ from poros.gates import tiny
 from poros.layout import slab_offsets
 from poros.loaders.load import load
 from poros.loaders.store import is_store, open_store
-from tests.loaded import described, quantization, standard
 
 KILLED, DONE, REFUSED, BROKEN = -signal.SIGKILL, 0, 3, 1
 

@@ -125,10 +125,10 @@ def _watch(
 def make_bases(folder: Path) -> None:
     """The sound ones, below ``folder``."""
     import torch
+    from tests.loaded import quantization, standard
 
     from poros.gates import tiny
     from poros.loaders.load import load
-    from tests.loaded import quantization, standard
 
     for name, architecture in (("dense", "qwen2"), ("moe", "qwen3_moe")):
         config = tiny.small_config(architecture, num_layers=2, hidden_size=32)

@@ -46,12 +46,16 @@ class Kinds:
         self._folder = folder
         self._made: dict[str, Any] = {}
 
-    def _once(self, key: str, make: Callable[[Path], object]) -> Path:
+    def kept(self, key: str, make: Callable[[], Any]) -> Any:
+        """Anything that is expensive to make, and that nobody changes."""
         if key not in self._made:
-            path = self._folder / f"{len(self._made)}"
-            make(path)
-            self._made[key] = path
-        return Path(self._made[key])
+            self._made[key] = make()
+        return self._made[key]
+
+    def _once(self, key: str, make: Callable[[Path], object]) -> Path:
+        path = self._folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+        self.kept(key, lambda: make(path))
+        return path
 
     def dense(
         self,
@@ -115,9 +119,7 @@ class Kinds:
     ) -> Described:
         """What ``from_pretrained`` makes of one of them."""
         key = f"expected {path} {config and config.to_dict()} {dtype}"
-        if key not in self._made:
-            self._made[key] = described(standard(path, config, dtype))
-        return dict(self._made[key])
+        return dict(self.kept(key, lambda: described(standard(path, config, dtype))))
 
 
 def standard(

@@ -1,7 +1,6 @@
 """The file behind the disk tier is written to or cut off: refused, and adapters survive."""
 
 import copy
-import gc
 import os
 import pickle
 import shutil
@@ -20,46 +19,34 @@ from poros.errors import CheckpointFormatError, ParityError
 from poros.gates import tiny
 from poros.host import disk, mapped
 from poros.host.disk import DiskStore
+from poros.host.limits import Room
 from poros.host.store import left_store
 from poros.layout import PAGE_NUM_BYTES, slab_offsets
 from poros.loaders.load import load
 from poros.loaders.manifest import SLABS
 from poros.loaders.store import open_store
-from tests.checkpoints import run_python
-from tests.loaded import differences
+from poros.model import saving
+from tests.loading.checkpoints import run_python
+from tests.loading.loaded import Kinds, budget_for, differences
 
 BATCH = tiny.make_batches(1)[0]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    config = tiny.small_config("qwen2", num_layers=4, hidden_size=64)
-    tiny.write_checkpoint(config, path, dtype=torch.bfloat16)
-    load(path, store=path / "store")
-    gc.collect()
-    return path / "store"
-
-
 @pytest.fixture
-def store(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written, tmp_path / "store"))
+def store(kinds: Kinds, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(kinds.store(), tmp_path / "store"))
 
 
 def half(store: Path, num_layers: int = 2) -> Any:
     """The first layers in memory, the others on the disk."""
-    with open_store(store) as opened:
-        budget = slab_offsets(opened.layouts)[num_layers]
-    model = load(store, host_budget=budget)
+    model = load(store, host_budget=budget_for(store, num_layers))
     assert isinstance(left_store(model), DiskStore)
     return model
 
 
 def prepared(base: Any, **options: Any) -> Any:
-    for module in base.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    return poros.prepare(tiny.attach_lora(base), device="cpu", **options)
+    model = tiny.attach_lora(tiny.without_repacking(base))
+    return poros.prepare(model, device="cpu", **options)
 
 
 def step(model: Any) -> None:
@@ -72,7 +59,7 @@ def flip(store: Path, first: int = 2) -> None:
     file = store / SLABS
     before = file.stat()
     with open_store(store) as opened:
-        places = [opened.data_offset + each + 300 for each in slab_offsets(opened.layouts)[first:]]
+        places = [opened.data_offset + at + 300 for at in slab_offsets(opened.layouts)[first:]]
     with file.open("r+b") as stream:
         for place in places:
             stream.seek(place)
@@ -88,11 +75,10 @@ def cut(store: Path) -> None:
 
 def rewrite(store: Path) -> None:
     """The same bytes, later."""
-    file = store / SLABS
-    text = file.read_bytes()
-    with file.open("r+b") as stream:
+    text = (store / SLABS).read_bytes()
+    with (store / SLABS).open("r+b") as stream:
         stream.write(text)
-    os.utime(file, ns=(0, 0))
+    os.utime(store / SLABS, ns=(0, 0))
 
 
 def save(model: Any, folder: Path) -> None:
@@ -101,8 +87,7 @@ def save(model: Any, folder: Path) -> None:
 
 def look(model: Any, _: Path) -> None:
     found = model.state_dict()
-    name = next(each for each in found if "layers.3.mlp.down_proj" in each)
-    found[name].sum()
+    found[next(name for name in found if "layers.3.mlp.down_proj" in name)].sum()
 
 
 BULK: dict[str, Callable[[Any, Path], object]] = {
@@ -134,7 +119,7 @@ def test_between_load_and_prepare(
 
 
 @pytest.mark.parametrize("use", BULK)
-def test_the_control_of_an_intact_file(store: Path, tmp_path: Path, use: str) -> None:
+def test_control_an_intact_file(store: Path, tmp_path: Path, use: str) -> None:
     """Linked and renamed, which moves its time of change, it is intact all the same."""
     base = half(store)
     BULK[use](base, tmp_path)
@@ -158,10 +143,9 @@ def test_a_bit_flipped_before_it_was_opened(
     """Layers beyond the budget are hashed when they are read, by whatever reads them."""
     flip(store, first)
     base = half(store)
-    with pytest.raises(CheckpointFormatError, match=rf"{SLABS}.*bytes changed"):
-        base.save_pretrained(tmp_path / "saved")
-    with pytest.raises(CheckpointFormatError, match=rf"{SLABS}.*bytes changed"):
-        step(prepared(base, **policy))
+    for use in (lambda: save(base, tmp_path / "saved"), lambda: step(prepared(base, **policy))):
+        with pytest.raises(CheckpointFormatError, match=rf"{SLABS}.*bytes changed"):
+            use()
 
 
 def test_control_without_hashing_it_would_train(
@@ -181,16 +165,16 @@ def test_while_it_trains(store: Path, tmp_path: Path, damage: Callable[[Path], N
     model = prepared(half(store, 0))  # more than the buffers of the reader hold
     step(model)
     with torch.no_grad():
-        for each in model.parameters():
-            if each.grad is not None:
-                each -= each.grad
-    expected = {name: each.clone() for name, each in get_peft_model_state_dict(model).items()}
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= parameter.grad
+    expected = {name: part.clone() for name, part in get_peft_model_state_dict(model).items()}
     damage(store)
     base = model.get_base_model()
     uses: dict[str, Callable[[], object]] = {
         "training": lambda: step(model),
         "restore": lambda: poros.restore(model),
-        "saving the base": lambda: base.save_pretrained(tmp_path / "base"),
+        "saving the base": lambda: save(base, tmp_path / "base"),
         "a tensor of it": lambda: look(base, tmp_path),
     }
     for name, use in uses.items():
@@ -205,13 +189,13 @@ def test_while_it_trains(store: Path, tmp_path: Path, damage: Callable[[Path], N
 
 def test_training_goes_on_when_a_link_was_made(store: Path, tmp_path: Path) -> None:
     model, expected = prepared(half(store)), prepared(load(store))
-    for each in (model, expected):
-        step(each)
-        if each is model:
+    for one in (model, expected):
+        step(one)
+        if one is model:
             os.link(store / SLABS, tmp_path / "link")
-        step(each)
+        step(one)
     gradients = [
-        [each.grad for each in one.parameters() if each.grad is not None]
+        [parameter.grad for parameter in one.parameters() if parameter.grad is not None]
         for one in (model, expected)
     ]
     assert len(gradients[0]) > 8
@@ -226,31 +210,24 @@ def test_copies_have_nothing_to_do_with_the_file(store: Path, tmp_path: Path) ->
     for index, twin in enumerate(twins):
         look(twin, tmp_path)
         twin.save_pretrained(tmp_path / str(index))
-    left, right = (load_file(tmp_path / f"{each}/model.safetensors") for each in "01")
+    left, right = (load_file(tmp_path / f"{index}/model.safetensors") for index in "01")
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_where_memory_is_short_it_is_saved_out_of_the_file(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from poros.host.limits import Room
-    from poros.model import saving
-
     base = half(store)
-    base.save_pretrained(tmp_path / "read")
+    save(base, tmp_path / "read")
     monkeypatch.setattr(saving, "host_memory_left", lambda: Room(2**30 + 10, "a small machine"))
-    base.save_pretrained(tmp_path / "mapped")
-    one, other = (
-        (tmp_path / each / "model.safetensors").read_bytes() for each in ("read", "mapped")
-    )
-    assert one == other
+    save(base, tmp_path / "mapped")
+    files = [tmp_path / name / "model.safetensors" for name in ("read", "mapped")]
+    assert files[0].read_bytes() == files[1].read_bytes()
     flip(store)
     with pytest.raises(CheckpointFormatError, match=SLABS):
-        base.save_pretrained(tmp_path / "again")
-    assert differences(load(tmp_path / "read"), load(tmp_path / "mapped")) == [
-        "config",
-        "name_or_path",
-    ]
+        save(base, tmp_path / "again")
+    found = differences(load(tmp_path / "read"), load(tmp_path / "mapped"))
+    assert found == ["config", "name_or_path"]
 
 
 CUT_MEANWHILE = """
@@ -292,9 +269,9 @@ for use in ("save", "prepare", "restore"):
 """
 
 
-def test_a_file_cut_off_at_a_read_is_an_error_not_a_signal(written: Path, tmp_path: Path) -> None:
+def test_a_file_cut_off_at_a_read_is_an_error_not_a_signal(kinds: Kinds, tmp_path: Path) -> None:
     """At the first layer, at the third, and, as a control, not at all."""
-    ran = run_python(CUT_MEANWHILE, str(written), str(tmp_path))
+    ran = run_python(CUT_MEANWHILE, str(kinds.store()), str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     for line in ran.stdout.splitlines():
         _, at, found = line.split()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
 INDEX = "model.safetensors.index.json"
@@ -67,9 +67,9 @@ def file_bytes(header: object, data: bytes = bytes(8), *, length: int | None = N
 def open_files() -> list[str]:
     """What the descriptors of this process lead to."""
     found = []
-    for each in Path("/proc/self/fd").iterdir():
+    for link in Path("/proc/self/fd").iterdir():
         try:
-            found.append(os.readlink(each))
+            found.append(os.readlink(link))
         except OSError:  # the one that listed the folder
             continue
     return sorted(found)
@@ -89,7 +89,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 120.0
 START_S = 300.0
 ADDRESS_SPACE_NUM_BYTES = 16 * 2**30

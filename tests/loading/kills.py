@@ -1,6 +1,6 @@
 """Kills a process that writes, reads or saves at a random moment, and looks at what the next finds.
 
-    python -m tests.kills --rounds 60 --seed 0
+    python -m tests.loading.kills --rounds 60 --seed 0
 
 Each round forks a process that loads a small checkpoint into a store, opens one and trains from it,
 or saves a model out of it, and ends it with SIGKILL at a moment drawn from the time that the whole
@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.loaded import described, quantization, standard
 
 import poros
 from poros.errors import PorosError
 from poros.gates import tiny
-from poros.layout import slab_offsets
 from poros.loaders.load import load
-from poros.loaders.store import is_store, open_store
+from poros.loaders.store import open_store
+from tests.loading.loaded import budget_for, described, quantization, standard
 
 KILLED, DONE, REFUSED, BROKEN = -signal.SIGKILL, 0, 3, 1
 
@@ -65,8 +64,7 @@ class Bench:
         self.expected = comparable(standard(self.source, quantization()))
         load(self.source, store=self.sound)
         self.contents = contents(self.source)
-        with open_store(self.sound) as opened:
-            self.budget = slab_offsets(opened.layouts)[3]
+        self.budget = budget_for(self.sound, 3)
         self.batch = tiny.make_batches(1)[0]
 
     def write(self, store: Path) -> None:
@@ -98,30 +96,29 @@ class Bench:
     def look(self, place: Path, count: Count) -> None:
         """Start again where a process was killed."""
         store = place / "store"
-        count.in_the_middle += not is_store(store) or any(place.glob(".*"))
         try:
             self.require_right(load(self.source, store=store))
             open_store(store, verify=True).close()
         except Exception as error:
             count.wrong.append(f"{type(error).__name__}: {error}")
-        left = sorted(each.name for each in place.iterdir() if each.name not in ("store", "saved"))
+        left = sorted(set(os.listdir(place)) - {"store", "saved"})
         if left:
             count.wrong.append(f"left over: {left}")
-        if sorted(each.name for each in store.iterdir()) != sorted(
-            each.name for each in self.sound.iterdir()
-        ):
-            count.wrong.append(f"in the store: {sorted(each.name for each in store.iterdir())}")
+        there = sorted(os.listdir(store))
+        if there != sorted(os.listdir(self.sound)):
+            count.wrong.append(f"in the store: {there}")
         if contents(self.source) != self.contents:
             count.wrong.append("the checkpoint was written to")
 
 
 def comparable(model: Any) -> dict[str, Any]:
     """Tensors by name, their bytes as SHA-256."""
-    return {key: each for key, each in described(model).items() if "." in key and " " not in key}
+    found = described(model).items()
+    return {key: value for key, value in found if "." in key and " " not in key}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {each.name: each.read_bytes() for each in sorted(folder.iterdir())}
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 def start(action: Callable[[], object]) -> int:
@@ -146,69 +143,43 @@ def end_of(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def duration(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    if end_of(start(action)) != DONE:
-        raise RuntimeError("expected it to work when nobody interferes")
-    return time.perf_counter() - begin
-
-
-def kill(bench: Bench, kind: str, rounds: int, generator: random.Random) -> Count:
-    """Rounds of one kind: ``write``, ``read``, ``save``."""
-    count = Count()
-    longest = 0.0
+def rounds_of(
+    bench: Bench, kind: str, rounds: int, generator: random.Random, *, is_cut: bool = False
+) -> Count:
+    """Rounds of one kind, a method of the bench: the process is killed, or its file is cut off."""
+    count, longest = Count(), 0.0
+    origin, name = bench.sound, "slabs.safetensors"
+    if kind == "read_checkpoint":
+        origin, name = bench.source, "model.safetensors"
     for number in range(-1, rounds):
         place = bench.folder / f"{kind}{number}"
         place.mkdir()
         if kind != "write":
-            shutil.copytree(bench.sound, place / "store")
-
-        def action(place: Path = place) -> None:
-            getattr(bench, kind)(place / "store")
-
-        if number < 0:
-            longest = duration(action)
-        else:
-            child = start(action)
-            time.sleep(generator.uniform(0, longest))
-            os.kill(child, signal.SIGKILL)
+            shutil.copytree(origin, place / "store")
+        begin = time.perf_counter()
+        child = start(lambda place=place: getattr(bench, kind)(place / "store"))
+        if number < 0:  # nobody interferes
+            if end_of(child) != DONE:
+                raise RuntimeError("expected it to work when nobody interferes")
+            longest = time.perf_counter() - begin
+            shutil.rmtree(place)
+            continue
+        time.sleep(generator.uniform(0, longest))
+        count.rounds += 1
+        if is_cut:
+            file = place / "store" / name
+            os.truncate(file, generator.randrange(file.stat().st_size))
             ended = end_of(child)
-            count.rounds += 1
-            if ended not in (KILLED, DONE):
-                count.wrong.append(f"ended by itself with {ended}")
-            before = count.in_the_middle
-            bench.look(place, count)
-            count.in_the_middle = before + (ended == KILLED)
-        shutil.rmtree(place)
-    return count
-
-
-def cut(bench: Bench, kind: str, rounds: int, generator: random.Random) -> Count:
-    """Rounds of one kind: ``read``, ``read_checkpoint``, ``save``."""
-    count = Count()
-    longest = 0.0
-    for number in range(-1, rounds):
-        place = bench.folder / f"cut-{kind}{number}"
-        origin, name = bench.sound, "slabs.safetensors"
-        if kind == "read_checkpoint":
-            origin, name = bench.source, "model.safetensors"
-        shutil.copytree(origin, place / "store")
-
-        def action(place: Path = place) -> None:
-            getattr(bench, kind)(place / "store")
-
-        if number < 0:
-            longest = duration(action)
-        else:
-            child = start(action)
-            time.sleep(generator.uniform(0, longest))
-            size = (place / "store" / name).stat().st_size
-            os.truncate(place / "store" / name, generator.randrange(size))
-            ended = end_of(child)
-            count.rounds += 1
             count.in_the_middle += ended == REFUSED
             if ended not in (DONE, REFUSED):
                 count.wrong.append(f"ended with {ended}")
+        else:
+            os.kill(child, signal.SIGKILL)
+            ended = end_of(child)
+            count.in_the_middle += ended == KILLED
+            if ended not in (KILLED, DONE):
+                count.wrong.append(f"ended by itself with {ended}")
+            bench.look(place, count)
         shutil.rmtree(place)
     return count
 
@@ -223,12 +194,12 @@ def run(rounds: int, cuts: int, seed: int) -> dict[str, Count]:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
-        kinds = ("write", "read", "save")
-        for kind in kinds if rounds else ():
-            share = rounds // 2 if kind == "write" else rounds // 4
-            found[f"killed: {kind}"] = kill(bench, kind, share, generator)
+        for kind, share in (("write", rounds // 2), ("read", rounds // 4), ("save", rounds // 4)):
+            if rounds:
+                found[f"killed: {kind}"] = rounds_of(bench, kind, share, generator)
         for kind in ("read_checkpoint", "read", "save") if cuts else ():
-            found[f"cut off: {kind}"] = cut(bench, kind, cuts // 3, generator)
+            count = rounds_of(bench, kind, cuts // 3, generator, is_cut=True)
+            found[f"cut off: {kind}"] = count
     return found
 
 
@@ -237,15 +208,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--cuts", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    found = run(options.rounds, options.cuts, options.seed)
+    found = run(**vars(parser.parse_args()))
     for kind, count in found.items():
-        print(
-            f"{kind}: {count.rounds} rounds, {count.in_the_middle} in the middle, "
-            f"{len(count.wrong)} wrong"
-        )
-        for line in count.wrong:
-            print(f"    {line}")
+        many = f"{count.rounds} rounds, {count.in_the_middle} in the middle"
+        print(f"{kind}: {many}, {len(count.wrong)} wrong", *count.wrong, sep="\n    ")
     return int(any(count.wrong for count in found.values()))
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
-INDEX = "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FIRST = "model-00001-of-00002.safetensors"
 SECOND = "model-00002-of-00002.safetensors"
 
@@ -31,8 +31,8 @@ def good_tensors() -> dict[str, torch.Tensor]:
 def write_single(folder: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> Path:
     """A folder with one model.safetensors and a configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors or good_tensors()), folder / "model.safetensors")
-    (folder / "config.json").write_text('{"model_type": "toy"}')
+    save_file(dict(tensors or good_tensors()), folder / SINGLE)
+    (folder / CONFIG).write_text('{"model_type": "toy"}')
     return folder
 
 
@@ -44,7 +44,7 @@ def write_sharded(folder: Path) -> Path:
     save_file({name: tensors[name] for name in names[:2]}, folder / FIRST)
     save_file({name: tensors[name] for name in names[2:]}, folder / SECOND)
     write_index(folder, {name: FIRST if name in names[:2] else SECOND for name in names})
-    (folder / "config.json").write_text('{"model_type": "toy"}')
+    (folder / CONFIG).write_text('{"model_type": "toy"}')
     return folder
 
 

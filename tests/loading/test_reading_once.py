@@ -1,16 +1,15 @@
-"""What a load reads beside the weights: once, within bounds, and all of it carried into a store."""
+"""What a load reads beside the weights: once, within bounds, and all of it carried into a store.
+
+And what people read: errors that name what to do, and never disturb a terminal.
+"""
 
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from test_cli import poros_command, text
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -18,33 +17,34 @@ import poros
 import poros.loaders.load
 from poros.errors import (
     CheckpointFormatError,
-    HostMemoryError,
     PolicyError,
     PorosError,
     StoreWriteError,
     UnsupportedModelError,
     quoted,
 )
-from poros.gates import tiny
+from poros.gates.report import ParityReport, render
 from poros.loaders.limits import Limits
 from poros.loaders.load import load
+from poros.loaders.manifest import MANIFEST, REST, SLABS
 from poros.loaders.store import is_store, open_store
-from tests.loaded import differences, quantization, standard
+from tests.command import poros_command, text
+from tests.loading.checkpoints import CONFIG, run_python
+from tests.loading.damage import GENERATION, config
+from tests.loading.loaded import Kinds, copy_of, differences, quantization, standard
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(kinds: Kinds, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with a tokenizer, chat templates, settings of generation and terms of use."""
-    folder = tmp_path_factory.mktemp("sound")
-    config = tiny.small_config("qwen2", num_layers=2, hidden_size=64)
-    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
+    folder = copy_of(kinds.dense(num_layers=2), tmp_path_factory.mktemp("sound"))
     words = {word: index for index, word in enumerate(("[UNK]", "a", "long", "way"))}
     inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
     tokenizer.chat_template = {"default": "{{ messages }}!", "tool_use": "{{ tools }}"}
     tokenizer.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 5}))
+    (folder / GENERATION).write_text(json.dumps({"max_new_tokens": 5}))
     (folder / "LICENSE").write_text("Do no harm.")
     (folder / "tokenizer_code.py").write_text("raise SystemExit")
     (folder / "LICENSE.empty").touch()
@@ -56,8 +56,13 @@ def path(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "model"))
 
 
-def test_a_store_has_tokenizer_templates_settings_and_licence(path: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A place for one."""
+    return tmp_path / "store"
+
+
+def test_a_store_has_tokenizer_templates_settings_and_licence(path: Path, store: Path) -> None:
     load(path, store=store)
     expected, found = AutoTokenizer.from_pretrained(path), AutoTokenizer.from_pretrained(store)
     assert found.get_vocab() == expected.get_vocab() and {"long", "way"} < found.get_vocab().keys()
@@ -65,25 +70,20 @@ def test_a_store_has_tokenizer_templates_settings_and_licence(path: Path, tmp_pa
     assert (store / "LICENSE").read_text() == "Do no harm."
     with open_store(store) as opened:
         named = set(opened.manifest.files)
-    there = {str(each.relative_to(store)) for each in store.rglob("*") if each.is_file()}
-    own = {"manifest.json", "slabs.safetensors", "rest.safetensors"}
-    assert named == there - own
+    there = {str(file.relative_to(store)) for file in store.rglob("*") if file.is_file()}
+    assert named == there - {MANIFEST, SLABS, REST}
     assert {"tokenizer.json", "additional_chat_templates/tool_use.jinja", "LICENSE"} < named
     assert not {"tokenizer_code.py", "LICENSE.empty"} & named
     assert load(store).generation_config.max_new_tokens == 5
-
-
-def test_a_carried_file_that_changes_is_seen(path: Path, tmp_path: Path) -> None:
-    load(path, store=tmp_path / "store")
-    (tmp_path / "store" / "tokenizer.json").write_text("{}")
+    (store / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointFormatError, match=r"tokenizer\.json: .*bytes changed"):
-        load(tmp_path / "store")
+        load(store)
 
 
 @pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("file", [CONFIG, GENERATION])
 def test_a_file_that_is_swapped_while_weights_are_read(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, is_stored: bool
+    path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, file: str, is_stored: bool
 ) -> None:
     """Changes nothing: model, store and fingerprint are of the one that was read."""
     before = (path / file).read_bytes()
@@ -96,16 +96,26 @@ def test_a_file_that_is_swapped_while_weights_are_read(
         return read(*arguments)
 
     monkeypatch.setattr(poros.loaders.load, "progress", swap)
-    store = tmp_path / "store"
-    model = load(path, store=store if is_stored else None)
-    assert differences(model, expected) == []
+    assert differences(load(path, store=store if is_stored else None), expected) == []
     if is_stored:
         assert (store / file).read_bytes() == before
-        if file == "config.json":
+        if file == CONFIG:
             with pytest.raises(CheckpointFormatError, match="a store of the checkpoint"):
                 load(path, store=store)
         (path / file).write_bytes(before)
         assert differences(load(path, store=store), expected) == []
+
+
+def test_a_store_is_known_by_the_mark_of_its_format(path: Path, store: Path) -> None:
+    load(path, store=store)
+    assert is_store(store) and not is_store(path)
+    (path / MANIFEST).write_text('{"format": "poros stories"}')
+    assert not is_store(path)
+    assert differences(load(path), standard(path, quantization())) == []
+    os.truncate(store / MANIFEST, 3)
+    assert is_store(store)  # by its slabs
+    with pytest.raises(CheckpointFormatError, match=r"manifest\.json: expected a JSON object"):
+        load(store)
 
 
 # Bounds, and how they are raised.
@@ -127,25 +137,14 @@ def test_a_bound_has_a_name_and_can_be_raised(path: Path, how: str) -> None:
     call(None)
 
 
-def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
-    """Found when it is run on paper, not when it is built."""
-    config = json.loads((path / "config.json").read_text())
-    config["layer_types"] = ["sliding_attention"] * 2
-    (path / "config.json").write_text(json.dumps(config | {"sliding_window": None}))
-    with pytest.raises(UnsupportedModelError, match="whose model can be run, found ValueError"):
-        poros.plan(path, seq_len=8)
-
-
-def test_bounds_on_the_command_line(path: Path, tmp_path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"num_nonsense_layers": 5000}))
-    for command in (["plan", str(path), "--seq", "8"], ["load", str(path), "--out", "{store}"]):
-        filled = [each.format(store=tmp_path / "store") for each in command]
-        refused = poros_command(*filled)
+def test_bounds_on_the_command_line(path: Path, store: Path) -> None:
+    config(num_nonsense_layers=5000)(path)
+    for command in (["plan", f"{path}", "--seq", "8"], ["load", f"{path}", "--out", f"{store}"]):
+        refused = poros_command(*command)
         assert refused.exit_code == 2 and "num_layers=..." in text(refused)
-        allowed = poros_command(*filled, "--limit", "num_layers=5000")
+        allowed = poros_command(*command, "--limit", "num_layers=5000")
         assert allowed.exit_code == 0, allowed.output
-        wrong = poros_command(*filled, "--limit", "layers=5000")
+        wrong = poros_command(*command, "--limit", "layers=5000")
         assert wrong.exit_code == 2 and "--limit" in text(wrong)
 
 
@@ -155,16 +154,11 @@ def test_a_bound_is_a_positive_whole_number(value: Any) -> None:
         Limits(num_layers=value)
 
 
-def test_a_store_is_known_by_the_mark_of_its_format(path: Path, tmp_path: Path) -> None:
-    load(path, store=tmp_path / "store")
-    assert is_store(tmp_path / "store") and not is_store(path)
-    (path / "manifest.json").write_text('{"format": "poros stories"}')
-    assert not is_store(path)
-    assert differences(load(path), standard(path, quantization())) == []
-    os.truncate(tmp_path / "store" / "manifest.json", 3)
-    assert is_store(tmp_path / "store")  # by its slabs
-    with pytest.raises(CheckpointFormatError, match=r"manifest\.json: expected a JSON object"):
-        load(tmp_path / "store")
+def test_a_plan_of_a_model_that_cannot_be_run(path: Path) -> None:
+    """Found when it is run on paper, not when it is built."""
+    config(layer_types=["sliding_attention"] * 2, sliding_window=None)(path)
+    with pytest.raises(UnsupportedModelError, match="whose model can be run, found ValueError"):
+        poros.plan(path, seq_len=8)
 
 
 # What people read.
@@ -198,17 +192,15 @@ def test_quoted_is_bounded(value: Any) -> None:
 def test_errors_of_commands_do_not_disturb_a_terminal(tmp_path: Path) -> None:
     folder = tmp_path / "a\x1b[31m\nb"
     folder.mkdir()
-    (folder / "config.json").write_text("{")
-    for command in (["load", str(folder), "--out", str(tmp_path / "s")], ["plan", str(folder)]):
-        result = poros_command(*command, *(["--seq", "8"] if command[0] == "plan" else []))
+    (folder / CONFIG).write_text("{")
+    for command in (["load", "--out", f"{tmp_path / 's'}"], ["plan", "--seq", "8"]):
+        result = poros_command(*command, str(folder))
         assert result.exit_code == 2 and r"a\x1b[31m\nb" in result.output
         assert "\x1b[31m\nb" not in result.output
     assert poros_command("check", str(folder)).exit_code == 2
 
 
 def test_reports_do_not_disturb_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    from poros.gates.report import ParityReport, render
-
     render(ParityReport("a\x1b[2Jb[red]c", error="odd\x07\x1b[31m"))
     shown = capsys.readouterr().out
     assert "\x1b[2J" not in shown and "\x07" not in shown
@@ -249,13 +241,13 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(
     ],
 )
 def test_what_to_do_when_a_store_cannot_be_written(
-    path: Path, tmp_path: Path, place: str, says: str
+    sound: Path, tmp_path: Path, place: str, says: str
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").touch()
     with pytest.raises(StoreWriteError, match=says) as caught:
-        load(path, store=tmp_path / place)
+        load(sound, store=tmp_path / place)
     assert "make room" not in str(caught.value)
 
 
@@ -264,26 +256,21 @@ import resource, sys
 import poros
 from poros.errors import PorosError
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-try:
-    poros.load(sys.argv[1], store=sys.argv[2] or None)
-except PorosError as error:
-    print(type(error).__name__, error)
+for store in (None, sys.argv[2]):
+    try:
+        poros.load(sys.argv[1], store=store)
+    except PorosError as error:
+        print(type(error).__name__, error)
 """
 
 
-@pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])
-def test_a_limit_on_the_size_of_files_is_named(path: Path, tmp_path: Path, is_stored: bool) -> None:
+def test_a_limit_on_the_size_of_files_is_named(sound: Path, store: Path) -> None:
     """Host memory is a memory file, to which the limit applies as well."""
-    store = str(tmp_path / "store") if is_stored else ""
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(path), store],
-        capture_output=True,
-        text=True,
-        cwd=Path(poros.__file__).parents[1],
-    )
-    kind = StoreWriteError if is_stored else HostMemoryError
-    assert done.stdout.startswith(kind.__name__) and "ulimit -f" in done.stdout, done
-    assert "none left" not in done.stdout and "make room" not in done.stdout
+    ran = run_python(LIMITED, str(sound), str(store))
+    in_memory, stored = ran.stdout.splitlines()
+    assert in_memory.startswith("HostMemoryError") and stored.startswith("StoreWriteError"), ran
+    for line in (in_memory, stored):
+        assert "ulimit -f" in line and "none left" not in line and "make room" not in line
 
 
 @pytest.mark.parametrize(

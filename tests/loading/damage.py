@@ -169,15 +169,20 @@ def quantized(**changes: Any) -> Break:
     return change
 
 
+def write_sealed(file: Path, store: Any) -> None:
+    """A manifest with the right SHA-256 of whatever it says."""
+    sealed = json.dumps(store, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(sealed.encode()).hexdigest()
+    file.write_text(json.dumps({"sha256": digest, "store": store}, sort_keys=True))
+
+
 def manifest(change: Callable[[dict[str, Any]], Any]) -> Break:
     """Change a manifest and seal it again: no accident, but made up."""
 
     def rewrite(folder: Path) -> None:
         store = json.loads((folder / MANIFEST).read_text())["store"]
         change(store)
-        sealed = json.dumps(store, sort_keys=True, separators=(",", ":"))
-        digest = hashlib.sha256(sealed.encode()).hexdigest()
-        (folder / MANIFEST).write_text(json.dumps({"sha256": digest, "store": store}))
+        write_sealed(folder / MANIFEST, store)
 
     return rewrite
 

@@ -1,14 +1,14 @@
 """Fuzzes whole loads: random changes to small checkpoints and stores, in a process of its own.
 
-    python -m tests.fuzz --minutes 60 --seed 7
-    python -m tests.fuzz --seed 7 --only 1234      # one program again, with its traceback
+    python -m tests.loading.fuzz --minutes 60 --seed 7
+    python -m tests.loading.fuzz --seed 7 --only 1234   # one program again, with a traceback
 
-A program is a copy of a sound base (``tests.mutations.KINDS``) with one to three changes, loaded
-and run forward, or planned. It depends on seed and number alone. It may end in an error of Poros,
-or in a model; of those, every third is compared with that of ``from_pretrained``, bit for bit. It
-fails if anything else is raised, if a message could disturb a terminal, if bytes differ, or if the
-process dies or hangs, which the parent counts by signal. A forward pass that raises is counted, but
-is no failure: a configuration may well ask for what its model cannot do.
+A program is a copy of a sound base with one to three changes (``tests.loading.mutations.KINDS``),
+loaded and run forward, or planned. It depends on seed and number alone. It may end in an error of
+Poros, or in a model; of those, every third is compared with that of ``from_pretrained``, bit for
+bit. It fails if anything else is raised, if a message could disturb a terminal, if bytes differ, or
+if the process dies or hangs, which the parent counts by signal. A forward pass that raises is
+counted, but is no failure: a configuration may well ask for what its model cannot do.
 """
 
 import argparse
@@ -74,9 +74,7 @@ def run(
     found, first = Found(), 0
     end = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
     with TemporaryDirectory(prefix="poros-fuzz-") as folder:
-        place = bases or Path(folder)
-        if bases is None:
-            make_bases(place)
+        place = bases or make_bases(Path(folder))
         while time.monotonic() < end and (num_programs is None or first < num_programs):
             last = -1 if num_programs is None else num_programs
             options = [str(place), str(seed), str(first), str(last), json.dumps(controls or {})]
@@ -91,7 +89,7 @@ def _watch(
     log = folder / "outcomes.jsonl"
     log.write_bytes(b"")
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.fuzz", "--child", *options],
+        [sys.executable, "-m", "tests.loading.fuzz", "--child", *options],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.DEVNULL,
@@ -122,30 +120,25 @@ def _watch(
     return first
 
 
-def make_bases(folder: Path) -> None:
+def make_bases(folder: Path) -> Path:
     """The sound ones, below ``folder``."""
-    import torch
-    from tests.loaded import quantization, standard
+    from tests.loading.loaded import Kinds, standard
 
-    from poros.gates import tiny
-    from poros.loaders.load import load
-
-    for name, architecture in (("dense", "qwen2"), ("moe", "qwen3_moe")):
-        config = tiny.small_config(architecture, num_layers=2, hidden_size=32)
-        config.tie_word_embeddings = False
-        config.vocab_size = 64
-        tiny.write_checkpoint(config, folder / name, dtype=torch.bfloat16)
-    dense = folder / "dense"
+    kinds = Kinds(folder / "kinds")
+    tiny_one = {"num_layers": 2, "hidden_size": 32, "tie_word_embeddings": False, "vocab_size": 64}
+    dense = kinds.dense(**tiny_one)
+    bases = {"dense": dense, "moe": kinds.dense("qwen3_moe", **tiny_one)}
+    bases |= {"4bit": kinds.packed(source=dense), "store": kinds.store(dense)}
+    bases["4bit single"] = kinds.packed(source=dense, bnb_4bit_use_double_quant=False)
+    for name, path in bases.items():
+        (folder / name).symlink_to(path)
     standard(dense, None).save_pretrained(folder / "sharded", max_shard_size="20KB")
-    for name, double in (("4bit", True), ("4bit single", False)):
-        how = quantization(bnb_4bit_use_double_quant=double)
-        standard(dense, how).save_pretrained(folder / name)
-    load(dense, store=folder / "store")
+    return folder
 
 
 def program(folder: Path, seed: int, number: int, *, is_told: bool = False) -> dict[str, Any]:
     """Run one program; what came of it."""
-    from tests.mutations import KINDS
+    from tests.loading.mutations import KINDS
 
     rng = random.Random(f"{seed}:{number}")
     base = rng.choice(sorted(KINDS))
@@ -206,7 +199,7 @@ def _run_forward(model: Any) -> str:
 
 
 def _compared(model: Any, place: Path, base: str) -> dict[str, Any]:
-    from tests.loaded import differences, quantization, standard
+    from tests.loading.loaded import differences, quantization, standard
 
     used = getattr(model.config, "quantization_config", None)
     if getattr(used, "llm_int8_enable_fp32_cpu_offload", False):
@@ -265,12 +258,11 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.child:
         folder, *numbers, controls = asked.child
-        _child(Path(folder), *(int(each) for each in numbers), json.loads(controls))
+        _child(Path(folder), *map(int, numbers), json.loads(controls))
         return 0
     if asked.only is not None:
         with TemporaryDirectory(prefix="poros-fuzz-") as folder:
-            make_bases(Path(folder))
-            print(program(Path(folder), asked.seed, asked.only, is_told=True))
+            print(program(make_bases(Path(folder)), asked.seed, asked.only, is_told=True))
         return 0
     if asked.minutes is None and asked.programs is None:
         parser.error("say for how long (--minutes) or how many (--programs)")

@@ -1,6 +1,5 @@
 """Random changes to the files of a checkpoint or store, for the fuzzing of whole loads."""
 
-import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -9,6 +8,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from poros.digests import digest_of
+from poros.loaders.manifest import describe_rest
+from tests.loading.damage import write_sealed
 
 Mutation = Callable[[Path, random.Random], None]
 
@@ -172,7 +175,7 @@ def manifest(folder: Path, rng: random.Random) -> None:
             store = change_json(store, rng)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return
-    _write_sealed(file, store)
+    write_sealed(file, store)
 
 
 def _change_tensor(
@@ -210,9 +213,6 @@ def _change_tensor(
 
 def _seal(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Have a manifest say what its rest is now."""
-    from poros.digests import digest_of
-    from poros.loaders.manifest import describe_rest
-
     file = folder / "rest.safetensors"
     try:
         store = json.loads((folder / "manifest.json").read_bytes())["store"]
@@ -222,13 +222,7 @@ def _seal(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
             store["rest_digest"] = digest_of([memoryview(file.read_bytes())])
     except Exception:  # of an earlier change
         return
-    _write_sealed(folder / "manifest.json", store)
-
-
-def _write_sealed(file: Path, store: Any) -> None:
-    text = json.dumps(store, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    file.write_bytes(json.dumps({"sha256": digest, "store": store}, sort_keys=True).encode())
+    write_sealed(folder / "manifest.json", store)
 
 
 INDEX = "model.safetensors.index.json"

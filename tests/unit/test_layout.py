@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import same_bits
 
 from poros.host.store import HostStore
 from poros.layout import ALIGNMENT, BlockLayout, slot_sizes, view
+from tests.support import same_bits
 
 DTYPES = (
     torch.uint8,

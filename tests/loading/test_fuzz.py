@@ -8,17 +8,18 @@ that both outcomes occur.
 A few seconds and the same examples at every run by default. POROS_FUZZ=50 draws fifty times as
 many from a fresh seed, and prints the smallest one that fails:
 
-    POROS_FUZZ=50 python -m pytest tests/test_fuzz.py -q
+    POROS_FUZZ=50 python -m pytest tests/loading/test_fuzz.py -q
+
+Whole loads are fuzzed by ``python -m tests.loading.fuzz``; a short run of it ends this file.
 """
 
 import functools
-import hashlib
 import json
 import operator
 import os
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,11 +31,24 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from poros.errors import CheckpointFormatError
-from poros.layout import BlockLayout
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import DTYPES, Header, open_regular, parse_json, read_header
-from poros.loaders.manifest import Manifest, read_manifest, write_manifest
-from tests.checkpoints import FIRST, INDEX, SECOND, file_bytes, mappings, open_files, write_sharded
+from poros.loaders.manifest import MANIFEST, read_manifest, write_manifest
+from poros.loaders.store import open_store
+from tests.loading.checkpoints import (
+    FIRST,
+    INDEX,
+    SECOND,
+    file_bytes,
+    mappings,
+    open_files,
+    write_sharded,
+)
+from tests.loading.damage import write_sealed
+from tests.loading.file_cases import RIGHT_MAP
+from tests.loading.fuzz import make_bases, run
+from tests.loading.mutations import places
+from tests.loading.stores import write
 
 FACTOR = int(os.environ.get("POROS_FUZZ", "1"))
 
@@ -50,11 +64,17 @@ def examples(number: int) -> settings:
     )
 
 
-def read(content: bytes) -> Header | None:
-    """The header of a file of that content; None if it is refused, in the way it should be."""
+@contextmanager
+def file_of(content: bytes) -> Iterator[Path]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "x.safetensors"
         file.write_bytes(content)
+        yield file
+
+
+def read(content: bytes) -> Header | None:
+    """The header of a file of that content; None if it is refused, in the way it should be."""
+    with file_of(content) as file:
         before = open_files()
         descriptor, _ = open_regular(file)
         try:
@@ -69,9 +89,7 @@ def read(content: bytes) -> Header | None:
 
 def library_reads(content: bytes) -> dict[str, tuple[str, list[int]]] | None:
     """What safetensors says of the same file: dtype and shape by name; None if it refuses."""
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "x.safetensors"
-        file.write_bytes(content)
+    with file_of(content) as file:
         try:
             with safe_open(file, framework="pt") as opened:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -146,6 +164,7 @@ def test_what_a_writer_makes_is_read(file: tuple[dict[str, Any], bytes]) -> None
 
 def test_what_is_accepted_is_what_the_library_reads() -> None:
     outcomes: list[tuple[bool, bool]] = []
+    names = {dtype: name for name, dtype in DTYPES.items()}
 
     @examples(400)
     @given(damaged_headers())
@@ -155,7 +174,8 @@ def test_what_is_accepted_is_what_the_library_reads() -> None:
         if ours is not None:
             names = {dtype: name for name, dtype in DTYPES.items()}
             assert library == {
-                name: (names[each.dtype], list(each.shape)) for name, each in ours.tensors.items()
+                name: (names[entry.dtype], list(entry.shape))
+                for name, entry in ours.tensors.items()
             }
 
     check()
@@ -194,15 +214,16 @@ PATHS = st.sampled_from(
         "pytorch_model.bin",
     ]
 )
-RIGHT = {f"layers.{index}.weight": FIRST if index < 2 else SECOND for index in range(4)}
-CHANGES = st.dictionaries(st.sampled_from([*RIGHT, "layers.4.weight"]) | NAMES, PATHS | ANY_JSON)
+CHANGES = st.dictionaries(
+    st.sampled_from([*RIGHT_MAP, "layers.4.weight"]) | NAMES, PATHS | ANY_JSON
+)
 
 
 @st.composite
 def indexes(draw: st.DrawFn) -> bytes:
     """An index that is right but for a few entries, or that is no index."""
-    weight_map = {**RIGHT, **(draw(CHANGES) if draw(st.booleans()) else {})}
-    for name in draw(st.lists(st.sampled_from(sorted(RIGHT)), max_size=1)):
+    weight_map = {**RIGHT_MAP, **(draw(CHANGES) if draw(st.booleans()) else {})}
+    for name in draw(st.lists(st.sampled_from(sorted(RIGHT_MAP)), max_size=1)):
         weight_map.pop(name, None)
     document = {**draw(st.dictionaries(NAMES, ANY_JSON, max_size=2)), "weight_map": weight_map}
     if draw(st.integers(0, 4)) == 0:
@@ -223,7 +244,7 @@ def test_a_random_index_opens_the_checkpoint_that_it_describes_or_none(tmp_path:
         try:
             with Checkpoint.open(tmp_path) as checkpoint:
                 weight_map = json.loads(text)["weight_map"]
-                assert weight_map.keys() == set(checkpoint.names) == RIGHT.keys()
+                assert weight_map.keys() == set(checkpoint.names) == RIGHT_MAP.keys()
                 for name, shard in weight_map.items():
                     assert checkpoint.entry(name).file == tmp_path / shard
             opened.append(True)
@@ -236,63 +257,45 @@ def test_a_random_index_opens_the_checkpoint_that_it_describes_or_none(tmp_path:
     assert opened.count(True) > 20 and opened.count(False) > 100
 
 
-def write_sealed(file: Path, store: Any) -> None:
-    """A manifest with the right SHA-256 of whatever it says."""
-    text = json.dumps(store, sort_keys=True, separators=(",", ":")).encode()
-    digest = hashlib.sha256(text).hexdigest()
-    file.write_text(json.dumps({"sha256": digest, "store": store}))
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place within a JSON value."""
-    items = value.items() if isinstance(value, dict) else ()
-    for key, inner in enumerate(value) if isinstance(value, list) else items:
-        yield (*path, key)
-        yield from places(inner, (*path, key))
-
-
 def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:
     """Sealed again after the change: the SHA-256 finds accidents, not a manifest made up."""
-    manifest = Manifest(
-        [layout_of("a", "b"), layout_of("c")],
-        ["0" * 64] * 2,
-        {"h": ("F32", (2,))},
-        "1" * 64,
-        {"config.json": ""},
-    )
-    file = tmp_path / "manifest.json"
-    file.write_bytes(write_manifest(manifest))
-    assert read_manifest(file) == manifest
+    store = write(tmp_path / "store")
+    file = store / MANIFEST
+    sound = read_manifest(file)
+    assert write_manifest(sound) == file.read_bytes()
     text = json.dumps(json.loads(file.read_bytes())["store"])
     everywhere = list(places(json.loads(text)))
     accepted: list[bool] = []
+    change = st.tuples(st.sampled_from(everywhere), ANY_JSON | st.text(max_size=9), st.booleans())
 
-    @examples(400)
-    @given(st.lists(st.tuples(st.sampled_from(everywhere), ANY_JSON), min_size=1, max_size=2))
-    def check(changes: list[tuple[tuple[Any, ...], Any]]) -> None:
-        store = json.loads(text)
-        for (*parents, last), value in changes:
+    @examples(500)
+    @given(st.lists(change, min_size=1, max_size=2))
+    def check(changes: list[tuple[tuple[Any, ...], Any, bool]]) -> None:
+        said = json.loads(text)
+        for (*parents, last), value, is_renamed in changes:
             with suppress(TypeError, LookupError):  # an earlier change took the place away
-                functools.reduce(operator.getitem, parents, store)[last] = value
-        write_sealed(file, json.loads(json.dumps(store)))  # every key is a text after that
+                container = functools.reduce(operator.getitem, parents, said)
+                if is_renamed and isinstance(value, str) and isinstance(container, dict):
+                    container[value] = container.pop(last)
+                else:
+                    container[last] = value
+        write_sealed(file, json.loads(json.dumps(said)))  # every key is a text after that
         try:
             found = read_manifest(file)
         except CheckpointFormatError as error:
             assert "manifest.json: " in str(error) and len(str(error)) < 3000
             accepted.append(False)
-            return
-        accepted.append(True)
-        for layout in found.layouts:
-            for spec in layout.tensors:
-                assert min(spec.shape, default=0) >= 0 <= spec.offset
-                assert spec.offset + spec.num_bytes <= layout.num_bytes
+        else:
+            accepted.append(True)
+            for layout in found.layouts:
+                for spec in layout.tensors:
+                    assert min(spec.shape, default=0) >= 0 <= spec.offset
+                    assert spec.offset + spec.num_bytes <= layout.num_bytes
+        with suppress(CheckpointFormatError):  # and nothing else, with the files beside it
+            open_store(store).close()
 
     check()
     assert accepted.count(True) > 10 and accepted.count(False) > 100
-
-
-def layout_of(*names: str) -> BlockLayout:
-    return BlockLayout.pack([(name, torch.ones(3)) for name in names])
 
 
 @pytest.mark.parametrize(
@@ -318,8 +321,32 @@ def test_memory_is_bounded_by_the_file(tmp_path: Path, start: bytes, unit: bytes
         with pytest.raises(CheckpointFormatError, match="found text that is none"):
             read_header(descriptor, file)
         peak = tracemalloc.get_traced_memory()[1]
-        print(start, unit, peak)
     finally:
         tracemalloc.stop()
         os.close(descriptor)
     assert 10**6 < peak < 60 * 10**6
+
+
+# Whole loads.
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bases(tmp_path_factory.mktemp("bases"))
+
+
+def test_programs_from_a_fixed_seed(bases: Path) -> None:
+    """Refused by name, or loaded: no other error, no signal, no bytes that differ."""
+    found = run(7, num_programs=40, bases=bases)
+    assert found.failures == [] and found.num_programs == 40
+    assert found.outcomes["refused"] > 10
+    assert sum(number for name, number in found.outcomes.items() if "ran" in name) > 0
+
+
+def test_control_what_it_looks_for_is_found(bases: Path) -> None:
+    """An untyped error, a crash and a hang, each of which the programs after it survive."""
+    controls = {0: "raise", 1: "crash", 2: "hang"}
+    found = run(7, num_programs=3, controls=controls, hang_s=10, bases=bases)
+    assert [failure["outcome"] for failure in found.failures] == ["untyped", "signal", "hang"]
+    assert [failure["number"] for failure in found.failures] == [0, 1, 2]
+    assert found.failures[1]["what"] == "SIGSEGV" and found.num_programs == 3

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import build, changes, layers_of, picture, run
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 import poros
 from poros.errors import UnsupportedModelError
+from tests.snapshots import build, changes, layers_of, picture, run
 
 CONFIGURATIONS: dict[str, tuple[Any, str]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, "gptq"),

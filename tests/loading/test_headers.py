@@ -1,6 +1,6 @@
 """A header is read as the reference reader reads it; everything else is refused.
 
-What is refused, defect by defect, stands in test_malformed.py; random headers in test_fuzz.py.
+What is refused, defect by defect, stands in test_damage.py; random headers in test_fuzz.py.
 """
 
 import json
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from poros.errors import CheckpointFormatError
 from poros.loaders.header import DTYPES, Header, open_regular, quoted, read_at, read_header
-from tests.checkpoints import entry, file_bytes
+from tests.loading.checkpoints import entry, file_bytes
 
 
 def read(file: Path) -> Header:

@@ -172,7 +172,6 @@ def test_what_is_accepted_is_what_the_library_reads() -> None:
         ours, library = read(content), library_reads(content)
         outcomes.append((ours is not None, library is not None))
         if ours is not None:
-            names = {dtype: name for name, dtype in DTYPES.items()}
             assert library == {
                 name: (names[entry.dtype], list(entry.shape))
                 for name, entry in ours.tensors.items()

@@ -19,12 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import poros.loaders.load
-from poros.errors import (
-    CheckpointFormatError,
-    HostMemoryError,
-    PolicyError,
-    UnsupportedModelError,
-)
+from poros.errors import CheckpointFormatError, HostMemoryError, PolicyError, UnsupportedModelError
 from poros.host.disk import DiskStore
 from poros.host.store import left_store
 from poros.layout import slab_offsets

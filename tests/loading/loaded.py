@@ -193,7 +193,7 @@ def described(model: Any) -> Described:
 
 def differences(left: Any, right: Any) -> list[str]:
     """Names of what two models do not agree on; either may be described already."""
-    one, other = (each if isinstance(each, dict) else described(each) for each in (left, right))
+    one, other = (model if isinstance(model, dict) else described(model) for model in (left, right))
     return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
 
 

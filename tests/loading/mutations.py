@@ -126,7 +126,7 @@ def tensors(folder: Path, rng: random.Random) -> None:
         return
     if found:
         _change_tensor(found, rng)
-    save_file({name: each.contiguous() for name, each in found.items()}, file, {"format": "pt"})
+    save_file({name: part.contiguous() for name, part in found.items()}, file, {"format": "pt"})
     if (folder / "manifest.json").exists():
         _seal(folder, found)
 
@@ -154,7 +154,7 @@ def states(folder: Path, rng: random.Random) -> None:
                 document = None
             text = json.dumps(document).encode() if rng.random() < 0.9 else damage_bytes(text, rng)
             found[name] = torch.tensor(list(text), dtype=torch.uint8)
-    save_file({name: each.contiguous() for name, each in found.items()}, file, {"format": "pt"})
+    save_file({name: part.contiguous() for name, part in found.items()}, file, {"format": "pt"})
     if (folder / "manifest.json").exists():
         _seal(folder, found)
 
@@ -182,7 +182,7 @@ def _change_tensor(
     found: dict[str, torch.Tensor], rng: random.Random, name: str | None = None
 ) -> None:
     name = name or rng.choice(sorted(found))
-    each = found[name]
+    tensor = found[name]
     kind = rng.randrange(9)
     if kind == 0:
         del found[name]
@@ -191,24 +191,24 @@ def _change_tensor(
         digit = rng.choice(digits or ["weight"])
         found[name.replace(f".{digit}.", f".{rng.choice((0, 1, 2, 9, 99))}.", 1)] = found.pop(name)
     elif kind == 2:
-        found[f"{name}{rng.choice(('.x', '2', '.absmax', '.quant_map'))}"] = each.clone()
+        found[f"{name}{rng.choice(('.x', '2', '.absmax', '.quant_map'))}"] = tensor.clone()
     elif kind == 3:
-        found[name] = each.flatten()[: rng.randrange(each.numel() + 1)].clone()
+        found[name] = tensor.flatten()[: rng.randrange(tensor.numel() + 1)].clone()
     elif kind == 4:
         dtypes = (torch.int8, torch.uint8, torch.int64, torch.float16, torch.float32, torch.bool)
-        found[name] = each.float().to(rng.choice(dtypes))
-    elif kind == 5 and each.numel():
+        found[name] = tensor.float().to(rng.choice(dtypes))
+    elif kind == 5 and tensor.numel():
         value = rng.choice((float("nan"), float("inf"), 0.0, 1e30, -1.0))
-        changed = each.clone()
+        changed = tensor.clone()
         if changed.is_floating_point():
-            changed.view(-1)[rng.randrange(each.numel())] = value
+            changed.view(-1)[rng.randrange(tensor.numel())] = value
         found[name] = changed
     elif kind == 6:
-        found[name] = torch.cat([each, each]) if each.ndim else each.reshape(1)
+        found[name] = torch.cat([tensor, tensor]) if tensor.ndim else tensor.reshape(1)
     elif kind == 7:
-        found[name] = each.unsqueeze(0)
+        found[name] = tensor.unsqueeze(0)
     else:
-        found[name] = each.flatten().flip(0).reshape(each.shape).clone()
+        found[name] = tensor.flatten().flip(0).reshape(tensor.shape).clone()
 
 
 def _seal(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ def parts_by_layer(model: Any) -> list[list[Part]]:
     for index, layer in enumerate(layers):
         inside: dict[int, FrozenTensor] = {}
         _collect(f"{name}.{index}", index, layer, inside)
-        found.append([p for each in inside.values() if not each.stays for p in each.parts()])
+        found.append([p for frozen in inside.values() if not frozen.stays for p in frozen.parts()])
     return found
 
 

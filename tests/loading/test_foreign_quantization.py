@@ -89,6 +89,6 @@ def test_four_bit_and_dequantized_bases_are_taken() -> None:
     model = build(quantize=False)
     model.get_base_model().config.quantization_config = {"quant_method": "fp8", "dequantize": True}
     layers_of(model)[0].mlp.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool))
-    for each in (poros.prepare(build()), poros.prepare(model)):
-        run(each)
-        poros.restore(each)
+    for prepared in (poros.prepare(build()), poros.prepare(model)):
+        run(prepared)
+        poros.restore(prepared)

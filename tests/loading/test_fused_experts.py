@@ -38,7 +38,7 @@ def attach(base: Any) -> Any:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-    assert any("experts" in name for name, each in model.named_parameters() if each.requires_grad)
+    assert any("experts" in name for name, part in model.named_parameters() if part.requires_grad)
     return model
 
 
@@ -47,7 +47,7 @@ def attach(base: Any) -> Any:
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_exact(architecture: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     expected = run(make(architecture, dtype=dtype), num_steps=3, autocast_dtype=autocast)
-    assert all(bool(each.any()) for each in expected.steps[0].gradients.values())
+    assert all(bool(part.any()) for part in expected.steps[0].gradients.values())
     model = poros.prepare(make(architecture, dtype=dtype), **ALLOWED)
     assert_same_run(expected, run(model, num_steps=3, autocast_dtype=autocast))
     assert poros.runtime(model).self_check["status"] == "passed"
@@ -64,7 +64,7 @@ def test_exact_under_adversarial_streams(architecture: str) -> None:
 def test_control_another_expert_adapter_shows() -> None:
     model = poros.prepare(make("mixtral"), **ALLOWED)
     edited = next(
-        each for name, each in model.named_parameters() if each.requires_grad and "experts" in name
+        part for name, part in model.named_parameters() if part.requires_grad and "experts" in name
     )
     with torch.no_grad():
         edited.view(-1)[0] += 1
@@ -98,7 +98,7 @@ def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path:
         run(model)
         model.save_pretrained(tmp_path / name)
     for file in ("adapter_model.safetensors", "adapter_config.json"):
-        contents = [(tmp_path / each / file).read_bytes() for each in ("resident", "streamed")]
+        contents = [(tmp_path / part / file).read_bytes() for part in ("resident", "streamed")]
         assert contents[0] == contents[1], file
     base = build(architecture, dropout=0.0).unload()
     plain = PeftModel.from_pretrained(base, tmp_path / "streamed").eval()
@@ -113,7 +113,7 @@ def test_restore_gives_the_bytes_back() -> None:
     assert bits_of(model) == before
     poros.prepare(model, **ALLOWED)
     run(model)
-    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    frozen = {name for name, part in model.named_parameters() if not part.requires_grad}
     poros.restore(model)
     after = bits_of(model)
     assert {name: after[name] for name in frozen} == {name: before[name] for name in frozen}

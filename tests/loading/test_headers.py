@@ -50,7 +50,7 @@ def test_names_order_and_metadata_are_those_of_the_library(tmp_path: Path) -> No
     with safe_open(file, framework="pt") as reference:
         assert header.tensors.keys() == set(reference.keys())
         assert header.metadata == reference.metadata() == {"format": "pt"}
-    offsets = [each.offset for each in header.tensors.values()]
+    offsets = [found.offset for found in header.tensors.values()]
     assert offsets == sorted(offsets) and offsets[0] == header.data_offset
     assert header.num_bytes == file.stat().st_size
 

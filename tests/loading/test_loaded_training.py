@@ -115,7 +115,7 @@ MOST += [("qwen2", False), ("mixtral", False)]
 CELLS = [
     *(Cell(name, how, size) for name in tiny.ARCHITECTURES for how in BOTH for size in (1, 2, 9)),
     *(Cell(*most, 2, "reopened") for most in MOST),
-    *(Cell(*each, 1, "disk", 2) for each in (*MOST, ("gemma3", True))),
+    *(Cell(*most, 1, "disk", 2) for most in (*MOST, ("gemma3", True))),
     # All on the disk; blocks of two; a block in memory and on the disk; nothing on the disk.
     *(Cell("qwen2", True, size, "disk", at) for at, size in ((0, 1), (4, 2), (3, 2), (7, 1))),
 ]

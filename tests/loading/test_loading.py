@@ -5,8 +5,7 @@ import gc
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -42,109 +41,77 @@ from tests.support import num_memory_files, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = (True, False)
-TYPES = ("nf4", "fp4")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One kind of checkpoint, and how it is loaded."""
-
-    name: str
-    source: Callable[[Kinds], Path]
-    config: BitsAndBytesConfig | None = None
-    """How it is quantized as it is loaded."""
-    dtype: torch.dtype = BF16
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of ``poros.load``; without any, quantization and dtype are those above."""
+Row = tuple[str, Callable[[Kinds], Path], BitsAndBytesConfig | None, torch.dtype, dict[str, Any]]
+"""Name, checkpoint, how it is quantized as it is loaded, dtype, and options of ``poros.load``."""
 
 
-def rows_of(name: str, source: Callable[[Kinds], Path]) -> list[Row]:
+def either(name: str, **kind: Any) -> list[Row]:
     """Quantized and dense, each asked for by its name."""
+    source = lambda kinds: kinds.dense(**kind)  # noqa: E731
     return [
-        Row(f"{name} nf4", source, quantization(), options={"quantization": "nf4"}),
-        Row(f"{name} dense", source, options={"quantization": None}),
+        (f"{name} nf4", source, quantization(), BF16, {"quantization": "nf4"}),
+        (f"{name} dense", source, None, BF16, {"quantization": None}),
     ]
+
+
+def quantized(name: str, how: dict[str, Any], **kind: Any) -> Row:
+    config = quantization(**how)
+    return name, lambda kinds: kinds.dense(**kind), config, BF16, {"quantization": config}
 
 
 def packed(name: str, architecture: str = "qwen2", **how: Any) -> Row:
     """Quantized already; it is loaded as it is."""
     source = lambda kinds: kinds.packed(architecture, **how)  # noqa: E731
-    return Row(f"4-bit already, {architecture} {name}", source, options={"dtype": BF16})
+    return f"4-bit already, {architecture} {name}", source, None, BF16, {}
 
 
-def with_format(name: str, dtype: torch.dtype = BF16, **how: Any) -> Row:
-    return Row(name, lambda kinds: kinds.dense(dtype=dtype), quantization(**how))
+def in_dtype(architecture: str, dtype: torch.dtype, is_quantized: bool) -> Row:
+    """Some families keep a few parameters in float32."""
+    config = quantization(bnb_4bit_compute_dtype=dtype) if is_quantized else None
+    name, options = f"{architecture} in {dtype} {config is not None}", {"quantization": config}
+    return name, lambda kinds: kinds.dense(architecture), config, dtype, {**options, "dtype": dtype}
 
 
-def double(is_double: bool) -> str:
-    return "double" if is_double else "single"
+def shards(architecture: str, is_quantized: bool) -> Row:
+    """Experts that are fused as they are loaded come from several files."""
+    ours, config = wanted(is_quantized)
+    name, options = f"shards of {architecture} {ours}", {"quantization": ours}
+    return name, lambda kinds: kinds.sharded(architecture), config, BF16, options
 
 
+FORMATS = {
+    f"{kind} {'double' if is_double else 'single'}": {
+        "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": is_double,
+    }
+    for kind, is_double in product(("nf4", "fp4"), BOTH)
+}
 ROWS = [
-    # For every architecture that the gates promise.
-    *(
-        row
-        for name in tiny.ARCHITECTURES
-        for row in rows_of(name, lambda kinds, name=name: kinds.dense(name))
-    ),
+    # For every architecture that the gates promise; a tied head has no tensor of its own.
+    *(row for name in tiny.ARCHITECTURES for row in either(name, architecture=name)),
+    *either("tied", tie_word_embeddings=True),
+    *either("untied", tie_word_embeddings=False),
     # Weights are cast to the dtype to load in before they are quantized.
     *(
-        with_format(
-            f"{source} to {kind} {double(is_double)}",
-            source,
-            bnb_4bit_quant_type=kind,
-            bnb_4bit_use_double_quant=is_double,
-        )
-        for source, kind, is_double in product((BF16, FP16, FP32), TYPES, BOTH)
+        quantized(f"{source} to {name}", how, dtype=source)
+        for source, (name, how) in product((BF16, FP16, FP32), FORMATS.items())
     ),
-    # Some families keep a few parameters in float32.
-    *(
-        Row(
-            f"{name} in {dtype} {'nf4' if is_quantized else 'dense'}",
-            lambda kinds, name=name: kinds.dense(name),
-            quantization(bnb_4bit_compute_dtype=dtype) if is_quantized else None,
-            dtype,
-        )
-        for name, dtype, is_quantized in product(
-            ("qwen2", "gemma4", "deepseek_v3"), (FP16, FP32), BOTH
-        )
-    ),
-    # A tied head has no tensor of its own in the checkpoint.
-    *(
-        row
-        for is_tied in BOTH
-        for row in rows_of(
-            "tied" if is_tied else "untied",
-            lambda kinds, is_tied=is_tied: kinds.dense(tie_word_embeddings=is_tied),
-        )
-    ),
-    # Experts that are fused as they are loaded come from several files.
-    *(
-        row
-        for name in ("qwen2", "mixtral")
-        for row in rows_of(f"shards of {name}", lambda kinds, name=name: kinds.sharded(name))
-    ),
+    *starmap(in_dtype, product(("qwen2", "gemma4", "deepseek_v3"), (FP16, FP32), BOTH)),
+    *starmap(shards, product(("qwen2", "mixtral"), BOTH)),
     # An empty list quantizes the head too, which is in no layer.
     *(
-        Row(
-            f"skipping {skipped}",
-            lambda kinds: kinds.dense(tie_word_embeddings=False),
-            quantization(llm_int8_skip_modules=skipped),
-        )
-        for skipped in (["q_proj", "lm_head"], ["model.layers.1.mlp"], [])
+        quantized(f"skip {names}", {"llm_int8_skip_modules": names}, tie_word_embeddings=False)
+        for names in (["q_proj", "lm_head"], ["model.layers.1.mlp"], [])
     ),
     *(
-        with_format(f"stored as {storage}", bnb_4bit_quant_storage=storage)
+        quantized(f"stored as {storage}", {"bnb_4bit_quant_storage": storage})
         for storage in ("uint8", "bfloat16", "float32")
     ),
     *(
-        packed(
-            f"{kind} {double(is_double)}",
-            name,
-            bnb_4bit_quant_type=kind,
-            bnb_4bit_use_double_quant=is_double,
-        )
-        for name, kind, is_double in product(("qwen2", "mixtral", "phi3"), TYPES, BOTH)
+        packed(name, architecture, **how)
+        for architecture, (name, how) in product(("qwen2", "mixtral", "phi3"), FORMATS.items())
     ),
     *(
         packed(f"stored as {storage}", bnb_4bit_quant_storage=storage)
@@ -153,12 +120,12 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_it_is_the_model_of_from_pretrained(kinds: Kinds, row: Row) -> None:
     """Bytes, forms, classes, configuration; and every layer lies in its slab."""
-    path = row.source(kinds)
-    model = load(path, **(row.options or {"quantization": row.config, "dtype": row.dtype}))
-    assert differences(model, kinds.expected(path, row.config, row.dtype)) == []
+    _, source, config, dtype, options = row
+    model = load(path := source(kinds), **options)
+    assert differences(model, kinds.expected(path, config, dtype)) == []
     assert unplaced(model) == [] and left_store(model).fallbacks == []
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
     assert is_tied == model.config.tie_word_embeddings

@@ -76,7 +76,7 @@ def test_a_write_to_a_tensor_is_a_write_to_the_slab() -> None:
 def test_a_store_has_one_slab_per_block_and_counts_its_bytes() -> None:
     layouts = [some_layout(), BlockLayout.pack([("a", torch.zeros(3))]), BlockLayout.pack([])]
     store = HostStore.allocate(layouts)
-    assert [slab.bytes.numel() for slab in store.slabs] == [each.num_bytes for each in layouts]
+    assert [slab.bytes.numel() for slab in store.slabs] == [one.num_bytes for one in layouts]
     assert (
         store.num_bytes == sum(layout.num_bytes for layout in layouts) and layouts[2].num_bytes == 0
     )

@@ -11,31 +11,10 @@ from poros.host.store import HostStore
 from poros.layout import ALIGNMENT, BlockLayout, slot_sizes, view
 from tests.support import same_bits
 
-DTYPES = (
-    torch.uint8,
-    torch.int8,
-    torch.bool,
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int64,
-    torch.complex64,
-)
-SHAPES = (
-    (),
-    (1,),
-    (0,),
-    (0, 3),
-    (3, 0, 2),
-    (7,),
-    (255,),
-    (256,),
-    (257,),
-    (3, 5),
-    (1, 1, 1),
-    (64, 3),
-)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64)
+DTYPES = (torch.uint8, torch.int8, torch.bool, torch.int64, *FLOATS)
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (0, 3), (3, 0, 2), (3, 5), (1, 1, 1), (64, 3))
+SHAPES += ((1,), (7,), (255,), (256,), (257,))
 
 forms = st.tuples(
     st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.sampled_from(SHAPES),
@@ -61,36 +40,24 @@ def named(forms: list[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[str, t
 
 @settings(deadline=None)
 @given(st.lists(forms, max_size=8))
-def test_tensors_are_aligned_apart_and_inside(
+def test_tensors_are_aligned_apart_and_inside_and_their_bytes_come_back_from_one_copy(
     forms: list[tuple[tuple[int, ...], torch.dtype]],
 ) -> None:
+    """Written one by one into a slab, copied as a whole into a slot, read back one by one."""
     tensors = named(forms)
     layout = BlockLayout.pack(iter(tensors))
-    assert [(spec.name, spec.shape, spec.dtype) for spec in layout.tensors] == [
-        (name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors
-    ]
+    expected = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
+    assert [(spec.name, spec.shape, spec.dtype) for spec in layout.tensors] == expected
+    slab = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     for spec, (_, tensor) in zip(layout.tensors, tensors, strict=True):
-        assert spec.offset % ALIGNMENT == 0
-        assert spec.num_bytes == tensor.numel() * tensor.element_size()
+        assert spec.offset % ALIGNMENT == 0 and spec.num_bytes == tensor.nbytes
         assert spec.offset + spec.num_bytes <= layout.num_bytes
+        view(slab, spec).copy_(tensor)
     for left, right in pairwise(layout.tensors):
         assert left.offset + left.num_bytes <= right.offset
     used = sum(spec.num_bytes for spec in layout.tensors)
     assert used <= layout.num_bytes < used + ALIGNMENT * max(len(tensors), 1)
     assert layout.num_bytes % ALIGNMENT == 0
-
-
-@settings(deadline=None)
-@given(st.lists(forms, max_size=8))
-def test_bytes_come_back_from_one_flat_copy(
-    forms: list[tuple[tuple[int, ...], torch.dtype]],
-) -> None:
-    """Written one by one into a slab, copied as a whole into a slot, read back one by one."""
-    tensors = named(forms)
-    layout = BlockLayout.pack(tensors)
-    slab = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    for spec, (_, tensor) in zip(layout.tensors, tensors, strict=True):
-        view(slab, spec).copy_(tensor)
     slot = torch.full((layout.num_bytes + 512,), 0xFF, dtype=torch.uint8)
     slot[: layout.num_bytes] = slab
     for spec, (_, tensor) in zip(layout.tensors, tensors, strict=True):
@@ -140,7 +107,7 @@ def test_known_offsets() -> None:
 
 
 def layouts(sizes: list[int]) -> list[BlockLayout]:
-    return [BlockLayout((), num_bytes=each * ALIGNMENT) for each in sizes]
+    return [BlockLayout((), num_bytes=size * ALIGNMENT) for size in sizes]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +116,7 @@ def layouts(sizes: list[int]) -> list[BlockLayout]:
 )
 def test_slot_sizes_by_residue_class(num_slots: int, expected: list[int]) -> None:
     found = slot_sizes(layouts([3, 1, 5, 4, 2, 1]), num_slots)
-    assert found == [each * ALIGNMENT for each in expected]
+    assert found == [size * ALIGNMENT for size in expected]
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=12), st.data())

@@ -46,7 +46,7 @@ def dequantized(weight: Any) -> torch.Tensor:
 
 
 def forms(parts: Parts) -> dict[str, Any]:
-    return {part: (each.shape, each.dtype) for part, each in parts.items()}
+    return {part: (piece.shape, piece.dtype) for part, piece in parts.items()}
 
 
 def changed(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_the_form_is_that_of_bitsandbytes(
     for shape in SHAPES + (ODD if storage == torch.uint8 else []):
         weight = made_by_bitsandbytes(draw(*shape), format)
         form = format.form(shape)
-        assert all(each.is_meta for each in form.values())
+        assert all(piece.is_meta for piece in form.values())
         assert forms(form) == forms(nf4.parts_of(weight))
         assert tuple(form) == tuple(nf4.parts_of(weight)) == nf4.PARTS[double_quant]
         assert Format.of(weight) == format
@@ -107,7 +107,7 @@ def test_the_constants_are_those_of_the_kernels() -> None:
     kept = [n for n in sizes if not refuses(lambda n=n: quantize(weight, n, "nf4", torch.uint8))]
     assert tuple(kept) == nf4.BLOCKSIZES
     dtypes = [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64]
-    kept = [each for each in dtypes if not refuses(lambda each=each: product(each))]
+    kept = [dtype for dtype in dtypes if not refuses(lambda dtype=dtype: product(dtype))]
     assert tuple(kept) == nf4.STORAGE_DTYPES
     assert bnb.QuantState.valid_quant_types == tuple(reversed(nf4.QUANT_TYPES))
 
@@ -147,17 +147,17 @@ def test_a_weight_made_of_parts_is_the_same(
 ) -> None:
     format = Format("fp4", double_quant, storage, 128)
     weight = made_by_bitsandbytes(draw(300, 96, dtype=dtype), format)
-    parts = {part: each.clone() for part, each in nf4.parts_of(weight).items()}
+    parts = {part: piece.clone() for part, piece in nf4.parts_of(weight).items()}
     state = format.state(parts, (300, 96), dtype)
     same = format.weight(parts["packed"], state, weight.module)
     assert nf4.is_4bit(same) and not same.requires_grad and same.bnb_quantized
     assert Format.of(same) == format and same.module is weight.module
     settings = ("shape", "dtype", "blocksize", "quant_type", "nested")
     for one, other in ((state, weight.quant_state), (state.state2, weight.quant_state.state2)):
-        found, expected = ([getattr(each, s, None) for s in settings] for each in (one, other))
+        found, expected = ([getattr(piece, s, None) for s in settings] for piece in (one, other))
         assert found == [*map(tuple, expected[:1]), *expected[1:]] if one is state else expected
-    for part, each in nf4.parts_of(same).items():
-        assert each.data_ptr() == parts[part].data_ptr()
+    for part, piece in nf4.parts_of(same).items():
+        assert piece.data_ptr() == parts[part].data_ptr()
     assert same_bits(dequantized(same), dequantized(weight))
 
 
@@ -177,27 +177,26 @@ def test_without_a_state_the_weight_is_quantized_when_it_is_moved() -> None:
     assert nf4.is_params4bit(planned) and not nf4.is_4bit(planned)
     moved = planned.to("cpu")
     expected = nf4.parts_of(made_by_bitsandbytes(tensor, DOUBLE))
-    assert all(same_bits(each, expected[part]) for part, each in nf4.parts_of(moved).items())
+    assert all(same_bits(piece, expected[part]) for part, piece in nf4.parts_of(moved).items())
 
 
 @pytest.mark.parametrize("part", nf4.PARTS[True])
 def test_a_rebound_weight_has_the_new_part_and_leaves_the_old_one(part: str) -> None:
     weight = made_by_bitsandbytes(draw(300, 96), DOUBLE)
-    before = {name: (id(each.holder), each.get()) for name, each in nf4.places("", weight).items()}
+    places = nf4.places("", weight)
+    before = {name: (id(place.holder), place.get()) for name, place in places.items()}
     new = changed(before[part][1])
     other = nf4.rebound(weight, {part: new})
     assert other is not weight and other.quant_state is not weight.quant_state
     assert other.quant_state.state2 is not weight.quant_state.state2
     assert other.module is weight.module and weight.module.quant_state is weight.quant_state
     assert Format.of(other) == Format.of(weight)
-    for name, each in nf4.parts_of(other).items():
+    for name, piece in nf4.parts_of(other).items():
         expected = new if name == part else before[name][1]
-        assert each.data_ptr() == expected.data_ptr() and each.dtype == expected.dtype
-    for name, each in nf4.places("", weight).items():
-        assert (id(each.holder), each.get().data_ptr()) == (
-            before[name][0],
-            before[name][1].data_ptr(),
-        )
+        assert piece.data_ptr() == expected.data_ptr() and piece.dtype == expected.dtype
+    for name, place in nf4.places("", weight).items():
+        holder, tensor = before[name]
+        assert (id(place.holder), place.get().data_ptr()) == (holder, tensor.data_ptr())
     assert same_bits(dequantized(other), dequantized(weight)) == (part == "code")
     assert same_bits(dequantized(nf4.rebound(weight, {})), dequantized(weight))
 
@@ -226,8 +225,8 @@ def test_what_is_a_4bit_weight() -> None:
     dense = nn.Parameter(draw(8, 64), requires_grad=False)
     pickled = pickle.loads(pickle.dumps(weight))
     assert type(pickled) is nn.Parameter
-    tests = (nf4.is_params4bit, nf4.is_4bit, nf4.is_plain, lambda each: bool(nf4.state_of(each)))
-    found = [[test(each) for test in tests] for each in (weight, planned, dense, pickled)]
+    tests = (nf4.is_params4bit, nf4.is_4bit, nf4.is_plain, lambda kind: bool(nf4.state_of(kind)))
+    found = [[test(kind) for test in tests] for kind in (weight, planned, dense, pickled)]
     assert found == [
         [True, True, False, True],
         [True, False, False, False],
@@ -242,8 +241,8 @@ def test_parts_by_name(format: Format) -> None:
     found = nf4.part_tensors("w", weight, with_constants=True)
     names = ["w", *(f"w.{part}" for part in nf4.PARTS[format.double_quant][1:])]
     assert list(found) == names
-    assert [each.data_ptr() for each in found.values()] == [
-        each.data_ptr() for each in nf4.parts_of(weight).values()
+    assert [piece.data_ptr() for piece in found.values()] == [
+        piece.data_ptr() for piece in nf4.parts_of(weight).values()
     ]
     moving = nf4.part_tensors("w", weight)
     assert list(moving) == ["w", "w.absmax", "w.nested_absmax"][: 3 if format.double_quant else 2]
@@ -255,6 +254,6 @@ def test_a_large_nested_absmax_streams(num_rows: int, streamed: bool) -> None:
     """One of up to 64 KiB stays, as constants do; packed bytes and absmax never do."""
     large, small = DOUBLE.form((num_rows, 16384)), DOUBLE.form((1, 32))
     always = {"packed", "absmax"}
-    assert {part for part, each in small.items() if nf4.streams(part, each)} == always
+    assert {part for part, piece in small.items() if nf4.streams(part, piece)} == always
     expected = always | ({"nested_absmax"} if streamed else set())
-    assert {part for part, each in large.items() if nf4.streams(part, each)} == expected
+    assert {part for part, piece in large.items() if nf4.streams(part, piece)} == expected

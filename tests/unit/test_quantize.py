@@ -1,6 +1,6 @@
 """Quantizing in pieces gives the bytes of quantizing at once, and refuses what is no weight."""
 
-from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import bitsandbytes.functional as bnb
@@ -18,6 +18,7 @@ from tests.support import same_bits
 CPU = torch.device("cpu")
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Result(NamedTuple):
@@ -31,12 +32,9 @@ class Result(NamedTuple):
         state = self.state
         found = {"packed": self.packed, "absmax": state.absmax, "code": state.code}
         if state.nested:
-            found |= {
-                "offset": state.offset,
-                "nested_absmax": state.state2.absmax,
-                "nested_code": state.state2.code,
-            }
-        return {name: each.cpu() for name, each in found.items()}
+            found |= {"offset": state.offset, "nested_absmax": state.state2.absmax}
+            found["nested_code"] = state.state2.code
+        return {name: part.cpu() for name, part in found.items()}
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -48,10 +46,8 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tor
 
 def at_once(tensor: torch.Tensor, **options: Any) -> Result:
     """What bitsandbytes makes of the whole tensor."""
-    options.setdefault("blocksize", 64)
-    options.setdefault("compress_statistics", True)
-    options.setdefault("quant_type", "nf4")
-    return Result(*bnb.quantize_4bit(tensor.contiguous(), **options))
+    settings = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4", **options}
+    return Result(*bnb.quantize_4bit(tensor.contiguous(), **settings))
 
 
 def in_pieces(
@@ -69,7 +65,7 @@ def in_pieces(
     format = Format(quant_type, double_quant, quant_storage, blocksize)
     # Poisoned, so that bytes that are not written are seen.
     form = format.form(tensor.shape).items()
-    targets = {part: torch.full_like(each, 77, device=CPU) for part, each in form}
+    targets = {part: torch.full_like(planned, 77, device=CPU) for part, planned in form}
     quantizer = quantizer or Quantizer(
         CPU, chunk_num_bytes=num_blocks * blocksize * tensor.element_size()
     )
@@ -85,33 +81,36 @@ def differences(left: Result, right: Result) -> list[str]:
     """Names of the parts and properties in which two results differ."""
     ours, theirs = left.parts(), right.parts()
     found = sorted(ours.keys() ^ theirs.keys())
-    found += [
-        name for name in ours.keys() & theirs.keys() if not same_bits(ours[name], theirs[name])
-    ]
-    for name in ("shape", "dtype", "blocksize", "quant_type", "nested"):
-        for one, other, where in (
-            (left.state, right.state, ""),
-            (left.state.state2, right.state.state2, "state2."),
-        ):
-            if getattr(one, name, None) != getattr(other, name, None):
-                found.append(where + name)
+    both = ours.keys() & theirs.keys()
+    found += [name for name in both if not same_bits(ours[name], theirs[name])]
+    states = (left.state, right.state, ""), (left.state.state2, right.state.state2, "state2.")
+    for name, (one, other, where) in product(
+        ("shape", "dtype", "blocksize", "quant_type", "nested"), states
+    ):
+        if getattr(one, name, None) != getattr(other, name, None):
+            found.append(where + name)
     return found
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 @pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_pieces_give_the_bytes_of_the_whole(
-    quant_type: str, double_quant: bool, blocksize: int, dtype: torch.dtype
+    quant_type: str, double_quant: bool, blocksize: int, dtype: torch.dtype, device: str
 ) -> None:
-    """For every format of bitsandbytes, at a size that is no multiple of a piece or a block."""
+    """For every format of bitsandbytes, at a size that is no multiple of a piece or a block.
+
+    The pieces take turns in the two buffers of a GPU.
+    """
     tensor = draw(61, 7 * blocksize // 8 + 3, dtype=dtype)
     assert tensor.numel() % blocksize and tensor.numel() > 6 * blocksize
-    mine = in_pieces(tensor, quant_type=quant_type, blocksize=blocksize, double_quant=double_quant)
-    whole = at_once(
-        tensor, quant_type=quant_type, blocksize=blocksize, compress_statistics=double_quant
-    )
+    piece = 3 * blocksize * tensor.element_size()
+    quantizer = Quantizer(torch.device(device), chunk_num_bytes=piece)
+    how: dict[str, Any] = {"quant_type": quant_type, "blocksize": blocksize}
+    mine = in_pieces(tensor, double_quant=double_quant, quantizer=quantizer, **how)
+    whole = at_once(tensor.to(device), compress_statistics=double_quant, **how)
     assert differences(mine, whole) == []
 
 
@@ -171,7 +170,7 @@ def test_control_a_mean_per_piece_gives_another_offset() -> None:
     for seed in range(20):
         whole = at_once(draw(1000, 96, dtype=torch.float32, seed=seed), compress_statistics=False)
         absmax = whole.state.absmax
-        offset = torch.stack([each.sum() for each in absmax.split(97)]).sum() / absmax.numel()
+        offset = torch.stack([part.sum() for part in absmax.split(97)]).sum() / absmax.numel()
         num_different += not same_bits(offset, absmax.mean())
     assert num_different > 0
 
@@ -187,14 +186,16 @@ def test_control_the_comparison_sees_one_bit() -> None:
         assert differences(changed, whole) == [name]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("index", [0, 5000, -1])
-def test_nonfinite_weights_are_refused(value: float, index: int) -> None:
-    """Wherever they are; the message names the tensor."""
+def test_nonfinite_weights_are_refused(value: float, index: int, device: str) -> None:
+    """Wherever they are, by name; on a GPU bitsandbytes' own scales do not show a NaN."""
     tensor = draw(61, 96)
     tensor.view(-1)[index] = value
+    quantizer = Quantizer(torch.device(device), chunk_num_bytes=1024)
     with pytest.raises(CheckpointFormatError, match=r"^w: expected finite weights"):
-        in_pieces(tensor)
+        in_pieces(tensor, quantizer=quantizer)
 
 
 def test_nonfinite_weights_can_be_allowed() -> None:
@@ -225,110 +226,71 @@ def test_targets_of_another_form_are_refused(wrong: str) -> None:
     form = format.form(tensor.shape)
     names = ("packed", "absmax", "nested_absmax")
     targets = {name: torch.full_like(form[name], 77, device=CPU) for name in names}
-    before = {name: each.clone() for name, each in targets.items()}
+    before = {name: target.clone() for name, target in targets.items()}
     targets[wrong] = targets[wrong][:-1]
     with pytest.raises(ValueError, match=rf"^{wrong}: expected a contiguous host tensor"):
         Quantizer(CPU).quantize_into(tensor, name="w", format=format, targets=targets)
-    for name, each in targets.items():
-        assert same_bits(each, before[name][: each.shape[0]])
+    for name, target in targets.items():
+        assert same_bits(target, before[name][: target.shape[0]])
 
 
-class TestStaging:
-    """Two buffers, each overwritten only when nobody reads it, under adversarial streams."""
+# Staging: two buffers, each overwritten only when nobody reads it, under adversarial streams.
 
-    @pytest.fixture
-    def tensors(self) -> Iterator[list[torch.Tensor]]:
-        """Of several sizes and dtypes, as they come one after the other."""
-        yield [draw(61, 96), draw(10, 64, dtype=torch.float32, seed=1), draw(200, 50, seed=2)]
 
-    def test_the_bytes_are_those_of_the_whole(self, tensors: list[torch.Tensor]) -> None:
-        """One quantizer for all tensors, every piece through its buffers."""
-        streams = AdversarialStreams()
-        quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
-        with streams.watch():
-            for tensor in tensors:
-                assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
-        assert streams.num_bytes == sum(each.nbytes for each in tensors)
+def test_one_quantizer_for_all_tensors() -> None:
+    """Of several sizes and dtypes, every piece through its buffers."""
+    tensors = [draw(61, 96), draw(10, 64, dtype=torch.float32, seed=1), draw(200, 50, seed=2)]
+    streams = AdversarialStreams()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
+    with streams.watch():
+        for tensor in tensors:
+            assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
+    assert streams.num_bytes == sum(tensor.nbytes for tensor in tensors)
 
-    def test_control_without_waiting_for_a_copy(self, tensors: list[torch.Tensor]) -> None:
-        """A piece that is read before it has arrived is found."""
 
-        class NoWait(AdversarialStreams):
-            def wait(self, event: Any) -> None:
-                pass
+class NoWait(AdversarialStreams):
+    """A piece is read before it has arrived."""
 
-        streams = NoWait()
-        quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
-        with streams.watch(), pytest.raises(SlotHazard, match="read without waiting"):
-            in_pieces(tensors[0], quantizer=quantizer)
+    def wait(self, event: Any) -> None:
+        pass
 
-    def test_control_without_the_event_of_the_last_read(self, tensors: list[torch.Tensor]) -> None:
-        """A piece that is overwritten while it may be read is found."""
 
-        class FirstEventForever(AdversarialStreams):
-            def record(self) -> Any:
-                self.first = getattr(self, "first", None) or super().record()
-                return self.first
+class FirstEventForever(AdversarialStreams):
+    """A piece is overwritten while it may be read."""
 
-        streams = FirstEventForever()
-        quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
-        with streams.watch(), pytest.raises(SlotHazard, match="overwrite a slot"):
-            in_pieces(tensors[0], quantizer=quantizer)
+    def record(self) -> Any:
+        self.first = getattr(self, "first", None) or super().record()
+        return self.first
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [(NoWait, "read without waiting"), (FirstEventForever, "overwrite a slot")],
+)
+def test_control_staging_without_a_wait_is_found(make: type[AdversarialStreams], says: str) -> None:
+    streams = make()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
+    with streams.watch(), pytest.raises(SlotHazard, match=says):
+        in_pieces(draw(61, 96), quantizer=quantizer)
 
 
 @pytest.mark.gpu
-class TestOnTheGpu:
-    """The same on a CUDA device, against bitsandbytes there."""
-
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
-    @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-    def test_pieces_give_the_bytes_of_the_whole(
-        self, quant_type: str, double_quant: bool, dtype: torch.dtype
-    ) -> None:
-        """For every block size, in small pieces that take turns in the two buffers."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        for blocksize in BLOCKSIZES:
-            tensor = draw(61, 7 * blocksize // 8 + 3, dtype=dtype)
-            mine = in_pieces(
-                tensor,
-                quant_type=quant_type,
-                blocksize=blocksize,
-                double_quant=double_quant,
-                quantizer=Quantizer(device, chunk_num_bytes=4 * blocksize * tensor.element_size()),
-            )
-            whole = at_once(
-                tensor.to(device),
-                quant_type=quant_type,
-                blocksize=blocksize,
-                compress_statistics=double_quant,
-            )
-            assert differences(mine, whole) == []
-
-    def test_the_high_water_mark(self) -> None:
-        """At most 100 MB for the largest projection of a 72B model, from another stream too."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        tensor = draw(29568, 8192)
-        whole = at_once(tensor.to(device))
-        expected = Result(whole.packed.cpu(), whole.state)
-        del whole
-        expected.state.to("cpu")
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            mine = in_pieces(tensor, quantizer=Quantizer(device))
-        assert torch.cuda.max_memory_allocated() - before <= 100e6
-        assert differences(mine, expected) == []
-
-    def test_nonfinite_weights_are_refused(self) -> None:
-        """bitsandbytes' own scales do not show a NaN there."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        tensor = draw(61, 96)
-        tensor[60, 95] = float("nan")
-        with pytest.raises(CheckpointFormatError, match=r"^w: expected finite weights"):
-            in_pieces(tensor, quantizer=Quantizer(device, chunk_num_bytes=1024))
+def test_the_high_water_mark() -> None:
+    """At most 100 MB for the largest projection of a 72B model, from another stream too."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensor = draw(29568, 8192)
+    whole = at_once(tensor.to(device))
+    expected = Result(whole.packed.cpu(), whole.state)
+    del whole
+    expected.state.to("cpu")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        mine = in_pieces(tensor, quantizer=Quantizer(device))
+    assert torch.cuda.max_memory_allocated() - before <= 100e6
+    assert differences(mine, expected) == []
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
@@ -341,10 +303,10 @@ def test_the_digests_are_those_of_the_parts(double_quant: bool, is_staged: bool)
         draw(96, 64), double_quant=double_quant, quantizer=quantizer, digests=digests
     )
     parts = {
-        "w" if name == "packed" else f"w.{name}": each for name, each in result.parts().items()
+        "w" if name == "packed" else f"w.{name}": part for name, part in result.parts().items()
     }
     del parts["w.code"]  # made where it stays
-    assert digests.results() == {name: digest(each.contiguous()) for name, each in parts.items()}
+    assert digests.results() == {name: digest(part.contiguous()) for name, part in parts.items()}
 
 
 @pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])

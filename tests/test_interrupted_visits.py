@@ -24,7 +24,7 @@ AROUND = (*VISIT, "contextlib.py")
 
 
 def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
-    with runtime.visit(phase, runtime.tree().adapters()):
+    with runtime.visit(phase, runtime.contents().adapters()):
         pass
 
 
@@ -104,6 +104,7 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
             "visit.py",
             "body.py",
             "streamed.py",
+            "layer/call.py",
             "remat.py",
             "manager.py",
             "layer_index.py",

@@ -17,7 +17,7 @@ from snapshots import batches, build
 
 import poros
 from poros.gates import tiny
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.layer.side_outputs import SideOutputs
 
 Model = Any

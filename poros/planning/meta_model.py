@@ -19,7 +19,7 @@ from poros.layout import BlockLayout
 from poros.loaders.build import one_at_a_time
 from poros.loaders.settings import configuration, model_class_of, said
 from poros.loaders.source import find_config
-from poros.model.adapter_kinds import Found, adapter_kinds, configured_kinds
+from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
 from poros.model.inspect import find_frozen, find_layers
 from poros.nf4 import QUANT_TYPES, Format, is_4bit, own, part_tensors
 from poros.planning.formula import Shapes
@@ -144,7 +144,7 @@ class Recipe:
         return made.train()
 
 
-def _refuse_uncounted(kinds: Mapping[str, Found]) -> None:
+def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
     others = [str(found) for kind, found in kinds.items() if kind not in COUNTED_KINDS]
     if others:
         known = ", ".join(sorted(COUNTED_KINDS))

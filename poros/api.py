@@ -138,11 +138,12 @@ def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
         shape: Shape, budget: int | None, wanted: Wanted, is_checking: bool
     ) -> "MemoryPlan":
         from poros.planning.planner import Planner
+        from poros.planning.request import PlanRequest
 
         living = reference()
         if not planner and living is not None:
             planner.append(Planner(living))
-        return planner[0].plan(
+        request = PlanRequest(
             **shape._asdict(),
             # With its unit: bytes are meant, however few they are.
             vram_budget=None if budget is None else f"{budget}B",
@@ -154,6 +155,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
         )
+        return planner[0].plan(request)
 
     return estimate
 

@@ -284,8 +284,8 @@ def plan(
 ) -> None:
     """Say what a training step needs, before anything is downloaded."""
     _quieten_libraries()  # what follows imports them
-    from poros.planning.formula import Speeds
     from poros.planning.planner import Planner, render
+    from poros.planning.request import PlanRequest, Speeds
 
     if (copy_gb_per_s is None) != (tflop_per_s is None):
         raise typer.BadParameter("give both --copy-gb-per-s and --tflop-per-s, or neither")
@@ -300,7 +300,7 @@ def plan(
             speeds = planner.measure(seq_len=seq, batch_size=batch, device=device)
         elif copy_gb_per_s is not None and tflop_per_s is not None:
             speeds = Speeds(copy_gb_per_s, tflop_per_s)
-        estimate = planner.plan(
+        request = PlanRequest(
             seq_len=seq,
             batch_size=batch,
             vram_budget=vram,
@@ -311,6 +311,7 @@ def plan(
             self_check=self_check,
             speeds=speeds,
         )
+        estimate = planner.plan(request)
     if as_json:
         typer.echo(json.dumps(estimate.as_dict(), indent=1))
         return

@@ -44,9 +44,10 @@ OTHERS = (
     *("test_parity", "test_remat_exact", "test_sabotage", "test_controls", "test_boundaries"),
     *("test_cast_order", "test_interrupted_visits", "test_interruptions", "test_settings"),
     *("test_small", "test_side_channels", "test_channels", "test_layer_index", "test_walk"),
-    *("test_cuda_hazards", "test_hazards", "test_manager_faults", "test_mutations", "test_arena"),
+    *("test_cuda_hazards", "test_hazards", "test_manager_faults", "test_mutations"),
     *("test_added_adapters", "test_refusals", "test_refused_calls", "test_keep_last"),
     *("test_strangers", "test_visits", "test_leaks", "test_restore", "test_fuzzed_programs"),
+    "unit/test_host",
 )
 TIMEOUT_S = 900
 

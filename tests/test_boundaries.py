@@ -23,8 +23,8 @@ from poros.host.store import HostSlab
 from poros.layer.offload import ActivationOffloader, OffloadedInput
 from poros.layer.streamed import streamed_layer
 from poros.layout import BlockLayout
-from poros.planning.step_cost import LiveBytes
 from poros.slots.schedule import Phase
+from tests.planning.cells import OperatorBytes
 
 MUTATIONS = mutants.stream_context_mutations(["poros.layer.offload"])
 NUM_LAYERS = 5
@@ -78,10 +78,7 @@ def test_two_inputs_are_on_the_device_at_a_time() -> None:
             build(num_layers=8), device="cpu", offload_boundaries=is_offloaded, self_check="off"
         ).train()
         model(**batch).loss.backward()
-        live = LiveBytes()
-        # Here host memory is memory of the device too.
-        live.know(*(each.bytes for each in poros.runtime(model).offloader._buffers))
-        with live:
+        with OperatorBytes() as live:
             loss = model(**batch, use_cache=False).loss
             sizes.append(live.now)
         del loss, model

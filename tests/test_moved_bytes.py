@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loaded import quantization, standard
 from snapshots import assert_same_run, build, layers_of, run
-from stores import lay_down
 
 import poros
 import poros.loaders.load
@@ -20,6 +18,8 @@ from poros.layer.streamed import is_streamed
 from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import SlabWriter
 from poros.streams import EagerStreams
+from tests.loading.loaded import quantization, standard
+from tests.loading.stores import lay_down
 
 
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:

@@ -112,9 +112,9 @@ def test_a_mutation_is_noticed(
 def test_every_point_of_order_is_mutated() -> None:
     changes = [str(each) for each in CONTEXT_MUTATIONS]
     for wanted in (
-        "ring.DeviceRing.__init__: streams.record() replaced by an older event",
-        "manager.BlockManager._load: after=slot.released replaced by after=None",
-        "manager.BlockManager._waited_for: self._streams.wait(slot.ready) removed",
+        "slots.ring.DeviceRing.__init__: streams.record() replaced by an older event",
+        "slots.manager.BlockManager._load: after=slot.released replaced by after=None",
+        "slots.manager.BlockManager._waited_for: self._streams.wait(slot.ready) removed",
     ):
         assert wanted in changes
     assert any("manager" in each and "record() replaced by None" in each for each in changes)
@@ -255,7 +255,7 @@ def test_cuda_streams_as_they_are_pass(
 
 # An event from before the allocation is as good if nothing was queued in between, and nothing is:
 # that mutation is no hazard here. The adversarial streams are stricter and report it.
-HARMLESS = "ring.DeviceRing.__init__: streams.record() replaced by an older event"
+HARMLESS = "slots.ring.DeviceRing.__init__: streams.record() replaced by an older event"
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Visits:
 
     @contextmanager
     def begin(self, name: str, undo: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Run the body as a visit, then ``undo`` what it has changed.
+        """Run the body as a visit, then ``undo`` what it has changed. ``end_all`` comes before.
 
         Args:
             name: The layer's qualified name.
@@ -87,7 +87,6 @@ class Visits:
         Raises:
             SlotStateError: If another visit began before this one ended.
         """
-        self.end_all()
         note = _Note(undo)
 
         def require_alone() -> None:

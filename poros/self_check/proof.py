@@ -221,6 +221,7 @@ class Runs:
                 owner[key] = parameter
             bindings.swap_out()
 
+        self._visits.end_all()
         with self._visits.begin(streamed_layer(layer).name, undo):
             bindings.swap_in()
             for _, owner, key, parameter in places:

@@ -337,7 +337,7 @@ class Runtime:
     def _allocate_slots(self, room: Room) -> DeviceRing:
         layouts = [slab.layout for slab in self.host.slabs]
         division = divide(len(self._layers), self.policy.block_size, room.num_slots, room.keep_last)
-        return DeviceRing(layouts, division.ring_slots, self._streams, division.num_resident)
+        return DeviceRing(layouts, division.ring_slots, self._streams, division.num_pinned)
 
     def _use(self, ring: DeviceRing) -> None:
         self.ring = ring

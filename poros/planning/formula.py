@@ -270,7 +270,7 @@ class _Formula:
         boundaries = first_kept * self.cost.boundary if offload else 0
         return MemoryPlan(
             terms=terms,
-            num_slots=found.ring_slots + found.num_resident,
+            num_slots=found.ring_slots + found.num_pinned,
             keep_last=found.keep_last,
             offload_boundaries=offload,
             num_blocks=len(self.blocks),

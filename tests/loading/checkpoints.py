@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from poros.loaders.header import Header, open_regular, read_header
+
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
@@ -62,6 +64,14 @@ def file_bytes(header: object, data: bytes = bytes(8), *, length: int | None = N
     """A file: the header as JSON, or as it is if it is bytes, and a length that may be wrong."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def header_of(file: Path) -> Header:
+    descriptor, _ = open_regular(file)
+    try:
+        return read_header(descriptor, file)
+    finally:
+        os.close(descriptor)
 
 
 def open_files() -> list[str]:

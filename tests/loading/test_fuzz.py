@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 
 from poros.errors import CheckpointFormatError
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.header import DTYPES, Header, open_regular, parse_json, read_header
+from poros.loaders.header import DTYPES, Header, parse_json
 from poros.loaders.manifest import MANIFEST, read_manifest, write_manifest
 from poros.loaders.store import open_store
 from tests.loading.checkpoints import (
@@ -40,6 +40,7 @@ from tests.loading.checkpoints import (
     INDEX,
     SECOND,
     file_bytes,
+    header_of,
     mappings,
     open_files,
     write_sharded,
@@ -76,14 +77,12 @@ def read(content: bytes) -> Header | None:
     """The header of a file of that content; None if it is refused, in the way it should be."""
     with file_of(content) as file:
         before = open_files()
-        descriptor, _ = open_regular(file)
         try:
-            return read_header(descriptor, file)
+            return header_of(file)
         except CheckpointFormatError as error:
             assert "x.safetensors: " in str(error) and len(str(error)) < 3000
             return None
         finally:
-            os.close(descriptor)
             assert open_files() == before
 
 
@@ -314,15 +313,13 @@ def test_memory_is_bounded_by_the_file(tmp_path: Path, start: bytes, unit: bytes
     """The JSON that takes the most memory takes less than 60 bytes for each of its own."""
     file = tmp_path / "x.safetensors"
     file.write_bytes(file_bytes(start + unit * (10**6 // len(unit))))
-    descriptor, _ = open_regular(file)
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointFormatError, match="found text that is none"):
-            read_header(descriptor, file)
+            header_of(file)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-        os.close(descriptor)
     assert 10**6 < peak < 60 * 10**6
 
 

@@ -14,16 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from poros.errors import CheckpointFormatError
-from poros.loaders.header import DTYPES, Header, open_regular, quoted, read_at, read_header
-from tests.loading.checkpoints import entry, file_bytes
-
-
-def read(file: Path) -> Header:
-    descriptor, _ = open_regular(file)
-    try:
-        return read_header(descriptor, file)
-    finally:
-        os.close(descriptor)
+from poros.loaders.header import DTYPES, open_regular, quoted, read_at
+from tests.loading.checkpoints import entry, file_bytes, header_of
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
@@ -37,7 +29,7 @@ def test_each_dtype_and_shape_is_found_where_the_library_put_it(
     raw = torch.arange(1, num_bytes + 1, dtype=torch.uint8)
     tensor = raw.view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
     save_file({"before": torch.ones(3), "it": tensor}, file)
-    found = read(file).tensors["it"]
+    found = header_of(file).tensors["it"]
     assert (found.dtype, found.shape, found.num_bytes) == (dtype, shape, num_bytes)
     assert file.read_bytes()[found.offset :][:num_bytes] == bytes(raw.tolist())
 
@@ -46,7 +38,7 @@ def test_names_order_and_metadata_are_those_of_the_library(tmp_path: Path) -> No
     file = tmp_path / "x.safetensors"
     tensors = {"b": torch.ones(2), "a": torch.ones(3, dtype=torch.int8), "": torch.ones(1)}
     save_file({**tensors, "w\u00f6rd \U0001f600": torch.ones(2)}, file, metadata={"format": "pt"})
-    header = read(file)
+    header = header_of(file)
     with safe_open(file, framework="pt") as reference:
         assert header.tensors.keys() == set(reference.keys())
         assert header.metadata == reference.metadata() == {"format": "pt"}
@@ -73,13 +65,13 @@ def test_headers_that_are_right_are_accepted_by_both(tmp_path: Path, header: obj
     file = tmp_path / "x.safetensors"
     file.write_bytes(file_bytes(header))
     with safe_open(file, framework="pt") as reference:
-        assert read(file).tensors.keys() == set(reference.keys())
+        assert header_of(file).tensors.keys() == set(reference.keys())
 
 
 def test_an_empty_header_is_a_file_of_no_tensors(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     file.write_bytes(file_bytes({}, b""))
-    assert read(file).tensors == {}
+    assert header_of(file).tensors == {}
 
 
 def test_a_header_as_long_as_a_pickle_begins_is_no_pickle(tmp_path: Path) -> None:
@@ -87,14 +79,14 @@ def test_a_header_as_long_as_a_pickle_begins_is_no_pickle(tmp_path: Path) -> Non
     text = json.dumps({"a": entry()}).encode().ljust(0x010280)
     file = tmp_path / "x.safetensors"
     file.write_bytes(file_bytes(text))
-    assert list(read(file).tensors) == ["a"]
+    assert list(header_of(file).tensors) == ["a"]
 
 
 def test_messages_stay_short_whatever_the_file_says(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     file.write_bytes(file_bytes({"n" * 100_000: entry(dtype="d" * 100_000)}))
     with pytest.raises(CheckpointFormatError) as caught:
-        read(file)
+        header_of(file)
     assert len(str(caught.value)) < 1500 and "100000 characters" in str(caught.value)
     assert str(caught.value).isascii()
     assert quoted("\u00e9\n") == r"'\xe9\n'"

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from poros.errors import CheckpointFormatError
 from poros.host.store import HostStore
 from poros.layout import PAGE_NUM_BYTES
-from poros.loaders.header import Header, open_regular, read_header
 from poros.loaders.manifest import MANIFEST, REST, SLABS, write_manifest
 from poros.loaders.store import is_store, open_store
 from poros.loaders.store_writer import StoreWriter, write_store
+from tests.loading.checkpoints import header_of
 from tests.loading.stores import (
     ABOUT,
     FILES,
@@ -39,14 +39,6 @@ from tests.support import same_bits
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return write(tmp_path / "store")
-
-
-def header_of(file: Path) -> Header:
-    descriptor, _ = open_regular(file)
-    try:
-        return read_header(descriptor, file)
-    finally:
-        os.close(descriptor)
 
 
 @pytest.mark.parametrize("mapped", [True, False])

@@ -21,10 +21,11 @@ from poros.errors import CheckpointFormatError, PolicyError
 from poros.host.store import left_store
 from poros.layout import slab_offsets
 from poros.loaders.checkpoint import Checkpoint
-from poros.loaders.header import defect, open_regular, read_header
+from poros.loaders.header import defect
 from poros.loaders.load import load
 from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import open_store
+from tests.loading.checkpoints import header_of
 from tests.loading.loaded import (
     DOWN,
     EMBED,
@@ -150,9 +151,7 @@ def edit(source: Path, *, is_time_kept: bool = False) -> None:
     """One bit in the middle of the weights of a layer."""
     file = source / "model.safetensors"
     before = file.stat()
-    descriptor, _ = open_regular(file)
-    entry = read_header(descriptor, file).tensors[DOWN]
-    os.close(descriptor)
+    entry = header_of(file).tensors[DOWN]
     patch(file, entry.offset + entry.num_bytes // 2, flip)
     if is_time_kept:
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -245,11 +244,7 @@ def place_of(store: Path, name: str) -> tuple[Path, int]:
             for spec in layout.tensors:
                 if spec.name == name:
                     return store / SLABS, opened.data_offset + start + spec.offset
-    descriptor, _ = open_regular(store / REST)
-    try:
-        return store / REST, read_header(descriptor, store / REST).tensors[name].offset
-    finally:
-        os.close(descriptor)
+    return store / REST, header_of(store / REST).tensors[name].offset
 
 
 NAN = b"\xc0\x7f"

@@ -7,37 +7,24 @@ to earn its place here too.
 from collections.abc import Callable
 from contextlib import nullcontext
 
-import mutants
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeStream, FakeTensor
-from slots import Slots
-from support import AdversarialPrepare, same_bits
 
 from poros import streams as streams_module
-from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
-from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from poros.gates.reference import Trajectory, compare_trajectories
+from poros.layer.offload import ActivationOffloader
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, training_visits
 from poros.streams import CudaStreams
-
-CONTEXT_MUTATIONS = mutants.stream_context_mutations()
-CUDA_MUTATIONS = mutants.cuda_mutations()
+from tests import mutants
+from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
+from tests.slots import Slots
+from tests.snapshots import build, run
+from tests.support import AdversarialPrepare, same_bits
 
 Problem = str | None
-
-
-# With the adversarial streams: blocks of bytes, and a small model.
-
-
-def build() -> torch.nn.Module:
-    model: torch.nn.Module = tiny.make_model("qwen2", num_layers=3, hidden_size=64, dropout=0.05)
-    return model
-
-
-def run(model: torch.nn.Module) -> Trajectory:
-    return train(model, tiny.make_batches(2, num_tokens=8), TrainingSpec(num_steps=2))
+Scenario = Callable[[AdversarialStreams, Trajectory], Problem]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +48,22 @@ def train_a_model(streams: AdversarialStreams, resident: Trajectory) -> Problem:
     return str(differences[0]) if differences else None
 
 
-Scenario = Callable[[AdversarialStreams, Trajectory], Problem]
+def offload_inputs(streams: AdversarialStreams, _: Trajectory) -> Problem:
+    """Passes over five layers whose inputs wait on the host, two of them given up half-way."""
+    offloader = ActivationOffloader(streams)
+    device = Slots(2, 2, streams)
+    for number in range(4):
+        inputs, offloaded = [], []
+        for index in range(5):
+            device.visit(index % 2, Phase.FORWARD)  # what computes the input
+            inputs.append(torch.randn(3, 4))
+            offloaded.append(offloader.offload(inputs[-1].clone(), str(index), index))
+        for index in reversed(range(2 if number % 2 else 0, 5)):
+            device.visit(index % 2, Phase.BACKWARD)
+            if not same_bits(offloaded[index].fetch(), inputs[index]):
+                return f"input {index}: other bytes"
+        del offloaded
+    return None
 
 
 def problem_of(scenario: Scenario, resident: Trajectory, watched: bool) -> Problem:
@@ -81,23 +83,39 @@ def problem_of(scenario: Scenario, resident: Trajectory, watched: bool) -> Probl
         return str(error)
 
 
-scenarios = pytest.mark.parametrize(
-    "scenario", (visit_blocks, train_a_model), ids=lambda each: each.__name__
-)
-watched_or_not = pytest.mark.parametrize("watched", (True, False), ids=("watched", "unwatched"))
+SCENARIOS = [
+    *(
+        (scenario, is_watched)
+        for scenario in (visit_blocks, train_a_model)
+        for is_watched in (1, 0)
+    ),
+    (offload_inputs, 1),
+]
+CONTEXT_MUTATIONS = mutants.stream_context_mutations()
+OFFLOAD_MUTATIONS = mutants.stream_context_mutations(["poros.layer.offload"])
+CUDA_MUTATIONS = mutants.cuda_mutations()
 
 
-@watched_or_not
-@scenarios
+def name_of(value: object) -> str:
+    return getattr(value, "__name__", {1: "watched", 0: "unwatched"}.get(value, str(value)))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("scenario", "watched"), SCENARIOS, ids=name_of)
 def test_the_source_as_it_is_passes(
     scenario: Scenario, watched: bool, resident: Trajectory
 ) -> None:
     assert problem_of(scenario, resident, watched) is None
 
 
-@watched_or_not
-@scenarios
-@pytest.mark.parametrize("mutation", CONTEXT_MUTATIONS, ids=str)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("mutation", "scenario", "watched"),
+    [
+        *((mutation, *each) for mutation in CONTEXT_MUTATIONS for each in SCENARIOS[:-1]),
+        *((mutation, *SCENARIOS[-1]) for mutation in OFFLOAD_MUTATIONS),
+    ],
+    ids=name_of,
+)
 def test_a_mutation_is_noticed(
     mutation: mutants.Mutation,
     scenario: Scenario,
@@ -112,18 +130,18 @@ def test_a_mutation_is_noticed(
 def test_every_point_of_order_is_mutated() -> None:
     changes = [str(each) for each in CONTEXT_MUTATIONS]
     for wanted in (
-        "ring.DeviceRing.__init__: streams.record() replaced by an older event",
-        "manager.BlockManager._load: after=slot.released replaced by after=None",
-        "manager.BlockManager._waited_for: self._streams.wait(slot.ready) removed",
+        "slots.ring.DeviceRing.__init__: streams.record() replaced by an older event",
+        "slots.manager.BlockManager._load: after=slot.released replaced by after=None",
+        "slots.manager.BlockManager._waited_for: self._streams.wait(slot.ready) removed",
     ):
         assert wanted in changes
     assert any("manager" in each and "record() replaced by None" in each for each in changes)
     assert any("manager" in each and "an older event" in each for each in changes)
     assert len({str(each) for each in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
-    # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``.
-    # Inputs of layers have controls of their own, in test_boundaries. A measured rate is no part of
-    # training.
+    # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``. A measured rate
+    # is no part of training.
     others = {"poros.layer.offload", "poros.planning.speeds"}
+    assert OFFLOAD_MUTATIONS
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
     methods = {each.change.split("(")[0].split(".")[-1] for each in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)
@@ -255,7 +273,7 @@ def test_cuda_streams_as_they_are_pass(
 
 # An event from before the allocation is as good if nothing was queued in between, and nothing is:
 # that mutation is no hazard here. The adversarial streams are stricter and report it.
-HARMLESS = "ring.DeviceRing.__init__: streams.record() replaced by an older event"
+HARMLESS = "slots.ring.DeviceRing.__init__: streams.record() replaced by an older event"
 
 
 @pytest.mark.parametrize(

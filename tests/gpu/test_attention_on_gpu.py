@@ -106,9 +106,8 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = ["tests"]
 import poros.api
-from test_attention_on_gpu import make_layers, start
+from tests.gpu.test_attention_on_gpu import make_layers, start
 
 model = make_layers("0.5B", torch.bfloat16, Path(sys.argv[1]))
 if "unsettled" in sys.argv:
@@ -124,7 +123,7 @@ def test_the_first_attention_of_a_process(how: str, tmp_path: Path) -> None:
     """It may change which kernel is chosen from then on: after some settings were captured."""
     done = subprocess.run(
         [sys.executable, "-c", FIRST_STEP, str(tmp_path), how],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=300,

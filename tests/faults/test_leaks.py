@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import batches, build
 
 import poros
 from poros.gates import tiny
 from poros.layer.remat import LayerCall
 from poros.layer.side_outputs import SideOutputs
+from tests.snapshots import batches, build
 
 Model = Any
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import assert_same_run, batches, build, changes, layers_of, picture, run
-from support import same_bits
 
 import poros
 from poros.api import prepare_with
@@ -17,6 +15,8 @@ from poros.errors import HostMemoryError, PreparedModelError
 from poros.gates import tiny
 from poros.host.store import HostSlab
 from poros.streams import EagerStreams
+from tests.snapshots import assert_same_run, batches, build, changes, layers_of, picture, run
+from tests.support import same_bits
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 import poros
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "poros": "poros",
     "poros.loaders": "loaders",

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from support import same_bits
 from typer.testing import CliRunner, Result
 
 import poros
@@ -21,8 +20,9 @@ from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.examples.demo import DemoSettings
 from poros.examples.demo_report import DemoReport
 from poros.gates import tiny
+from tests.support import same_bits
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TWO_STEPS = ("check", "--architecture", "qwen2", "--steps", "2")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from records import adapter_record
 from typer.testing import CliRunner, Result
 
 import poros.api
@@ -29,8 +28,9 @@ from poros.gates.registry import (
 )
 from poros.gates.report import ParityReport, environment
 from poros.model.inspect import _check_validated, validated_model_types
+from tests.records import adapter_record
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FUZZ_PARTS = (
     *("actions", "alive", "arm", "draft", "draw", "hooks", "judge", "models", "motifs"),
     *("program", "shrink"),

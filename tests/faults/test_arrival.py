@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, VBLoRAConfig, get_peft_model
-from snapshots import (
+from torch import nn
+
+import poros
+from poros.layer.arrival import arrivals
+from poros.layer.audit import GraphAudit
+from tests.snapshots import (
     assert_same_run,
     batches,
     bf16,
@@ -19,11 +24,6 @@ from snapshots import (
     outcome,
     run,
 )
-from torch import nn
-
-import poros
-from poros.layer.arrival import arrivals
-from poros.layer.audit import GraphAudit
 
 Model = Any
 Make = Callable[[], Model]

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeEvent, FakeStream
-from slots import random_store
-from snapshots import batches, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
@@ -31,6 +28,9 @@ from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import training_visits
 from poros.streams import CudaStreams, EagerStreams, Event
+from tests.fake_cuda import FakeCuda, FakeEvent, FakeStream
+from tests.slots import random_store
+from tests.snapshots import batches, build
 
 NUM_LAYERS = 4
 CPU = torch.device("cpu")

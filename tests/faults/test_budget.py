@@ -6,8 +6,6 @@ import pytest
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from peft import LoraConfig
-from snapshots import layers_of
-from support import AdversarialPrepare
 
 import poros
 from poros.api import prepare_with
@@ -23,6 +21,8 @@ from poros.gates.reference import (
 )
 from poros.model.sizing import Room
 from poros.streams import EagerStreams
+from tests.snapshots import layers_of
+from tests.support import AdversarialPrepare
 
 NUM_LAYERS = 6
 SPEC = TrainingSpec(num_steps=3, accumulation=2)

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import Interrupts
-from snapshots import assert_same_run, batches, build, layers_of, run
-from support import AdversarialPrepare
 
 import poros
 from poros.errors import SlotStateError
@@ -17,6 +14,9 @@ from poros.layer.streamed import StreamedLayer, streamed_layer
 from poros.layer.visit import Visits
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
+from tests.interrupts import Interrupts
+from tests.snapshots import assert_same_run, batches, build, layers_of, run
+from tests.support import AdversarialPrepare
 
 Model = Any
 VISIT = ("layer/visit.py", "layer/streamed.py", "slots/manager.py", "layer/frozen.py")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from snapshots import layers_of
 
 import poros
 from poros.errors import VRAMBudgetError
@@ -21,6 +20,7 @@ from poros.layout import BlockLayout
 from poros.model.measuring import DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
 from poros.model.sizing import BlockSizes, Needs, Room, Shape, Wanted, affordable, growth, need
+from tests.snapshots import layers_of
 
 NUM_LAYERS = 6
 KB = 1024

@@ -11,8 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slots import Slots
-from support import AdversarialPrepare
 
 import poros
 from poros.gates import tiny
@@ -21,6 +19,8 @@ from poros.gates.parity import check_architecture
 from poros.gates.report import ParityReport
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, count, training_visits, walk
+from tests.slots import Slots
+from tests.support import AdversarialPrepare
 
 NUM_LAYERS = 6
 AUTOCAST = {"dtype": torch.float32, "autocast_dtype": torch.bfloat16}

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from snapshots import batches, build, changes, layers_of, picture
 from torch import distributed, nn
 
 import poros
 from poros.errors import UnsupportedModelError
+from tests.snapshots import batches, build, changes, layers_of, picture
 
 
 @pytest.fixture

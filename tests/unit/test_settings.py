@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import assert_same_run, build, changes, run, step
 
 import poros
 from poros.layer.settings import Settings
 from poros.self_check.switches import current_settings, set_settings
+from tests.snapshots import assert_same_run, build, changes, run, step
 
 backends: Any = torch.backends
 Change = Callable[[], object]

@@ -9,8 +9,12 @@ import gc
 
 import pytest
 import torch
-from held import Gate
-from hostile_streams import (
+
+from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing, SlotState
+from poros.slots.schedule import Phase
+from tests.held import Gate
+from tests.hostile_streams import (
     ALLOCATOR_TOLD,
     COMPUTE_AFTER_COPY,
     COPY_AFTER_RELEASE,
@@ -18,12 +22,8 @@ from hostile_streams import (
     STREAMS_JOINED,
     HostileStreams,
 )
-from slots import Slots, random_store
-from support import same_bits
-
-from poros.slots.manager import BlockManager
-from poros.slots.ring import DeviceRing, SlotState
-from poros.slots.schedule import Phase
+from tests.slots import Slots, random_store
+from tests.support import same_bits
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, picture, run
-from support import AdversarialPrepare, same_bits
 from torch import nn
 
 import poros
@@ -18,6 +16,17 @@ from poros.gates import tiny
 from poros.layer.frozen import FrozenTensor
 from poros.layout import ALIGNMENT, SMALL_NUM_BYTES, is_small
 from poros.model.inspect import find_frozen, find_layers
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    bits_of,
+    build,
+    changes,
+    layers_of,
+    picture,
+    run,
+)
+from tests.support import AdversarialPrepare, same_bits
 
 NUM_LAYERS = 4
 

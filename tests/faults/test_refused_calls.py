@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import assert_same_run, batches, build, changes, digest, picture, run
-from support import same_bits
 from transformers import DynamicCache
 
 import poros
 from poros.errors import PolicyError, PreparedModelError, UnsupportedModelError
+from tests.snapshots import assert_same_run, batches, build, changes, digest, picture, run
+from tests.support import same_bits
 
 POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "one slot": ({"slots": 1}, "slots: expected .*at least 2.*found 1"),

@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from snapshots import assert_same_run, batches, build, changes, digest, layers_of, outcome, run
 from torch import nn
 
 import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    build,
+    changes,
+    digest,
+    layers_of,
+    outcome,
+    run,
+)
 
 Model = Any
 

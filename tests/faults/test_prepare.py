@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, picture, run
-from support import same_bits
 from transformers import AutoModelForCausalLM
 
 import poros
 from poros.errors import PreparedModelError
 from poros.slots.schedule import count, training_visits, walk
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    bits_of,
+    build,
+    changes,
+    layers_of,
+    picture,
+    run,
+)
+from tests.support import same_bits
 
 STATS = {
     "num_loads",

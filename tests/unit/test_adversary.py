@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import same_bits
 
 from poros.errors import PorosError
 from poros.gates.adversary import POISON, AdversarialStreams, SlotHazard
 from poros.streams import Event
+from tests.support import same_bits
 
 SIZE = 64
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
 
 import poros
 from poros.api import prepare_with
@@ -17,6 +16,7 @@ from poros.gates import tiny
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.layer.offload import OffloadedInput
+from tests.hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

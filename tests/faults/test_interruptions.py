@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import AdversarialPrepare
 
 import poros
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
 from poros.self_check.compare import compare_mappings
+from tests.support import AdversarialPrepare
 
 NUM_LAYERS = 4
 BATCHES = tiny.make_batches(3, num_tokens=8)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slots import Slots
 
 from poros.errors import PorosError, SlotStateError
 from poros.gates.adversary import AdversarialStreams
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, count, training_visits, walk
 from poros.streams import EagerStreams
+from tests.slots import Slots
 
 FREE, LOADING, READY, IN_USE = SlotState.FREE, SlotState.LOADING, SlotState.READY, SlotState.IN_USE
 FORWARD, BACKWARD, INFERENCE = Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from slots import Slots
 
 from poros.gates.adversary import AdversarialStreams
 from poros.host.store import HostStore
@@ -10,6 +9,7 @@ from poros.layout import BlockLayout
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 from poros.streams import Event
+from tests.slots import Slots
 
 FREE, LOADING, IN_USE = SlotState.FREE, SlotState.LOADING, SlotState.IN_USE
 

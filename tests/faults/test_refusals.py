@@ -21,13 +21,22 @@ from peft import (
     VeloraConfig,
     get_peft_model,
 )
-from snapshots import assert_same_run, batches, build, changes, digest, layers_of, picture, run
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import poros
 from poros.errors import PorosError, UnsupportedModelError, UnvalidatedArchitectureError
 from poros.gates import tiny
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    build,
+    changes,
+    digest,
+    layers_of,
+    picture,
+    run,
+)
 
 Make = Callable[[], Any]
 IDS = {"input_ids": torch.arange(3, 11).view(1, 8)}

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 from peft import prepare_model_for_kbit_training
-from snapshots import (
+from torch import nn
+
+import poros
+from poros.errors import PreparedModelError
+from tests.snapshots import (
     assert_same_run,
     batches,
     bits_of,
@@ -22,10 +26,6 @@ from snapshots import (
     picture,
     run,
 )
-from torch import nn
-
-import poros
-from poros.errors import PreparedModelError
 
 LEVELS: dict[str, Callable[[Any], nn.Module]] = {
     "PEFT model": lambda model: model,

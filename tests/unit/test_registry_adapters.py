@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from records import adapter_record
 
 import poros.api
 from poros.errors import UnvalidatedArchitectureError
@@ -15,6 +14,7 @@ from poros.gates.kinds import KINDS
 from poros.gates.registry import Record, Registry, RegistryError, code_hash, read_registry
 from poros.model.adapter_kinds import Found
 from poros.model.inspect import _check_validated, validated_adapters
+from tests.records import adapter_record
 
 # Trained in another order, with state of their own in a layer, or through a cache; or shared by
 # several modules of several layers.

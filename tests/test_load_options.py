@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_cli import poros_command, text
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
 from poros.cli import BAD_INPUT
 from poros.errors import CheckpointFormatError, PolicyError
 from poros.loaders.load import load
+from tests.command import poros_command, text
 from tests.loaded import (
     EMBED,
     checkpoints,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import poros_command, text
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -29,6 +28,7 @@ from poros.gates import tiny
 from poros.loaders.limits import Limits
 from poros.loaders.load import load
 from poros.loaders.store import is_store, open_store
+from tests.command import poros_command, text
 from tests.loaded import differences, quantization, standard
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, VBLoRAConfig, get_peft_model
+from peft import VBLoRAConfig, get_peft_model
 from torch import nn
 
 import poros
 from poros.layer.arrival import arrivals
 from poros.layer.audit import GraphAudit
+from tests.adapted import Twice, lora, names_of
 from tests.snapshots import (
     assert_same_run,
     batches,
@@ -29,22 +30,6 @@ Model = Any
 Make = Callable[[], Model]
 
 ARCHITECTURES = ("qwen2", "gemma3", "gemma4", "mixtral", "phi3")
-
-
-def lora(**options: Any) -> Make:
-    def make() -> Model:
-        base = build(quantize=False).unload()
-        torch.manual_seed(2)
-        config = LoraConfig(
-            r=4,
-            target_modules=["q_proj", "k_proj", "down_proj"],
-            lora_dropout=0.05,
-            init_lora_weights=False,
-            **options,
-        )
-        return get_peft_model(base, config)
-
-    return make
 
 
 def vblora() -> Model:
@@ -84,10 +69,6 @@ MODELS: dict[str, Make] = {
 
 def prepared(model: Model) -> Model:
     return poros.prepare(model, allow_unvalidated=True)
-
-
-def names_of(model: Model) -> dict[int, str]:
-    return {id(each): name for name, each in model.named_parameters() if each.requires_grad}
 
 
 def order_of_hooks(model: Model, around: Callable[[], Any] = no_context) -> list[str]:
@@ -245,17 +226,6 @@ def test_what_is_used_several_times_trains_exactly(which: str) -> None:
     model = prepared(MODELS[which]())
     assert_same_run(run(MODELS[which]()), run(model))
     assert poros.runtime(model).self_check["status"] == "passed"
-
-
-class Twice(nn.Module):
-    """Goes through one module two times."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + self.inner(x.flip(0))  # type: ignore[no-any-return]
 
 
 def called_twice() -> Model:

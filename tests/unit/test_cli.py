@@ -1,7 +1,6 @@
 """The command line: commands, exit codes, messages, and what it imports."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner, Result
 
 import poros
 import poros.api
@@ -20,23 +18,11 @@ from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.examples.demo import DemoSettings
 from poros.examples.demo_report import DemoReport
 from poros.gates import tiny
+from tests.command import poros_command, text
 from tests.support import same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_STEPS = ("check", "--architecture", "qwen2", "--steps", "2")
-
-
-def poros_command(*arguments: str) -> Result:
-    """Run a command; an exception that is not an exit is raised, not swallowed."""
-    result = CliRunner().invoke(app, arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def text(result: Result) -> str:
-    """What was printed, without the colors that some CI machines ask for."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", result.output)
 
 
 def options(command: str) -> dict[str, Any]:

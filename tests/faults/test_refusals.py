@@ -1,335 +1,81 @@
-"""What ``prepare`` refuses: a typed error that says what to do, and a model as it was before."""
+"""What is refused, by a typed error that says what to do: models, policies and calls.
+
+Whatever was asked for, the model is as it was, and trains as if nobody had asked.
+"""
 
 import logging
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
-from peft import (
-    CartridgeConfig,
-    LoraConfig,
-    PolyConfig,
-    PrefixTuningConfig,
-    PveraConfig,
-    VBLoRAConfig,
-    VeloraConfig,
-    get_peft_model,
-)
-from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from accelerate.hooks import remove_hook_from_module
+from torch import distributed, nn
+from transformers import DynamicCache
 
 import poros
-from poros.errors import PorosError, UnsupportedModelError, UnvalidatedArchitectureError
-from poros.gates import tiny
+from poros.errors import (
+    PolicyError,
+    PreparedModelError,
+    UnsupportedModelError,
+    UnvalidatedArchitectureError,
+)
+from tests.faults.refused import CASES, changed, hook_a_module, merge_one, train_a_linear
 from tests.snapshots import (
     assert_same_run,
     batches,
+    bf16,
     build,
     changes,
     digest,
     layers_of,
+    outcome,
     picture,
     run,
 )
+from tests.support import same_bits
 
-Make = Callable[[], Any]
 IDS = {"input_ids": torch.arange(3, 11).view(1, 8)}
-LORA = {"r": 4, "init_lora_weights": False}
 
 
-def base(architecture: str = "qwen2", **options: Any) -> Any:
-    """A small model without adapters, as ``from_pretrained`` gives it."""
-    return build(architecture, dropout=0.0, **options).unload()
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
-def bert(head: str) -> Make:
-    def make() -> Any:
-        import transformers
-
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        config = transformers.BertConfig(vocab_size=64, intermediate_size=32, **sizes)
-        return get_peft_model(
-            getattr(transformers, head)(config), LoraConfig(target_modules=["query"], **LORA)
-        )
-
-    return make
+# Models.
 
 
-def t5() -> Any:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2)
-    return get_peft_model(
-        T5ForConditionalGeneration(config), LoraConfig(target_modules=["q"], **LORA)
-    )
-
-
-def classifier() -> Any:
-    from transformers import Qwen2ForSequenceClassification
-
-    config = tiny.small_config("qwen2", num_layers=2, hidden_size=32)
-    return get_peft_model(
-        Qwen2ForSequenceClassification(config), LoraConfig(target_modules=["q_proj"], **LORA)
-    )
+def look_at(model: Any, has_plain_tensors: bool) -> dict[str, object]:
+    if not isinstance(model, nn.Module):
+        return {}
+    if has_plain_tensors:
+        return picture(model)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    return classes | {f"{name} id": id(each) for name, each in model.named_parameters()}
 
 
-def not_transformers() -> Any:
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-
-def trainable_linear() -> Any:
-    model = build(quantize=False)
-    layers_of(model)[2].mlp.up_proj.base_layer.weight.requires_grad_(True)
-    return model
-
-
-def on_meta() -> Any:
-    config = tiny.small_config("qwen2", num_layers=2, hidden_size=32)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return get_peft_model(
-        model, LoraConfig(target_modules=["q_proj"], **LORA), low_cpu_mem_usage=True
-    )
-
-
-def one_meta_weight() -> Any:
-    model = build(quantize=False)
-    norm = layers_of(model)[1].input_layernorm
-    norm.weight = nn.Parameter(norm.weight.to("meta"), requires_grad=False)
-    return model
-
-
-def offloaded() -> Any:
-    from accelerate import cpu_offload
-
-    model = build(quantize=False)
-    cpu_offload(model.get_base_model(), execution_device=torch.device("cpu"))
-    return model
-
-
-def hooked() -> Any:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    model = build()
-    add_hook_to_module(layers_of(model)[1].mlp, AlignDevicesHook(execution_device="cpu"))
-    return model
-
-
-def merged(quantize: bool) -> Make:
-    def make() -> Any:
-        model = build(quantize=quantize)
-        model.merge_adapter()
-        return model
-
-    return make
-
-
-def one_merged() -> Any:
-    model = build(quantize=False)
-    layers_of(model)[2].mlp.up_proj.merge()
-    return model
-
-
-def unquantized_4bit() -> Any:
-    model = base(quantize=False)
-    mlp = model.model.layers[1].mlp
-    fresh = bnb.nn.Linear4bit(64, 128, bias=False, quant_type="nf4")
-    fresh.load_state_dict({"weight": mlp.up_proj.weight.detach()})
-    mlp.up_proj = fresh
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], **LORA))
-
-
-def eight_bit() -> Any:
-    with TemporaryDirectory() as folder:
-        config = tiny.small_config("qwen2", num_layers=2, hidden_size=64)
-        tiny.write_checkpoint(config, Path(folder), dtype=torch.bfloat16)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.bfloat16,
-            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
-            device_map={"": "cpu"},
-        )
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], **LORA))
-
-
-def compiled_layer() -> Any:
-    model = build()
-    layers_of(model)[1].compile(backend="eager")
-    return model
-
-
-def compiled_model() -> Any:
-    return torch.compile(build(), backend="eager")
-
-
-def compiled_entry() -> Any:
-    model = build()
-    layers = layers_of(model)
-    layers[1] = torch.compile(layers[1], backend="eager")
-    return model
-
-
-def patched_forward() -> Any:
-    model = build()
-    layer = layers_of(model)[1]
-    layer.forward = layer.forward
-    return model
-
-
-def layer_used_twice() -> Any:
-    model = build()
-    layers_of(model)[2] = layers_of(model)[0]
-    return model
-
-
-def inference_tensors() -> Any:
-    with torch.inference_mode():
-        return build()
-
-
-def partitioned() -> Any:
-    model = build()
-    layers_of(model)[0].input_layernorm.weight.ds_id = 0
-    return model
-
-
-def wrapped(name: str) -> Make:
-    """A wrapper of this class name, for libraries that are not installed or need several GPUs."""
-
-    def make() -> Any:
-        wrapper = type(name, (nn.Module,), {"forward": lambda self, **kw: self.module(**kw)})()
-        wrapper.module = build()
-        return wrapper
-
-    return make
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model that is refused: what the message says it found, where, and what to do."""
-
-    make: Make
-    found: str
-    advice: str = ""
-    where: str = ""
-    error: type[PorosError] = UnsupportedModelError
-    works: bool = True
-    """Whether the model can run at all."""
-
-
-LAYER_1 = r"layers\.1\."
-CASES = {
-    "encoder": Case(bert("BertModel"), "BertModel", "AutoModelForCausalLM"),
-    "masked LM": Case(bert("BertForMaskedLM"), "BertForMaskedLM", "AutoModelForCausalLM"),
-    "encoder with an LM head": Case(bert("BertLMHeadModel"), "BertLMHeadModel", "CausalLM"),
-    "encoder-decoder": Case(t5, "T5ForConditionalGeneration", "CausalLM", works=False),
-    "classifier": Case(classifier, "Qwen2ForSequenceClassification", "CausalLM", works=False),
-    "not transformers": Case(not_transformers, "Sequential", "transformers model", works=False),
-    "not a module": Case(lambda: {"model": 1}, "dict", "module", works=False),
-    "no adapters": Case(base, "none", "get_peft_model", "layers"),
-    "prepare before PEFT": Case(
-        lambda: base(quantize=False), "none", "prepare_model_for_kbit_training"
-    ),
-    "one bank of vectors": Case(
-        lambda: get_peft_model(
-            base(), VBLoRAConfig(target_modules=["k_proj"], num_vectors=8, vector_length=8)
-        ),
-        r"vblora \(PEFT's VBLORA, Linear4?b?i?t?\)",
-        r"`poros check --architecture qwen2 --adapter vblora`.*allow_unvalidated=True",
-        error=UnvalidatedArchitectureError,
-    ),
-    "a kind that the gate cannot attach": Case(
-        lambda: get_peft_model(base(), PolyConfig(target_modules=["k_proj"], r=4)),
-        r"poly \(PEFT's POLY, Linear\)",
-        "the gate cannot attach poly.*allow_unvalidated=True",
-        error=UnvalidatedArchitectureError,
-        works=False,
-    ),
-    "a variant of LoRA": Case(
-        lambda: get_peft_model(
-            base(quantize=False),
-            LoraConfig(target_modules=["k_proj"], velora_config=VeloraConfig(num_groups=8)),
-        ),
-        r"velora \(PEFT's LORA, VeloraLinearVariant\)",
-        "--adapter velora`",
-        error=UnvalidatedArchitectureError,
-    ),
-    "a generator of its own": Case(
-        lambda: get_peft_model(
-            base(quantize=False), PveraConfig(target_modules=["k_proj"], r=4, generator_seed=1)
-        ),
-        "generator of its own",
-        "generator_seed=None",
-        r"layers\.0\.self_attn\.k_proj",
-    ),
-    **{
-        name: Case(
-            lambda config=config: get_peft_model(
-                base(), config(task_type="CAUSAL_LM", num_virtual_tokens=2)
-            ),
-            rf"{kind} \(PEFT's {kind.upper()}, {config.__name__}\).* KV cache",
-            "Prompt tuning and p-tuning .* can be streamed",
-        )
-        for name, kind, config in (
-            ("prefix tuning", "prefix_tuning", PrefixTuningConfig),
-            ("cartridge", "cartridge", CartridgeConfig),
-        )
-    },
-    "trainable linear": Case(
-        trainable_linear,
-        "trainable",
-        "requires_grad_",
-        r"layers\.2\.mlp\.up_proj\.base_layer\.weight",
-    ),
-    "meta model": Case(on_meta, "meta device", "load the weights", r"\w+\.weight", works=False),
-    "one meta weight": Case(
-        one_meta_weight, "meta", "load", LAYER_1 + r"input_layernorm\.weight", works=False
-    ),
-    "offloaded": Case(offloaded, "Accelerate", "device_map"),
-    "hook on one module": Case(hooked, "Accelerate", "device_map", LAYER_1 + "mlp"),
-    "merged 4-bit": Case(
-        merged(True), "merged", "unmerge_adapter", r"layers\.0\.self_attn\.q_proj"
-    ),
-    "merged dense": Case(merged(False), "merged", "unmerge_adapter"),
-    "one merged": Case(one_merged, "merged", "unmerge_adapter", r"layers\.2\.mlp\.up_proj"),
-    "unquantized 4-bit": Case(
-        unquantized_4bit, "not quantized", "load_in_4bit", LAYER_1 + r"mlp\.up_proj", works=False
-    ),
-    "8-bit": Case(eight_bit, "by bitsandbytes in 8 bit", "poros.load", "its quantization_config"),
-    "compiled layer": Case(compiled_layer, "compiled", "before", r"layers\.1", works=False),
-    "compiled entry": Case(compiled_entry, "OptimizedModule", "before", r"layers\.1", works=False),
-    "compiled model": Case(compiled_model, "OptimizedModule", "before", works=False),
-    "forward on an instance": Case(patched_forward, "instance", "remove", r"layers\.1"),
-    "layer used twice": Case(layer_used_twice, "several times", "", "layers"),
-    "inference tensors": Case(inference_tensors, "inference_mode", "outside", r"\w+\.weight"),
-    "DataParallel": Case(lambda: nn.DataParallel(build()), "DataParallel", "before"),
-    "DeepSpeed engine": Case(wrapped("DeepSpeedEngine"), "DeepSpeedEngine", "before"),
-    "FSDP 1": Case(wrapped("FullyShardedDataParallel"), "FullyShardedDataParallel", "before"),
-    "ZeRO-3 parameters": Case(partitioned, "DeepSpeed", "without DeepSpeed"),
-}
-
-
-def outputs(model: Any) -> object:
+def outputs(model: Any, has_plain_tensors: bool) -> object:
     """What the model gives in evaluation mode, as digests."""
+    if not has_plain_tensors:
+        model(**batches()[0]).loss.backward()
+        return None
     with torch.no_grad():
-        out = model.eval()(**IDS)
-    return digest(out[0])
+        return digest(model.eval()(**IDS)[0])
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-def test_refused_with_a_reason_and_left_untouched(name: str) -> None:
+def test_a_model_is_refused_with_a_reason_and_left_untouched(name: str) -> None:
     case = CASES[name]
     model = case.make()
-    is_module = isinstance(model, nn.Module)
-    expected = outputs(model) if case.works else None
-    before = picture(model) if is_module else {}
+    expected = outputs(model, True) if case.works and case.has_plain_tensors else None
+    before = look_at(model, case.has_plain_tensors)
     with pytest.raises(case.error) as caught:
         poros.prepare(model)
     # The builtin too, so that existing except clauses keep working.
@@ -339,31 +85,31 @@ def test_refused_with_a_reason_and_left_untouched(name: str) -> None:
     assert is_unproven or ("expected" in message and "found" in message)
     for pattern in (case.found, case.where, case.advice):
         assert re.search(pattern, message, re.DOTALL), f"{pattern!r} not in {message!r}"
-    assert changes(before, picture(model) if is_module else {}) == {}
+    assert changes(before, look_at(model, case.has_plain_tensors)) == {}
     if case.works:
-        assert outputs(model) == expected
-    with pytest.raises(poros.PreparedModelError):
+        assert outputs(model, case.has_plain_tensors) == expected
+    with pytest.raises(PreparedModelError):
         poros.runtime(model)
 
 
-@pytest.mark.parametrize("repair", ["freeze", "unmerge", "unhook"])
+def freeze(model: Any) -> None:
+    layers_of(model)[2].mlp.up_proj.base_layer.weight.requires_grad_(False)
+
+
+REPAIRS: dict[str, tuple[Callable[[Any], None], Callable[[Any], object]]] = {
+    "freeze": (train_a_linear, freeze),
+    "unmerge": (merge_one, lambda model: model.unmerge_adapter()),
+    "unhook": (hook_a_module, lambda model: remove_hook_from_module(model, recurse=True)),
+}
+
+
+@pytest.mark.parametrize("repair", REPAIRS)
 def test_a_refused_model_can_be_prepared_once_repaired(repair: str) -> None:
-    if repair == "freeze":
-        model = trainable_linear()
-    elif repair == "unmerge":
-        model = one_merged()
-    else:
-        model = hooked()
+    spoil, mend = REPAIRS[repair]
+    model = changed(spoil, quantize=False)()
     with pytest.raises(UnsupportedModelError):
         poros.prepare(model)
-    if repair == "freeze":
-        layers_of(model)[2].mlp.up_proj.base_layer.weight.requires_grad_(False)
-    elif repair == "unmerge":
-        model.unmerge_adapter()
-    else:
-        from accelerate.hooks import remove_hook_from_module
-
-        remove_hook_from_module(model, recurse=True)
+    mend(model)
     poros.prepare(model)
     assert torch.isfinite(model(**batches()[0]).loss)
 
@@ -391,12 +137,217 @@ def test_other_architectures_need_permission_then_warn_and_are_exact(
     assert changes(before, picture(model)) == {}
     with caplog.at_level(logging.WARNING, "poros"):
         poros.prepare(model, allow_unvalidated=True)
-    assert any(name in each.getMessage() for each in caplog.records)
+    assert any(name in record.getMessage() for record in caplog.records)
     assert_same_run(run(make()), run(model))
 
 
-def test_a_validated_architecture_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    """The control of the test above."""
+def test_control_a_validated_architecture_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "poros"):
         poros.prepare(build())
     assert not caplog.records
+
+
+# Policies.
+
+POLICIES: dict[str, tuple[dict[str, Any], str]] = {
+    "one slot": ({"slots": 1}, "slots: expected .*at least 2.*found 1"),
+    "no slots": ({"slots": 0}, "slots: expected .*at least 2.*found 0"),
+    "slots of a wrong type": ({"slots": True}, "slots: expected an integer.*found True"),
+    "block size 0": ({"block_size": 0}, "block_size: expected .*at least 1.*found 0"),
+    "half a block": ({"block_size": 1.5}, "block_size: expected an integer.*found 1.5"),
+    "unknown field": (
+        {"evict": 1},
+        "'evict' is not a policy field.*block_size, vram_budget, slots",
+    ),
+    "no such device": ({"device": "cuda:99"}, "device: expected a usable.*found 'cuda:99'"),
+    "not a device": ({"device": "gpu"}, "device: expected a usable.*found 'gpu'"),
+    "meta device": ({"device": "meta"}, "device: expected a usable.*found 'meta'"),
+    "flag of a wrong type": (
+        {"allow_unvalidated": "yes"},
+        "allow_unvalidated: expected a bool.*'yes'",
+    ),
+    "unknown check": ({"self_check": "sometimes"}, "self_check"),
+    **{
+        f"{field} {value!r}": ({field: value}, field)
+        for field, values in {
+            "offload_boundaries": ("yes", 1, 0.5),
+            "vram_budget": ("8 apples", -1, 0, float("nan"), True, "GiB"),
+        }.items()
+        for value in values
+    },
+    **{
+        f"vram_budget {value!r}": (
+            {"vram_budget": value},
+            rf"vram_budget: .* did you mean '{meant}'\?",
+        )
+        for value, meant in ((8, "8GiB"), (24.5, "24.5GiB"), ("8", "8GiB"), (8192, "8192MiB"))
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def unprepared() -> Iterator[Any]:
+    """Everything is asked of one model, which trains exactly in the end."""
+    model = build()
+    yield model
+    assert_same_run(run(build()), run(poros.prepare(model)))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_that_cannot_work_is_refused_and_the_model_left_alone(
+    name: str, unprepared: Any
+) -> None:
+    options, message = POLICIES[name]
+    before = picture(unprepared)
+    with pytest.raises(PolicyError, match=message) as caught:
+        poros.prepare(unprepared, **options)
+    assert isinstance(caught.value, ValueError)
+    assert changes(before, picture(unprepared)) == {}
+    with pytest.raises(PreparedModelError):
+        poros.runtime(unprepared)
+    if "device" not in options and "evict" not in options:
+        with pytest.raises(PolicyError, match=message):
+            poros.StreamingPolicy(**options)
+    if "did you mean" in message:
+        with pytest.raises(PolicyError, match=message):
+            poros.plan(unprepared.config, batch_size=1, seq_len=16, **options)
+        meant = message.split("'")[1]
+        assert poros.StreamingPolicy(vram_budget=meant).vram_budget == meant
+
+
+# Calls, while gradients are enabled.
+
+
+class Notes:
+    """An object of the user."""
+
+
+CONTAINERS: dict[str, Callable[[], object]] = {
+    "dict": dict,
+    "filled dict": lambda: {"states": torch.zeros(2)},
+    "list": list,
+    "set": set,
+    "deque": deque,
+    "subclass of UserDict": type("Marked", (UserDict,), {"__module__": __name__}),
+    "bytearray": bytearray,
+    "object": Notes,
+    "list in a tuple": lambda: (1, [2]),
+}
+NOTES = r"argument 'notes'.*layers\.0.*expected.*found"
+
+
+def empty_cache(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.get_base_model().config)
+
+
+def filled_cache(model: Any) -> dict[str, Any]:
+    cache = empty_cache(model)
+    with torch.no_grad():
+        model(batches()[0]["input_ids"], past_key_values=cache)
+    assert cache.get_seq_length() == 12
+    return {"past_key_values": cache}
+
+
+def used_cache(model: Any) -> dict[str, Any]:
+    cache = empty_cache(model)
+    model(batches()[0]["input_ids"], past_key_values=cache)
+    return {"past_key_values": cache}
+
+
+Options = Callable[[Any], dict[str, Any]]
+CALLS: dict[str, tuple[Options, str]] = {
+    **{
+        f"a mutable container: {kind}": (lambda model, make=make: {"notes": make()}, NOTES)
+        for kind, make in CONTAINERS.items()
+    },
+    "a cache with contents": (filled_cache, r"layers\.0.*cache.*torch\.no_grad"),
+    "a cache used twice": (used_cache, "KV cache"),
+    "recorded attentions": (
+        lambda model: {"output_attentions": True},
+        r"layers\.0.*attentions.*torch\.no_grad",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def called() -> Iterator[Any]:
+    """Every call is made of one prepared model, which trains exactly in the end."""
+    model, twin = (build(attn_implementation="eager") for _ in "ab")
+    poros.prepare(model)(**batches()[0]).loss.backward()
+    model.zero_grad()
+    yield model
+    assert_same_run(run(twin), run(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_refused_by_name_and_exact_without_gradients(name: str, called: Any) -> None:
+    make, message = CALLS[name]
+    called.train()
+    options = make(called)
+    before, stats = picture(called), poros.runtime(called).stats()
+    batch = {"input_ids": batches()[1]["input_ids"]} if "cache" in name else batches()[1]
+    with pytest.raises(UnsupportedModelError, match=message):
+        called(**batch, **options)
+    assert changes(before, picture(called)) == {}
+    assert poros.runtime(called).stats() == stats
+    if "cache" in name:
+        assert options["past_key_values"].get_seq_length() == (12 if "contents" in name else 0)
+        return
+    twin = build(attn_implementation="eager")
+    with torch.no_grad():
+        expected, found = (model.eval()(**batch, **options) for model in (twin, called))
+    assert same_bits(expected.logits, found.logits)
+    if "attentions" in name:
+        assert len(expected.attentions) == len(found.attentions) == 3
+        assert all(map(same_bits, expected.attentions, found.attentions))
+
+
+def test_control_plain_keywords_pass(called: Any) -> None:
+    notes = (1, "two", (torch.float32, None), torch.zeros(2), 3.0, torch.device("cpu"))
+    called.train()(**batches()[0], notes=notes).loss.backward()
+    called.zero_grad()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_cache_dropped_under_grad_never_passes_for_a_filled_one(given: bool) -> None:
+    """Decoding on after a forward with gradients: with the right cache, or an error."""
+    found = []
+    for model in (build(), poros.prepare(build())):
+        model.eval()
+        cache = empty_cache(model) if given else None
+        out = model(batches()[0]["input_ids"], past_key_values=cache, use_cache=True)
+        try:
+            with torch.no_grad():
+                again = model(batches()[1]["input_ids"][:, :1], past_key_values=out.past_key_values)
+        except UnsupportedModelError as error:
+            assert "cache" in str(error)
+            return
+        found.append(digest(again.logits))
+    assert found[0] == found[1]
+
+
+def test_training_with_the_cache_on_is_exact() -> None:
+    found = []
+    for model in (build(), poros.prepare(build())):
+        torch.manual_seed(0)
+        model.train()(**batches()[0], use_cache=True).loss.backward()
+        found.append(outcome(model))
+    assert changes(*found) == {}
+
+
+def test_one_forward_is_pending_in_an_autocast_region_at_a_time() -> None:
+    """A second one is refused until the backward of the first has passed, and exact then."""
+    found = []
+    for model in (build(dtype=torch.float32), poros.prepare(build(dtype=torch.float32))):
+        model.train()
+        torch.manual_seed(0)
+        with bf16():
+            for batch in batches():
+                loss = model(**batch).loss
+                if found:
+                    with pytest.raises(UnsupportedModelError, match="one forward per autocast"):
+                        model(**batch)
+                loss.backward()
+        found.append({name: each for name, each in outcome(model).items() if "random" not in name})
+    assert changes(*found) == {}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import poros
-from poros.errors import ParityError, PolicyError
+from poros.errors import ParityError
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.self_check.evidence import Evidence
 from poros.self_check.proof import Outcome
@@ -290,8 +290,3 @@ def test_adapters_that_are_frozen_at_the_forward_only_are_not_asked_for_gradient
         each.requires_grad_(True)
     loss.backward()
     assert status(model) == "passed" and all(each.grad is None for each in frozen)
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(PolicyError, match="self_check"):
-        prepared(build(), "sometimes")

@@ -15,36 +15,7 @@ import poros
 from poros.errors import UnsupportedModelError
 from poros.gates.adversary import AdversarialStreams
 from poros.slots.schedule import Phase
-from tests.faults.planting import (
-    NUM_LAYERS,
-    NeverWaitsForPrefetched,
-    Plant,
-    Spoil,
-    at_acquire,
-    edit_an_input_afterwards,
-    edit_an_input_inside,
-    exchange_slabs,
-    flip_in_the_slab,
-    flip_in_the_slot,
-    leave_the_random_state,
-    lose_autocast,
-    lose_training_flags,
-    overwrite,
-    poison,
-    prefetch_into_the_slot_in_use,
-    publish_detached,
-    publish_one_record_only,
-    refill,
-    refill_early,
-    release_at_acquire,
-    remove_the_wait,
-    restore_no_random_state,
-    set_no_random_state,
-    skip_an_adapter,
-    skip_an_adapter_unaudited,
-    spoil_gradients,
-    unguarded,
-)
+from tests.faults import planting as how
 from tests.snapshots import build
 
 
@@ -57,7 +28,7 @@ class Cell:
     autocast: torch.dtype | None = None
 
     def build(self) -> Any:
-        return build(self.architecture, num_layers=NUM_LAYERS, dtype=self.dtype)
+        return build(self.architecture, num_layers=how.NUM_LAYERS, dtype=self.dtype)
 
 
 QWEN2 = Cell()
@@ -83,8 +54,8 @@ class Fault:
         error: What the self-check raises.
     """
 
-    plant: Plant | None = None
-    spoil: Spoil | None = None
+    plant: how.Plant | None = None
+    spoil: how.Spoil | None = None
     user: Callable[[Any], None] | None = None
     streams: type[AdversarialStreams] = AdversarialStreams
     cell: Cell = QWEN2
@@ -106,119 +77,125 @@ LOSS = frozenset({"loss"})
 
 FAULTS = {
     "random state not restored": Fault(
-        restore_no_random_state, gate="RematerializationError.*random numbers"
+        how.restore_no_random_state, gate="RematerializationError.*random numbers"
     ),
     "random state not restored, unguarded": Fault(
-        unguarded(restore_no_random_state),
+        how.unguarded(how.restore_no_random_state),
         gate=FIRST_GRADIENT,
         differing=LOSS_AND_RANDOM | {"adapter weights"},
         self_check=r"layers\.3: " + TRACE,
     ),
     "random state not set": Fault(
-        unguarded(set_no_random_state), gate=FIRST_GRADIENT, self_check=GRADIENT
+        how.unguarded(how.set_no_random_state), gate=FIRST_GRADIENT, self_check=GRADIENT
     ),
     # The first step is right; the second one starts from the random state of the first.
     "random state of the recomputation left behind": Fault(
-        leave_the_random_state,
+        how.leave_the_random_state,
         gate="step 1, loss of micro-batch 0",
         differing=LOSS_AND_RANDOM,
         self_check=LAYER + TRACE,
     ),
     "autocast lost": Fault(
-        lose_autocast,
+        how.lose_autocast,
         cell=AUTOCAST,
         gate=FIRST_GRADIENT,
         differing=frozenset({"gradients", "adapter weights", "exp_avg", "exp_avg_sq"}),
         self_check=GRADIENT,
     ),
     # Recomputed in evaluation mode, a layer drops nothing out.
-    "training flags lost": Fault(lose_training_flags, gate=FIRST_GRADIENT, self_check=GRADIENT),
-    "slot poisoned": Fault(spoil=at_acquire(poison), gate=FIRST_LOSS),
+    "training flags lost": Fault(how.lose_training_flags, gate=FIRST_GRADIENT, self_check=GRADIENT),
+    "slot poisoned": Fault(spoil=how.at_acquire(how.poison), gate=FIRST_LOSS),
     "slot refilled by the book, early": Fault(
-        spoil=at_acquire(refill), gate=FIRST_LOSS + r"(?!.*\bnan\b)", differing=LOSS
+        spoil=how.at_acquire(how.refill), gate=FIRST_LOSS + r"(?!.*\bnan\b)", differing=LOSS
     ),
     "slot refilled early, forward": Fault(
-        spoil=refill_early(Phase.FORWARD),
+        spoil=how.refill_early(Phase.FORWARD),
         gate=FIRST_LOSS,
         self_check=r"layers\.1: output: \d+ of \d+ elements differ",
     ),
     "slot refilled early, backward": Fault(
-        spoil=refill_early(Phase.BACKWARD),
+        spoil=how.refill_early(Phase.BACKWARD),
         gate=FIRST_GRADIENT,
         self_check=r"layers\.1: gradient of input 0: \d+ of \d+",
     ),
     "slot released early": Fault(
-        release_at_acquire, watched="arm raised SlotHazard.*overwrite a slot while it is read"
+        how.release_at_acquire,
+        watched="arm raised SlotHazard.*overwrite a slot while it is read",
     ),
     "slot in use overwritten": Fault(
-        spoil=at_acquire(overwrite), gate="arm raised SlotHazard.*overwrite a slot while it is read"
+        spoil=how.at_acquire(how.overwrite),
+        gate="arm raised SlotHazard.*overwrite a slot while it is read",
     ),
-    "blocks 0 and 1 exchanged": Fault(spoil=exchange_slabs(0, 1), gate=FIRST_LOSS, differing=LOSS),
-    "blocks 1 and 3 exchanged": Fault(spoil=exchange_slabs(1, 3), gate=FIRST_LOSS, differing=LOSS),
+    "blocks 0 and 1 exchanged": Fault(
+        spoil=how.exchange_slabs(0, 1), gate=FIRST_LOSS, differing=LOSS
+    ),
+    "blocks 1 and 3 exchanged": Fault(
+        spoil=how.exchange_slabs(1, 3), gate=FIRST_LOSS, differing=LOSS
+    ),
     "nibble flipped in a slot": Fault(
-        spoil=flip_in_the_slot(), gate=FIRST_LOSS, self_check=r"layers\.1: output: "
+        spoil=how.flip_in_the_slot(), gate=FIRST_LOSS, self_check=r"layers\.1: output: "
     ),
     "nibble flipped in a forward": Fault(
-        spoil=flip_in_the_slot(Phase.FORWARD, 1), unsteady=r"layers\.1: output: "
+        spoil=how.flip_in_the_slot(Phase.FORWARD, 1), unsteady=r"layers\.1: output: "
     ),
     "nibble flipped in a backward, once": Fault(
-        spoil=flip_in_the_slot(Phase.BACKWARD, 1), unsteady="recomputed in backward: output"
+        spoil=how.flip_in_the_slot(Phase.BACKWARD, 1), unsteady="recomputed in backward: output"
     ),
     "nibble flipped in every backward": Fault(
-        spoil=flip_in_the_slot(Phase.BACKWARD), unsteady="recomputed in backward: output"
+        spoil=how.flip_in_the_slot(Phase.BACKWARD), unsteady="recomputed in backward: output"
     ),
     "nibble flipped in a slab": Fault(
-        spoil=flip_in_the_slab,
+        spoil=how.flip_in_the_slab,
         gate=FIRST_LOSS,
         self_check=r"layers\.1: the host bytes of block 1 are not",
     ),
-    "wait removed": Fault(remove_the_wait, gate=FIRST_LOSS, self_check=OUTPUT, unsteady=OUTPUT),
+    "wait removed": Fault(how.remove_the_wait, gate=FIRST_LOSS, self_check=OUTPUT, unsteady=OUTPUT),
     "prefetched slot not waited for": Fault(
-        streams=NeverWaitsForPrefetched,
+        streams=how.NeverWaitsForPrefetched,
         gate=FIRST_LOSS,
         watched="arm raised SlotHazard.*without waiting for copy",
     ),
     "prefetch into the slot in use": Fault(
-        prefetch_into_the_slot_in_use, gate="arm raised SlotStateError.*block 2.*slot 0"
+        how.prefetch_into_the_slot_in_use, gate="arm raised SlotStateError.*block 2.*slot 0"
     ),
     "adapter skipped": Fault(
-        skip_an_adapter,
+        how.skip_an_adapter,
         self_check=LAYER + "expected only its inputs and its own adapters",
         error=UnsupportedModelError,
     ),
     "adapter skipped, unaudited": Fault(
-        skip_an_adapter_unaudited,
+        how.skip_an_adapter_unaudited,
         gate=FIRST_GRADIENT,
         self_check=r"layers\.3: gradient of .*: resident has a tensor .*, streamed has None",
     ),
     "wrong gradients": Fault(
-        spoil_gradients, unsteady="gradient of .*deterministic attention on both sides"
+        how.spoil_gradients, unsteady="gradient of .*deterministic attention on both sides"
     ),
     "shared key-value states dropped": Fault(
-        publish_detached,
+        how.publish_detached,
         cell=SHARED_STATES,
         gate=FIRST_GRADIENT,
         self_check=r"layers\.1: shared_kv_states\['full_attention'\]\[0\] needs a gradient: "
         "resident has True",
     ),
     "router loss dropped": Fault(
-        publish_detached,
+        how.publish_detached,
         cell=Cell("mixtral"),
         gate=FIRST_GRADIENT,
         self_check=r"layers\.3: recorded router_logits\[0\] needs a gradient: resident has True",
     ),
     "router loss of one layer only": Fault(
-        publish_one_record_only,
+        how.publish_one_record_only,
         cell=Cell("qwen3_moe"),
         gate=FIRST_LOSS,
         self_check=r"layers\.3: recorded router_logits\[0\]: resident has a tensor",
     ),
     "input edited inside": Fault(
-        user=edit_an_input_inside,
+        user=how.edit_an_input_inside,
         gate="",
         self_check=r"layers\.1: .* edits what it is given in place",
     ),
     "input edited afterwards": Fault(
-        user=edit_an_input_afterwards, gate="", self_check=r"layers\.1: output: "
+        user=how.edit_an_input_afterwards, gate="", self_check=r"layers\.1: output: "
     ),
 }

@@ -157,6 +157,7 @@ def test_casts_of_a_float32_model_to_what_it_is_are_harmless(
     check_casts(asked_float32, level, ("to(dtype=)", "float"))
 
 
+@pytest.mark.parametrize("asked", ["nf4"], indirect=True)
 @pytest.mark.parametrize("level", LEVELS)
 def test_moving_to_the_same_device_is_harmless(level: str, asked: Any) -> None:
     before = picture(asked)
@@ -180,6 +181,7 @@ COPIES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.parametrize("asked", ["nf4"], indirect=True)
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_copies_are_refused(level: str, how: str, asked: Any) -> None:

@@ -10,17 +10,22 @@ import torch
 
 import poros
 from poros.errors import SlotStateError
+from poros.gates.reference import Trajectory
 from poros.layer.streamed import StreamedLayer, streamed_layer
 from poros.layer.visit import Visits
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 from tests.interrupts import Interrupts
-from tests.snapshots import assert_same_run, batches, build, layers_of, run
+from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, layers_of, run
 from tests.support import AdversarialPrepare
 
 Model = Any
 VISIT = ("layer/visit.py", "layer/streamed.py", "slots/manager.py", "layer/frozen.py")
 AROUND = (*VISIT, "contextlib.py")
+STEP = (
+    *("visit", "body", "streamed", "remat", "manager", "layer_index", "side_outputs", "frozen"),
+    *("layer/state", "settings", "rng", "check", "contextlib"),
+)
 
 
 def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
@@ -37,23 +42,27 @@ def state_of(model: Model) -> dict[str, Any]:
                 found[f"{name}.{key}"] = id(value)
         if "quant_state" in module.__dict__:
             found[f"{name} quant_state"] = id(module.quant_state)
-    takeover = poros.runtime(model)
-    for slot in takeover.ring.slots:
+    for slot in poros.runtime(model).ring.slots:
         found[f"slot {slot.index} is in use"] = slot.state is SlotState.IN_USE
     return found
 
 
-@pytest.fixture
-def prepared() -> Model:
-    model = poros.prepare(build(num_layers=4), self_check="off", slots=2)
-    run(model)
+@pytest.fixture(scope="module")
+def resident() -> Trajectory:
+    return run(build())
+
+
+@pytest.fixture(scope="module")
+def prepared(resident: Trajectory) -> Model:
+    model = poros.prepare(build(), self_check="off", slots=2)
+    assert_same_run(resident, run(model))
     return model
 
 
 @pytest.mark.parametrize("second", [None, 1, 2, 3, 5, 8, 13, 21, 34])
 @pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
 def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
-    phase: Phase, second: int | None, prepared: Model
+    phase: Phase, second: int | None, prepared: Model, resident: Trajectory
 ) -> None:
     runtimes = [streamed_layer(each) for each in layers_of(prepared)]
     before = state_of(prepared)
@@ -62,23 +71,23 @@ def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
         number += 1
         at = [number] if second is None else [number, number + second]
         interrupts = Interrupts(at, AROUND, fine=second is None)
-        runtime = runtimes[number % 4]
+        runtime = runtimes[number % NUM_LAYERS]
         if interrupts.run(lambda runtime=runtime: visit_once(runtime, phase)):
             num_interrupted += 1
             num_twice += interrupts.num_raised == 2
         elif interrupts.num_steps < number:
             break
-        other = runtimes[(number + 1) % 4]
+        other = runtimes[(number + 1) % NUM_LAYERS]
         visit_once(other, Phase.FORWARD)
         assert state_of(prepared) == before, (number, second)
     assert num_interrupted > 40
     assert second is None or num_twice > 5
-    assert_same_run(run(build(num_layers=4)), run(fresh_adapters(prepared)))
+    assert_same_run(resident, run(fresh_adapters(prepared)))
 
 
 def fresh_adapters(model: Model) -> Model:
     """The adapters that a model was built with, so that it can be compared with a new one."""
-    twin = dict(build(num_layers=4).named_parameters())
+    twin = dict(build().named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -92,25 +101,14 @@ def fresh_adapters(model: Model) -> Model:
 def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
     self_check: str, second: int | None
 ) -> None:
-    expected = run(build(num_layers=2))
+    expected = run(build(num_layers=2), num_steps=1)
     batch = batches()[0]
 
     def once(model: Model) -> None:
         model.train()
         model(**batch).loss.backward()
 
-    files = (
-        *(
-            "visit.py",
-            "body.py",
-            "streamed.py",
-            "remat.py",
-            "manager.py",
-            "layer_index.py",
-            "side_outputs.py",
-        ),
-        *("layer/state.py", "settings.py", "rng.py", "check.py", "frozen.py", "contextlib.py"),
-    )
+    files = tuple(f"{name}.py" for name in STEP)
     model = poros.prepare(build(num_layers=2), self_check=self_check)
     counter = Interrupts([], files)
     counter.run(lambda: once(model))
@@ -122,13 +120,16 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
         at = [number] if second is None else [number, number + second]
         Interrupts(at, files).run(lambda model=model: once(model))
         model.zero_grad()
-        assert_same_run(expected, run(model))
+        assert_same_run(expected, run(model, num_steps=1))
         poros.restore(model)
 
 
 def test_control_a_clean_up_that_is_not_made_up_for(
-    monkeypatch: pytest.MonkeyPatch, prepared: Model
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    prepared = poros.prepare(build(), self_check="off", slots=2)
+    visit_once(streamed_layer(layers_of(prepared)[0]), Phase.FORWARD)
+
     def end(self: Visits, note: Any) -> None:
         if note in self._open:
             self._open = [each for each in self._open if each is not note]
@@ -164,7 +165,7 @@ def test_a_second_interruption_as_the_clean_up_begins(monkeypatch: pytest.Monkey
 
 
 def test_a_visit_within_a_visit_is_refused() -> None:
-    model = AdversarialPrepare()(build(num_layers=4), slots=4)
+    model = AdversarialPrepare()(build(), slots=NUM_LAYERS)
     runtimes = [streamed_layer(each) for each in layers_of(model)]
     before = state_of(model)
     with (
@@ -173,4 +174,4 @@ def test_a_visit_within_a_visit_is_refused() -> None:
     ):
         visit_once(runtimes[1], Phase.FORWARD)
     assert state_of(model) == before
-    assert_same_run(run(build(num_layers=4)), run(model))
+    assert_same_run(run(build()), run(model))

@@ -68,7 +68,7 @@ def evaluate(model: Model, number: int) -> None:
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_as_much_is_held_after_thirty_steps_as_after_three(architecture: str) -> None:
+def test_as_much_is_held_after_twelve_steps_as_after_three(architecture: str) -> None:
     options = {"num_layers": 4, "hidden_size": 32} if "shared" in architecture else {}
     model = poros.prepare(build(architecture, **options), allow_unvalidated=True)
     with without_collector():
@@ -77,7 +77,7 @@ def test_as_much_is_held_after_thirty_steps_as_after_three(architecture: str) ->
             for number in range(3):
                 once(model, number)
             after_three = living()
-            for number in range(27):
+            for number in range(9):
                 once(model, number + 1)
             assert living() - after_three == Counter(), once.__name__
         poros.restore(model)

@@ -163,17 +163,6 @@ def test_two_backwards_through_one_graph() -> None:
     assert gradients[0] and all(map(torch.equal, *gradients))
 
 
-def test_an_input_edited_in_place_is_refused() -> None:
-    model = hostile(build(), self_check="off").train()
-    inputs: list[torch.Tensor] = []
-    layers_of(model)[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    loss = model(**BATCHES[0]).loss
-    with torch.no_grad():
-        inputs[0].add_(1)
-    with pytest.raises(RematerializationError, match=r"layers\.4: its input was edited"):
-        loss.backward()
-
-
 def test_control_another_inputs_buffer_is_seen(
     resident: Trajectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +231,7 @@ def test_an_edited_input_is_refused_again_and_again() -> None:
         inputs[0].add_(1)
     other = model(**BATCHES[1]).loss  # not to blame
     for _ in range(2):
-        with pytest.raises(RematerializationError, match="its input was edited"):
+        with pytest.raises(RematerializationError, match=r"layers\.4: its input was edited"):
             edited.backward(retain_graph=True)
     other.backward()
 

@@ -1,6 +1,7 @@
 """The stand-in has power: each broken protocol is caught, and the right one passes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_poison_comes_when_the_copy_is_queued() -> None:
     slot, event = ready(streams)
     assert is_all(slot, 7)
     done = streams.copy(slot, source(8), after=event)
-    assert is_all(slot, POISON)
+    assert is_all(slot, POISON) and is_all(slot.clone(), POISON)
     assert slot[:2].view(torch.bfloat16).isnan().all()
     assert slot[:4].view(torch.float32).isnan().all()
     streams.wait(done)
@@ -102,13 +103,6 @@ def test_copies_and_bytes_are_counted() -> None:
 
 
 # A read before the wait.
-
-
-def test_a_read_before_the_wait_sees_poison() -> None:
-    streams = AdversarialStreams()
-    slot, event = ready(streams)
-    streams.copy(slot, source(8), after=event)
-    assert is_all(slot.clone(), POISON)
 
 
 @pytest.mark.parametrize(
@@ -185,50 +179,55 @@ def test_views_and_other_memory_are_no_reads() -> None:
 # An overwrite of what is still read.
 
 
-def test_an_overwrite_behind_no_event_is_caught() -> None:
-    streams = AdversarialStreams()
-    slot = streams.allocate(SIZE)
-    with pytest.raises(SlotHazard, match="while it is read"):
-        streams.copy(slot, source(), after=None)
-    assert streams.num_copies == 0 and is_all(slot, POISON)
-
-
-def test_fresh_memory_counts_as_read_until_an_event_after_its_allocation() -> None:
-    streams = AdversarialStreams()
+def fresh(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
+    """Memory counts as read until an event after its allocation."""
     too_early = streams.record()
-    slot = streams.allocate(SIZE)
-    with pytest.raises(SlotHazard):
-        streams.copy(slot, source(), after=too_early)
-    streams.copy(slot, source(), after=streams.record())
+    return streams.allocate(SIZE), too_early
 
 
-def test_an_overwrite_behind_an_event_before_the_last_read_is_caught() -> None:
-    streams = AdversarialStreams()
+def read_after(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
     slot, event = ready(streams)
-    with streams.watch():
-        slot.sum()
-        with pytest.raises(SlotHazard, match="up to time"):
-            streams.copy(slot, source(8), after=event)
-        assert is_all(slot, 7)
-        streams.copy(slot, source(8), after=streams.record())
+    slot.sum()
+    return slot, event
 
 
-def test_unwatched_reads_are_taken_from_the_waits() -> None:
-    streams = AdversarialStreams()
+def waited_after(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
+    """Where nobody watches, reads are taken from the waits."""
     slot = streams.allocate(SIZE)
     before = streams.record()
     streams.wait(streams.copy(slot, source(), after=before))
-    with pytest.raises(SlotHazard):
-        streams.copy(slot, source(8), after=before)
+    return slot, before
 
 
-def test_the_event_of_a_copy_covers_no_reads() -> None:
-    streams = AdversarialStreams()
+def behind_a_copy(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
+    """The event of a copy covers no reads."""
     slot = streams.allocate(SIZE)
     done = streams.copy(slot, source(), after=streams.record())
     streams.wait(done)
-    with pytest.raises(SlotHazard):
-        streams.copy(slot, source(8), after=done)
+    return slot, done
+
+
+@pytest.mark.parametrize(
+    ("arrange", "watched", "message"),
+    [
+        (lambda streams: (streams.allocate(SIZE), None), False, "while it is read"),
+        (fresh, False, ""),
+        (read_after, True, "up to time"),
+        (waited_after, False, ""),
+        (behind_a_copy, False, ""),
+    ],
+)
+def test_an_overwrite_behind_no_event_or_one_before_the_last_read_is_caught(
+    arrange: Callable[[AdversarialStreams], tuple[torch.Tensor, Event]], watched: bool, message: str
+) -> None:
+    streams = AdversarialStreams()
+    with streams.watch() if watched else nullcontext():
+        slot, event = arrange(streams)
+        num_copies, before = streams.num_copies, slot.numpy().copy()
+        with pytest.raises(SlotHazard, match=message):
+            streams.copy(slot, source(8), after=event)
+        assert streams.num_copies == num_copies and (slot.numpy() == before).all()
+        streams.copy(slot, source(8), after=streams.record())
 
 
 def test_reads_of_one_slot_do_not_hold_another() -> None:

@@ -1,4 +1,4 @@
-"""The manager: slot states and what may follow what, counters, journal."""
+"""The manager: slot states and what may follow what, counters, journal, a device that refuses."""
 
 import re
 from collections.abc import Callable
@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from poros.errors import PorosError, SlotStateError
 from poros.gates.adversary import AdversarialStreams
+from poros.host.store import HostStore
+from poros.layout import BlockLayout
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, count, training_visits, walk
-from poros.streams import EagerStreams
+from poros.streams import EagerStreams, Event
 from tests.slots import Slots
 
 FREE, LOADING, READY, IN_USE = SlotState.FREE, SlotState.LOADING, SlotState.READY, SlotState.IN_USE
@@ -136,23 +138,17 @@ def test_an_illegal_transition_raises_and_changes_nothing(
 
 @pytest.mark.parametrize("block", [-1, 4, 100])
 def test_a_block_out_of_range_is_refused(block: int) -> None:
-    slots = make()
-    slots.manager.prefetch(block % 2)
-    before = slots.states()
-    with pytest.raises(ValueError, match=rf"{block}.*4 blocks"):
-        slots.manager.acquire(block, FORWARD)
-    assert slots.states() == before
-
-
-@pytest.mark.parametrize("block", [-1, 4, 100])
-def test_a_prefetch_out_of_range_is_refused(block: int) -> None:
     """-1 would otherwise be the last block under another number."""
     slots = make()
     slots.manager.prefetch(block % 2)
     before = slots.states()
-    with pytest.raises(ValueError, match=rf"{block}.*4 blocks"):
-        slots.manager.prefetch(block)
-    assert slots.states() == before and slots.manager.num_loads == 1
+    for act in (
+        lambda: slots.manager.acquire(block, FORWARD),
+        lambda: slots.manager.prefetch(block),
+    ):
+        with pytest.raises(ValueError, match=rf"{block}.*4 blocks"):
+            act()
+        assert slots.states() == before and slots.manager.num_loads == 1
 
 
 # Prefetch.
@@ -239,3 +235,69 @@ def test_the_journal_of_any_visits_is_the_walk(data: st.DataObject) -> None:
         slots.visit(block, phase)
         slots.check_ready_bytes()
     assert slots.journal == list(walk(visits, num_blocks, num_slots))
+
+
+# Copies that fail.
+
+
+class CopyFails(AdversarialStreams):
+    """The copy with this number (from 1) is refused, once: before or after it has been queued."""
+
+    def __init__(self, number: int, is_queued: bool = False) -> None:
+        super().__init__()
+        self.countdown = number
+        self.is_queued = is_queued
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
+        self.countdown -= 1
+        if self.countdown == 0:
+            if self.is_queued:
+                super().copy(target, source, after=after)
+            raise OSError("the copy was refused")
+        return super().copy(target, source, after=after)
+
+
+def test_a_copy_that_fails_leaves_its_slot_free() -> None:
+    slots = Slots(4, 2, CopyFails(1))
+    with pytest.raises(OSError, match="refused"):
+        slots.manager.acquire(0, FORWARD)
+    assert slots.states() == [(FREE, None)] * 2
+    assert slots.manager.num_loads == 0 and slots.journal == []
+    slots.train(2)
+    assert slots.manager.num_loads == 6 + 4
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+@pytest.mark.parametrize("number", range(1, 11))
+def test_training_goes_on_after_any_copy_failed(number: int, is_queued: bool) -> None:
+    """Whether it was wanted now or ahead of time; and no slot says that it holds what it lost."""
+    slots = Slots(4, 2, CopyFails(number, is_queued))
+    with pytest.raises(OSError, match="refused"):
+        slots.train(2)
+    assert not any(state is IN_USE for state, _ in slots.states()), slots.states()
+    slots.check_ready_bytes()
+    slots.train(2)
+
+
+def test_a_wait_that_fails_does_not_hold_the_slot() -> None:
+    class WaitFails(AdversarialStreams):
+        is_broken = True
+
+        def wait(self, event: Event) -> None:
+            if self.is_broken:
+                raise OSError("the wait was refused")
+            super().wait(event)
+
+    streams = WaitFails()
+    slots = Slots(4, 2, streams)
+    with pytest.raises(OSError, match="refused"):
+        slots.manager.acquire(0, FORWARD)
+    streams.is_broken = False
+    slots.train(2)
+
+
+def test_a_block_without_frozen_bytes_takes_part_like_any_other() -> None:
+    """All of its tensors may be shared with other blocks and stay on the device."""
+    full = BlockLayout.pack([("weight", torch.empty(256, dtype=torch.uint8))])
+    host = HostStore.allocate([full, BlockLayout.pack([]), full])
+    assert [slab.bytes.numel() for slab in host.slabs] == [256, 0, 256]

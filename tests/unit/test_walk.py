@@ -93,33 +93,35 @@ def fewest_loads(blocks: Sequence[int], num_slots: int) -> int:
     return min(costs.values())
 
 
-# The training zigzag.
+def totals(prefix: Sequence[Visit], one: Sequence[Visit], size: tuple[int, int]) -> list[int]:
+    """Loads of none to four repetitions of ``one`` behind ``prefix``."""
+    return [num_loads([*prefix, *list(one) * times], *size) for times in range(5)]
 
 
-@pytest.mark.parametrize(("num_blocks", "num_slots"), SIZES)
-def test_zigzag_loads_2k_minus_s_first_and_2_k_minus_s_when_warm(
-    num_blocks: int, num_slots: int
-) -> None:
-    totals = [
-        num_loads(list(training_visits(num_blocks, steps)), num_blocks, num_slots)
-        for steps in range(5)
-    ]
-    assert totals[1] == 2 * num_blocks - num_slots
-    assert [after - before for before, after in pairwise(totals[1:])] == [
-        2 * (num_blocks - num_slots)
-    ] * 3
+def differences(values: Sequence[int]) -> list[int]:
+    return [after - before for before, after in pairwise(values)]
 
 
-@pytest.mark.parametrize(("num_blocks", "num_slots"), SIZES)
-def test_zigzag_loads_are_optimal(num_blocks: int, num_slots: int) -> None:
+# The training zigzag, for every number of blocks and slots.
+
+
+def test_zigzag_loads_2k_minus_s_first_and_2_k_minus_s_when_warm() -> None:
+    for num_blocks, num_slots in SIZES:
+        found = totals([], list(training_visits(num_blocks, 1)), (num_blocks, num_slots))
+        assert found[1] == 2 * num_blocks - num_slots
+        assert differences(found[1:]) == [2 * (num_blocks - num_slots)] * 3
+
+
+def test_zigzag_loads_are_optimal() -> None:
     """No cache of S blocks, wherever it may put them, loads fewer: neither cold nor warm."""
-    for steps in (1, 2, 3):
-        visits = list(training_visits(num_blocks, steps))
-        blocks = [block for block, _ in visits]
-        optimum = belady(blocks, num_slots)
-        assert num_loads(visits, num_blocks, num_slots) == optimum
-        if num_blocks <= 6:
-            assert fewest_loads(blocks, num_slots) == optimum
+    for num_blocks, num_slots in SIZES:
+        for steps in (1, 2, 3):
+            visits = list(training_visits(num_blocks, steps))
+            blocks = [block for block, _ in visits]
+            optimum = belady(blocks, num_slots)
+            assert num_loads(visits, num_blocks, num_slots) == optimum
+            if num_blocks <= 6:
+                assert fewest_loads(blocks, num_slots) == optimum
 
 
 def test_the_oracle_finds_a_better_way_where_there_is_one() -> None:
@@ -135,24 +137,21 @@ def test_both_oracles_agree(blocks: list[int], num_slots: int) -> None:
     assert belady(blocks, num_slots) == fewest_loads(blocks, num_slots)
 
 
-@pytest.mark.parametrize(("num_blocks", "num_slots"), [each for each in SIZES if each[1] > 1])
-def test_zigzag_copies_overlap_with_compute(num_blocks: int, num_slots: int) -> None:
+def test_zigzag_is_safe_and_copies_overlap_with_compute() -> None:
     """Every copy but the very first has the compute of another block to hide behind."""
-    actions = list(walk(training_visits(num_blocks, 3), num_blocks, num_slots))
-    is_computing = False
-    for position, (kind, block) in enumerate(actions):
-        if kind == "prefetch" and position > 0 and not is_computing:
-            following = next(each.block for each in actions[position:] if each.kind == "acquire")
-            assert following != block
-        is_computing = kind == "acquire" or (is_computing and kind == "prefetch")
-
-
-@pytest.mark.parametrize(("num_blocks", "num_slots"), SIZES)
-def test_zigzag_is_safe(num_blocks: int, num_slots: int) -> None:
-    visits = list(training_visits(num_blocks, 3))
-    actions = list(walk(visits, num_blocks, num_slots))
-    assert check_safe(actions, num_slots) == [block for block, _ in visits]
-    assert count(actions, "acquire") == count(actions, "release") == 6 * num_blocks
+    for num_blocks, num_slots in SIZES:
+        visits = list(training_visits(num_blocks, 3))
+        actions = list(walk(visits, num_blocks, num_slots))
+        assert check_safe(actions, num_slots) == [block for block, _ in visits]
+        assert count(actions, "acquire") == count(actions, "release") == 6 * num_blocks
+        is_computing = False
+        for position, (kind, block) in enumerate(actions):
+            if num_slots > 1 and kind == "prefetch" and position > 0 and not is_computing:
+                following = next(
+                    action for action in actions[position:] if action.kind == "acquire"
+                )
+                assert following.block != block
+            is_computing = kind == "acquire" or (is_computing and kind == "prefetch")
 
 
 def test_training_visits_are_the_zigzag() -> None:
@@ -163,26 +162,22 @@ def test_training_visits_are_the_zigzag() -> None:
 # Anything else.
 
 
-@pytest.mark.parametrize(("num_blocks", "num_slots"), SIZES)
-def test_inference_passes_load_each_block_at_most_once(num_blocks: int, num_slots: int) -> None:
-    """A pass loads at most K; what the first loads on top is already the next one's beginning."""
-    one_pass = [(block, Phase.INFERENCE) for block in range(num_blocks)]
-    totals = [num_loads(one_pass * n, num_blocks, num_slots) for n in range(5)]
-    assert totals[1] <= num_blocks + min(num_slots, num_blocks - num_slots)
-    assert all(after - before <= num_blocks for before, after in pairwise(totals[1:]))
-    if num_slots == num_blocks:
-        assert totals[1:] == [num_blocks] * 4
+def test_inference_passes_load_each_block_at_most_once() -> None:
+    """A pass loads at most K; what the first loads on top is already the next one's beginning.
 
-
-@pytest.mark.parametrize(("num_blocks", "num_slots"), SIZES)
-def test_an_evaluation_between_steps_costs_its_own_loads_only(
-    num_blocks: int, num_slots: int
-) -> None:
-    step = list(training_visits(num_blocks, 1))
-    one_pass = [(block, Phase.INFERENCE) for block in range(num_blocks)]
-    without = num_loads(step * 3, num_blocks, num_slots)
-    with_pass = num_loads([*step, *one_pass, *step, *step], num_blocks, num_slots)
-    assert with_pass - without <= num_blocks
+    So a pass between two training steps costs its own loads only.
+    """
+    for num_blocks, num_slots in SIZES:
+        size = num_blocks, num_slots
+        one_pass = [(block, Phase.INFERENCE) for block in range(num_blocks)]
+        found = totals([], one_pass, size)
+        assert found[1] <= num_blocks + min(num_slots, num_blocks - num_slots)
+        assert max(differences(found[1:])) <= num_blocks
+        if num_slots == num_blocks:
+            assert found[1:] == [num_blocks] * 4
+        step = list(training_visits(num_blocks, 1))
+        with_pass = num_loads([*step, *one_pass, *step, *step], *size)
+        assert with_pass - num_loads(step * 3, *size) <= num_blocks
 
 
 @settings(deadline=None)

@@ -12,8 +12,8 @@ import poros
 from benchmarks import memory
 from benchmarks.work import Work
 from poros.config import MIN_SLOTS
-from poros.planning.cost_model import shapes_of
-from poros.planning.formula import Speeds
+from poros.planning.meta_model import shapes_of
+from poros.planning.request import Speeds
 from poros.streams import gb_per_s
 
 

@@ -24,7 +24,7 @@ from poros.gates.fuzz_alive import collect
 from poros.gates.fuzz_arm import Arm, Record, frozen_tensors, run_arm
 from poros.gates.fuzz_models import Models
 from poros.gates.fuzz_program import Program
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.layer.streamed import is_streamed
 from poros.self_check.compare import bits, differing
 from poros.streams import StreamContext, streams_for

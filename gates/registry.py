@@ -87,9 +87,9 @@ _CODE = tuple(
         "poros": "layout nf4 streams",
         "poros.host": "store",
         "poros.slots": "manager ring schedule",
-        "poros.layer": "adapters args arrival attributes audit body casts compiled early frozen "
-        "handover layer_index offload remat retained rng settings side_outputs state staying "
-        "streamed visit within",
+        "poros.layer": "adapters args arrival attributes audit body call casts compiled early "
+        "frozen handover layer_index offload remat retained rng settings side_outputs state "
+        "staying streamed visit within",
         "poros.model": "adoption attach inspect runtime",
         "poros.self_check": "compare",
         "poros.gates": "adversary arms kinds parity reference sweep tiny",

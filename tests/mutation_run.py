@@ -33,9 +33,9 @@ CORE = tuple(
     for folder, names in {
         "": "streams",
         "slots": "manager ring schedule",
-        "layer": "adapters args arrival attributes audit body casts early frozen handover offload "
-        "layer_index refused_calls remat retained rng settings side_outputs state staying streamed "
-        "visit within",
+        "layer": "adapters args arrival attributes audit body call casts early frozen handover "
+        "layer_index offload refused_calls remat retained rng settings side_outputs state staying "
+        "streamed visit within",
     }.items()
     for name in names.split()
 )

@@ -231,7 +231,7 @@ def test_only_layers_that_cast_early_are_watched_for_good(
         watched.extend([len(tensors)] if len(tensors) else [])
         return genuine(tensors)
 
-    monkeypatch.setattr("poros.layer.remat.first_casts", first_casts)
+    monkeypatch.setattr("poros.layer.call.first_casts", first_casts)
     model = poros.prepare(MODELS[which]())
     loss_of(model).backward()
     assert not watched

@@ -27,7 +27,7 @@ from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.parity import check_architecture
 from poros.gates.report import ParityReport
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.layer.side_outputs import SideOutputs
 
 FAMILIES = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")

@@ -112,7 +112,7 @@ class Attachment:
                 parts += constant_parts(name, tensor)
             self._place(parts, self._device)
 
-    def exchange(
+    def attach_layers(
         self,
         layers: Sequence[tuple[nn.Module, StreamedLayer]],
         begin: Callable[[tuple[Any, ...], dict[str, Any]], None],

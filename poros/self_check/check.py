@@ -38,7 +38,7 @@ from torch import nn
 
 from poros.digests import digest
 from poros.errors import ParityError
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.layer.streamed import is_streamed, streamed_layer
 from poros.model.runtime import Runtime
 from poros.self_check.evidence import (

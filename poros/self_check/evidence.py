@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.self_check.compare import differing
 from poros.self_check.switches import current_settings, set_settings
 

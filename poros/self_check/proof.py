@@ -20,8 +20,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
+from poros.layer.call import LayerCall
 from poros.layer.frozen import LayerBindings, bind_block
-from poros.layer.remat import LayerCall, RematerializeLayer
+from poros.layer.remat import RematerializeLayer
 from poros.layer.streamed import StreamedLayer, streamed_layer
 from poros.model.runtime import Runtime
 from poros.self_check.attention import AttentionKernels, deterministic_flag, unchanged_flags
@@ -171,9 +172,9 @@ class Runs:
                 token = _active_collector.set(record)
                 try:
                     steady: Any = _Deterministic(layer)
-                    call = LayerCall(steady, args, kwargs, layer.tree())
+                    call = LayerCall(steady, args, kwargs, layer.contents())
                     proxies = [parameter.detach().requires_grad_() for parameter in call.parameters]
-                    saved, results = call.part_with(), call.forward()
+                    saved, results = call.offload_input(), call.forward()
                     made = RematerializeLayer.apply(call, results, saved, *call.tensors, *proxies)
                     result = call.result(made)
                 finally:
@@ -220,6 +221,7 @@ class Runs:
                 owner[key] = parameter
             bindings.swap_out()
 
+        self._visits.end_all()
         with self._visits.begin(streamed_layer(layer).name, undo):
             bindings.swap_in()
             for _, owner, key, parameter in places:

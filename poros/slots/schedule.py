@@ -47,6 +47,10 @@ class Division(NamedTuple):
     """Blocks that stay: the last ones, whose layers keep their graph."""
     ring_slots: int
     """Slots for those that stream."""
+    num_recomputed: int
+    """Layers of the blocks that stream."""
+    keep_last: int
+    """Layers that were asked to be kept, rounded."""
 
 
 def divide(num_layers: int, block_size: int, num_slots: int, keep_last: int) -> Division:
@@ -64,7 +68,13 @@ def divide(num_layers: int, block_size: int, num_slots: int, keep_last: int) -> 
         num_resident = num_blocks
     num_streamed = num_blocks - num_resident
     ring_slots = min(max(MIN_SLOTS, num_slots - num_resident), num_streamed)
-    return Division(num_streamed, num_resident, ring_slots)
+    return Division(
+        num_streamed=num_streamed,
+        num_resident=num_resident,
+        ring_slots=ring_slots,
+        num_recomputed=min(num_streamed * block_size, num_layers),
+        keep_last=min(num_resident * block_size, num_layers),
+    )
 
 
 def predict(block: int, phase: Phase, num_blocks: int) -> Iterator[int]:

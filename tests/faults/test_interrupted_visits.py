@@ -24,12 +24,12 @@ VISIT = ("layer/visit.py", "layer/streamed.py", "slots/manager.py", "layer/froze
 AROUND = (*VISIT, "contextlib.py")
 STEP = (
     *("visit", "body", "streamed", "remat", "manager", "layer_index", "side_outputs", "frozen"),
-    *("layer/state", "settings", "rng", "check", "contextlib"),
+    *("layer/state", "layer/call", "settings", "rng", "check", "contextlib"),
 )
 
 
 def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
-    with runtime.visit(phase, runtime.tree().adapters()):
+    with runtime.visit(phase, runtime.contents().adapters()):
         pass
 
 

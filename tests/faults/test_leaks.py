@@ -16,7 +16,7 @@ import torch
 
 import poros
 from poros.gates import tiny
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.layer.side_outputs import SideOutputs
 from tests.snapshots import batches, build
 

@@ -1,13 +1,10 @@
 """Inputs of layers that wait on the host: the same bits, two on the device at a time."""
 
 import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import poros
 from poros.api import prepare_with
@@ -21,6 +18,7 @@ from poros.host.store import HostSlab
 from poros.layer.offload import ActivationOffloader, OffloadedInput
 from poros.layer.streamed import streamed_layer
 from poros.layout import BlockLayout
+from tests.planning.cells import OperatorBytes
 from tests.snapshots import layers_of
 from tests.support import AdversarialPrepare
 
@@ -72,33 +70,6 @@ def test_no_bit_changes_while_every_read_is_watched(
         assert compare_trajectories(expected, train(model, BATCHES, spec)) == []
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._known | given:
-                self._add(storage._cdata, storage.nbytes())
-                weakref.finalize(storage, self._add, storage._cdata, -storage.nbytes())
-        return result
-
-    def _add(self, key: int, num_bytes: int) -> None:
-        self._known ^= {key}
-        self.now += num_bytes
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def test_two_inputs_are_on_the_device_at_a_time() -> None:
     sizes = []
     batch = tiny.make_batches(1, num_tokens=64, padded=False)[0]
@@ -107,7 +78,7 @@ def test_two_inputs_are_on_the_device_at_a_time() -> None:
             build(num_layers=8), device="cpu", offload_boundaries=is_offloaded, self_check="off"
         ).train()
         model(**batch).loss.backward()
-        with LiveBytes() as live:
+        with OperatorBytes() as live:
             loss = model(**batch, use_cache=False).loss
             sizes.append(live.now)
         del loss, model

@@ -19,7 +19,16 @@ from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.layout import BlockLayout
 from poros.model.measuring import DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
-from poros.model.sizing import BlockSizes, Needs, Room, Shape, Wanted, affordable, growth, need
+from poros.model.sizing import (
+    BlockSizes,
+    Needs,
+    Room,
+    Shape,
+    Wanted,
+    affordable,
+    growth,
+    step_num_bytes,
+)
 from tests.snapshots import layers_of
 
 NUM_LAYERS = 6
@@ -305,13 +314,13 @@ def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
     loop = Loop(model, memory)
     loop.run(16, 16, 16)
     sizer: Any = poros.runtime(model).sizer
-    assert isinstance(sizer, MeasuredSizer) and sizer._known
+    assert isinstance(sizer, MeasuredSizer) and sizer._measured
     first = next(iter(layers_of(model).parameters()))
     trained = next(p for p in layers_of(model)[0].parameters() if p.requires_grad)
     assert first is not trained
     trained.requires_grad_(False)
     loop.run(16)
-    assert not sizer._known
+    assert not sizer._measured
 
 
 LAYOUTS = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(
@@ -325,11 +334,13 @@ def test_what_is_affordable_fits_and_grows_with_the_budget(
 ) -> None:
     sizes, needs = BlockSizes(layouts, len(layouts), 1), Needs(KB, passing * KB, graph * KB)
     wanted = Wanted(None, None, None)
-    least = need(Room(2, 0, offload), sizes, needs)
-    cheapest = min(need(Room(n, 0, offload), sizes, needs) for n in range(2, len(layouts) + 2))
+    least = step_num_bytes(Room(2, 0, offload), sizes, needs)
+    cheapest = min(
+        step_num_bytes(Room(n, 0, offload), sizes, needs) for n in range(2, len(layouts) + 2)
+    )
     assert affordable(cheapest - 1, sizes, needs, wanted, offload) is None
     room = affordable(least + spare * KB, sizes, needs, wanted, offload)
-    assert room is not None and need(room, sizes, needs) <= least + spare * KB
+    assert room is not None and step_num_bytes(room, sizes, needs) <= least + spare * KB
     more = affordable(least + (spare + 9) * KB, sizes, needs, wanted, offload)
     assert more is not None and more[:2] >= room[:2]
 

@@ -43,7 +43,7 @@ NOT_HASHED = {
         "poros.host": "disk limits mapped",
         "poros.layer": "refused_calls",
         "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing",
-        "poros.planning": "advice cost_model formula meta_model planner speeds step_cost",
+        "poros.planning": "cost_model formula meta_model planner request speeds",
         "poros.self_check": "attention check evidence proof switches",
         "poros.loaders": "resolved load options",
         "poros.examples": "demo demo_data demo_report",

@@ -12,7 +12,7 @@ from poros.errors import UnvalidatedArchitectureError
 from poros.gates import registry, sweep, tiny
 from poros.gates.kinds import KINDS
 from poros.gates.registry import Record, Registry, RegistryError, code_hash, read_registry
-from poros.model.adapter_kinds import Found
+from poros.model.adapter_kinds import AdapterKind
 from poros.model.inspect import _check_validated, validated_adapters
 from tests.records import adapter_record
 
@@ -57,7 +57,10 @@ def test_discovery_accepts_exactly_the_kinds_that_are_exact() -> None:
     base: Any = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
     accepted = set()
     for kind in [*KINDS, "never_heard_of"]:
-        kinds = {kind: Found(kind, kind.upper(), "Linear"), "lora": Found("lora", "LORA", "Linear")}
+        kinds = {
+            kind: AdapterKind(kind, kind.upper(), "Linear"),
+            "lora": AdapterKind("lora", "LORA", "Linear"),
+        }
         try:
             _check_validated(base, kinds, allow_unvalidated=False)
         except UnvalidatedArchitectureError as error:

@@ -215,12 +215,12 @@ def read_a_value(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_inputs(patch: pytest.MonkeyPatch) -> None:
-    genuine = poros.layer.remat._leaves
+    genuine = poros.layer.remat.leaves
 
     def copies(tensors: Any) -> Any:
         return [t.detach().clone().requires_grad_(t.requires_grad) for t in genuine(tensors)]
 
-    patch.setattr(poros.layer.remat, "_leaves", copies)
+    patch.setattr(poros.layer.remat, "leaves", copies)
 
 
 def copy_twice(patch: pytest.MonkeyPatch) -> None:

@@ -273,23 +273,24 @@ def test_missing_looks_no_further_than_it_must() -> None:
 @pytest.mark.parametrize(
     ("asked", "division"),
     [
-        # layers, layers a block, slots, layers to keep -> blocks that stream and stay, slots
-        ((6, 1, 2, 0), (6, 0, 2)),
-        ((6, 1, 5, 2), (4, 2, 3)),
-        ((6, 2, 2, 0), (3, 0, 2)),
-        ((6, 2, 3, 3), (2, 1, 2)),  # three layers are one whole block
-        ((6, 2, 2, 4), (1, 2, 1)),  # one block needs but one slot
-        ((5, 2, 2, 1), (3, 0, 2)),  # the last block has one layer, and is not rounded up to
-        ((5, 2, 2, 2), (2, 1, 2)),
-        ((5, 2, 2, 5), (0, 3, 0)),  # all layers: the short block too
-        ((5, 2, 9, 0), (3, 0, 3)),
-        ((6, 1, 2, 4), (2, 4, 2)),  # two slots for those that stream, whatever stays
-        ((3, 4, 2, 2), (1, 0, 1)),
-        ((3, 4, 2, 3), (0, 1, 0)),
-        ((3, 1, 2, 7), (0, 3, 0)),
+        # layers, layers a block, slots, layers to keep -> blocks that stream and stay, slots;
+        # layers recomputed, layers to keep rounded
+        ((6, 1, 2, 0), (6, 0, 2, 6, 0)),
+        ((6, 1, 5, 2), (4, 2, 3, 4, 2)),
+        ((6, 2, 2, 0), (3, 0, 2, 6, 0)),
+        ((6, 2, 3, 3), (2, 1, 2, 4, 2)),  # three layers are one whole block
+        ((6, 2, 2, 4), (1, 2, 1, 2, 4)),  # one block needs but one slot
+        ((5, 2, 2, 1), (3, 0, 2, 5, 0)),  # the last block has one layer, and is not rounded up to
+        ((5, 2, 2, 2), (2, 1, 2, 4, 2)),
+        ((5, 2, 2, 5), (0, 3, 0, 0, 5)),  # all layers: the short block too
+        ((5, 2, 9, 0), (3, 0, 3, 5, 0)),
+        ((6, 1, 2, 4), (2, 4, 2, 2, 4)),  # two slots for those that stream, whatever stays
+        ((3, 4, 2, 2), (1, 0, 1, 3, 0)),
+        ((3, 4, 2, 3), (0, 1, 0, 0, 3)),
+        ((3, 1, 2, 7), (0, 3, 0, 0, 3)),
     ],
 )
 def test_kept_layers_are_rounded_to_blocks(
-    asked: tuple[int, int, int, int], division: tuple[int, int, int]
+    asked: tuple[int, int, int, int], division: tuple[int, ...]
 ) -> None:
     assert divide(*asked) == division

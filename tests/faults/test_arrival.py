@@ -56,6 +56,12 @@ def tied() -> Model:
     return model
 
 
+def called_twice() -> Model:
+    model = build(dropout=0.0, dtype=torch.float32, quantize=False)
+    layers_of(model)[1].mlp.up_proj = Twice(layers_of(model)[1].mlp.up_proj)
+    return model
+
+
 MODELS: dict[str, Make] = {
     **{name: lambda name=name: build(name) for name in ARCHITECTURES},  # type: ignore[misc]
     "lora_bias": lora(lora_bias=True),
@@ -64,6 +70,7 @@ MODELS: dict[str, Make] = {
     "vblora": vblora,
     "tied": tied,
     "prophetnet": lambda: build("prophetnet"),
+    "called twice": called_twice,
 }
 
 
@@ -197,10 +204,11 @@ SUMS: dict[str, Callable[[Model], torch.Tensor]] = {
     "a penalty behind": lambda model: losses_of(model, 1) + powers(model),
     "a penalty before": lambda model: powers(model) + losses_of(model, 1),
     "everything": lambda model: losses_of(model, 2) + powers(model) + 3 * losses_of(model, 2),
+    "orthogonality": lambda model: losses_of(model, 2) + penalty(model),
 }
 
 
-@pytest.mark.parametrize("which", ["qwen2", "tied", "vblora", "prophetnet"])
+@pytest.mark.parametrize("which", ["qwen2", "tied", "vblora", "prophetnet", "called twice"])
 @pytest.mark.parametrize("what", SUMS)
 def test_sums_with_gradients_from_elsewhere_are_exact(which: str, what: str) -> None:
     found = []
@@ -212,36 +220,11 @@ def test_sums_with_gradients_from_elsewhere_are_exact(which: str, what: str) -> 
     assert changes(*found) == {}
 
 
-def test_orthogonality_penalties_are_exact() -> None:
-    found = []
-    for model in (build(), prepared(build())):
-        torch.manual_seed(0)
-        (losses_of(model, 2) + penalty(model)).backward()
-        found.append(outcome(model))
-    assert changes(*found) == {}
-
-
 @pytest.mark.parametrize("which", ["tied", "vblora"])
 def test_what_is_used_several_times_trains_exactly(which: str) -> None:
     model = prepared(MODELS[which]())
     assert_same_run(run(MODELS[which]()), run(model))
     assert poros.runtime(model).self_check["status"] == "passed"
-
-
-def called_twice() -> Model:
-    model = build(dropout=0.0, dtype=torch.float32, quantize=False)
-    layers_of(model)[1].mlp.up_proj = Twice(layers_of(model)[1].mlp.up_proj)
-    return model
-
-
-@pytest.mark.parametrize("what", SUMS)
-def test_a_module_called_twice_in_a_layer_is_exact(what: str) -> None:
-    found = []
-    for model in (called_twice(), prepared(called_twice())):
-        torch.manual_seed(0)
-        SUMS[what](model).backward()
-        found.append(outcome(model))
-    assert changes(*found) == {}
 
 
 def test_parts_of_the_gradient_are_exact_where_parameters_repeat() -> None:

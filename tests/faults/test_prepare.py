@@ -241,15 +241,14 @@ def test_deleting_the_model_frees_everything() -> None:
     model = poros.prepare(build())
     model(**batches()[0]).loss.backward()
     runtime = poros.runtime(model)
-    takeover = runtime
-    parts = [model, runtime, takeover.host, takeover.ring, takeover.manager, takeover.constants]
+    parts = [model, runtime, runtime.host, runtime.ring, runtime.manager, runtime.constants]
     parts += [
         *layers_of(model),
-        *takeover.host.slabs,
-        *(each.buffer for each in takeover.ring.slots),
+        *runtime.host.slabs,
+        *(each.buffer for each in runtime.ring.slots),
     ]
     references = [weakref.ref(each) for each in parts]
-    del model, runtime, takeover, parts
+    del model, runtime, parts
     gc.collect()
     assert [each() for each in references if each() is not None] == []
 

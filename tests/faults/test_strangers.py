@@ -120,19 +120,25 @@ class Probe(nn.Module):
         return self.net(x.detach().float()).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("index", [0, 2])
-def test_a_probe_on_detached_activations_trains_exactly(index: int) -> None:
+def low() -> Model:
+    """Its lowest adapter is in layer 2."""
+    return on(["up_proj"], [2])
+
+
+@pytest.mark.parametrize(("make", "index"), [(build, 0), (build, 2), (low, 0)])
+def test_a_probe_on_detached_activations_trains_exactly(
+    make: Callable[[], Model], index: int
+) -> None:
     """What a hook computes from detached tensors is no part of the layer."""
     found = []
-    for model in (build(), poros.prepare(build())):
+    for model in (make(), poros.prepare(make())):
         probe = Probe()
         losses: list[torch.Tensor] = []
         layers_of(model)[index].mlp.register_forward_hook(
             lambda module, given, result, probe=probe, losses=losses: losses.append(probe(result))
         )
         torch.manual_seed(0)
-        loss = model(**batches()[1]).loss
-        (loss + losses[0]).backward()
+        (model(**batches()[1]).loss + losses[0]).backward()
         gradients = {f"probe {n}": digest(p.grad) for n, p in probe.named_parameters()}
         found.append({**gradients, **outcome(model)})
     assert changes(*found) == {}
@@ -232,16 +238,3 @@ def test_so_it_is_in_hooks_elsewhere_and_in_forwards_of_an_instance(index: int, 
     finally:
         if "handle" in state:
             state["handle"].remove()
-
-
-def test_a_probe_below_the_lowest_adapter_trains_exactly() -> None:
-    found = []
-    for model in (on(["up_proj"], [2]), poros.prepare(on(["up_proj"], [2]))):
-        probe, losses = Probe(), []
-        hook: Callable[..., None] = lambda *given, p=probe, ls=losses: ls.append(p(given[-1]))  # noqa: E731
-        layers_of(model)[0].mlp.register_forward_hook(hook)
-        torch.manual_seed(0)
-        (model(**batches()[1]).loss + losses[0]).backward()
-        gradients = {f"probe {n}": digest(p.grad) for n, p in probe.named_parameters()}
-        found.append({**gradients, **outcome(model)})
-    assert changes(*found) == {}

@@ -66,47 +66,33 @@ def put_in_the_place_of_none(layer: Layer) -> None:
     layer.first._parameters["scale"] = new(4)
 
 
-def replace_bias(layer: Layer) -> None:
-    layer.base._parameters["bias"] = new(4)
+def put(module: str, key: str, *shape: int) -> Callable[[Layer], object]:
+    """A new parameter in the place of one."""
+    return lambda layer: getattr(layer, module)._parameters.__setitem__(key, new(*shape))
 
 
-def replace(layer: Layer) -> None:
-    layer.first._parameters["weight"] = new(4, 4)
+def give(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Layer], object]:
+    """Other memory to the same parameter."""
+    return lambda layer: setattr(layer.first.weight, "data", change(layer.first.weight.data))
 
 
-def delete(layer: Layer) -> None:
-    del layer.second._parameters["weight"]
-
-
-def move_memory(layer: Layer) -> None:
-    layer.first.weight.data = layer.first.weight.data.clone()
-
-
-def cast(layer: Layer) -> None:
-    layer.first.weight.data = layer.first.weight.data.bfloat16()
-
-
-def reshape_in_place(layer: Layer) -> None:
-    layer.first.weight.data = layer.first.weight.data.view(2, 8)
-
-
-CHANGES: list[Callable[[Layer], object]] = [
-    rename,
-    hand_over,
-    put_in_the_place_of_none,
-    replace_bias,
-    replace,
-    delete,
-    move_memory,
-    cast,
-    reshape_in_place,
-    lambda layer: layer.first.weight.requires_grad_(False),
-    lambda layer: layer.off.weight.requires_grad_(True),
-    lambda layer: layer.base.bias.requires_grad_(True),
-    lambda layer: layer.act.register_parameter("scale", new(4)),
-    lambda layer: layer.first.register_parameter("bias", new(4)),
-]
-changes = pytest.mark.parametrize("change", CHANGES)
+CHANGES: dict[str, Callable[[Layer], object]] = {
+    "rename": rename,
+    "hand over": hand_over,
+    "put in the place of None": put_in_the_place_of_none,
+    "replace a bias": put("base", "bias", 4),
+    "replace": put("first", "weight", 4, 4),
+    "delete": lambda layer: layer.second._parameters.pop("weight"),
+    "move memory": give(torch.clone),
+    "cast": give(torch.Tensor.bfloat16),
+    "reshape in place": give(lambda values: values.view(2, 8)),
+    "freeze": lambda layer: layer.first.weight.requires_grad_(False),
+    "switch on": lambda layer: layer.off.weight.requires_grad_(True),
+    "train a bias": lambda layer: layer.base.bias.requires_grad_(True),
+    "register": lambda layer: layer.act.register_parameter("scale", new(4)),
+    "register a bias": lambda layer: layer.first.register_parameter("bias", new(4)),
+}
+changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
 def test_the_list_is_the_same_as_long_as_nothing_changes() -> None:

@@ -63,19 +63,6 @@ def ranges() -> dict[str, Any]:
     return {each.name: each.specifier for each in found if each.name in wanted}
 
 
-@pytest.fixture
-def records() -> dict[str, Record]:
-    """The real ones, whatever ``path`` puts in their place."""
-    return dict(read_registry(REAL).records)
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty registry in the place of the real one."""
-    monkeypatch.setattr(registry, "PATH", tmp_path / "registry.json")
-    return tmp_path / "registry.json"
-
-
 def rewrite(path: Path, record: Record, change: Any) -> None:
     """Put one record into the file with an edit that no gate made."""
     raw = asdict(record)

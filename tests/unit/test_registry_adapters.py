@@ -31,19 +31,6 @@ PROMISED_KINDS = {
 REAL = registry.PATH
 
 
-@pytest.fixture
-def records() -> dict[str, Record]:
-    """The real ones of families, whatever ``path`` puts in their place."""
-    return dict(read_registry(REAL).records)
-
-
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty registry in the place of the real one."""
-    monkeypatch.setattr(registry, "PATH", tmp_path / "registry.json")
-    return tmp_path / "registry.json"
-
-
 def test_every_kind_of_adapter_is_on_record() -> None:
     """On each of the families, and what every user of them is told is exact is so on record."""
     found = read_registry(REAL)

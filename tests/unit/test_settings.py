@@ -18,102 +18,40 @@ backends: Any = torch.backends
 Change = Callable[[], object]
 
 
-def new_matmul() -> None:
-    backends.cuda.matmul.fp32_precision = "tf32"
-
-
-def new_everywhere() -> None:
-    backends.fp32_precision = "tf32"  # TrainingArguments(tf32=True)
-
-
-def nothing_everywhere() -> None:
-    backends.fp32_precision = "ieee"  # TrainingArguments(tf32=False)
-
-
-def new_convolutions() -> None:
-    backends.cudnn.conv.fp32_precision = "ieee"
-
-
-def new_cudnn() -> None:
-    backends.cudnn.fp32_precision = "tf32"
-
-
-def new_on_the_cpu() -> None:
-    backends.mkldnn.matmul.fp32_precision = "bf16"
-
-
-def everything_bf16() -> None:
-    backends.fp32_precision = "bf16"
-
-
-def old_high() -> None:
-    torch.set_float32_matmul_precision("high")
-
-
-def old_medium() -> None:
-    torch.set_float32_matmul_precision("medium")
-
-
-def old_cublas() -> None:
-    backends.cuda.matmul.allow_tf32 = True
-
-
-def old_cudnn() -> None:
-    backends.cudnn.allow_tf32 = False
+def put(owner: Any, value: object, name: str = "fp32_precision") -> Change:
+    return lambda: setattr(owner, name, value)
 
 
 def old_then_new() -> None:
-    old_high()
-    new_on_the_cpu()
+    torch.set_float32_matmul_precision("high")
+    backends.mkldnn.matmul.fp32_precision = "bf16"
     backends.cuda.matmul.fp32_precision = "ieee"
 
 
-def nothing() -> None:
-    pass
-
-
-PRECISIONS: list[Change] = [
-    nothing,
-    new_matmul,
-    new_everywhere,
-    nothing_everywhere,
-    new_convolutions,
-    new_cudnn,
-    new_on_the_cpu,
-    everything_bf16,
-    old_high,
-    old_medium,
-    old_cublas,
-    old_cudnn,
-    old_then_new,
-]
-
-
-def deterministic() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def reductions() -> None:
-    backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-
-def benchmark() -> None:
-    backends.cudnn.benchmark = True
-
-
-def without_onednn() -> None:
-    torch._C._set_mkldnn_enabled(False)
-
-
-def order_of_attention() -> None:
-    torch._C._set_sdp_priority_order([2, 0, 1, 3, 4])
-
-
-SWITCHES: list[Change] = [deterministic, reductions, benchmark, without_onednn, order_of_attention]
-
-
-def name_of(change: Change) -> str:
-    return getattr(change, "__name__", str(change))
+PRECISIONS: dict[str, Change] = {
+    "nothing": lambda: None,
+    "new matmul": put(backends.cuda.matmul, "tf32"),
+    "new everywhere": put(backends, "tf32"),  # TrainingArguments(tf32=True)
+    "nothing everywhere": put(backends, "ieee"),  # TrainingArguments(tf32=False)
+    "new convolutions": put(backends.cudnn.conv, "ieee"),
+    "new cudnn": put(backends.cudnn, "tf32"),
+    "new on the cpu": put(backends.mkldnn.matmul, "bf16"),
+    "everything bf16": put(backends, "bf16"),
+    "old high": lambda: torch.set_float32_matmul_precision("high"),
+    "old medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "old cublas": put(backends.cuda.matmul, True, "allow_tf32"),
+    "old cudnn": put(backends.cudnn, False, "allow_tf32"),
+    "old then new": old_then_new,
+}
+REDUCTION = "allow_bf16_reduced_precision_reduction"
+SWITCHES: dict[str, Change] = {
+    "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "reductions": put(backends.cuda.matmul, False, REDUCTION),
+    "benchmark": put(backends.cudnn, True, "benchmark"),
+    "without onednn": lambda: torch._C._set_mkldnn_enabled(False),
+    "order of attention": lambda: torch._C._set_sdp_priority_order([2, 0, 1, 3, 4]),
+}
+CHANGES = PRECISIONS | SWITCHES
 
 
 @pytest.fixture(autouse=True)
@@ -158,9 +96,9 @@ def everything() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("change", PRECISIONS, ids=name_of)
-def test_any_mix_of_precisions_trains_as_resident(change: Change) -> None:
-    change()
+@pytest.mark.parametrize("change", PRECISIONS)
+def test_any_mix_of_precisions_trains_as_resident(change: str) -> None:
+    CHANGES[change]()
     before = everything()
     model = poros.prepare(build(dtype=torch.float32))
     assert_same_run(run(build(dtype=torch.float32)), run(model))
@@ -168,13 +106,13 @@ def test_any_mix_of_precisions_trains_as_resident(change: Change) -> None:
     assert everything() == before
 
 
-@pytest.mark.parametrize("between", [*PRECISIONS, *SWITCHES], ids=name_of)
-@pytest.mark.parametrize("first", [nothing, new_matmul, old_medium, new_everywhere], ids=name_of)
+@pytest.mark.parametrize("between", CHANGES)
+@pytest.mark.parametrize("first", ["nothing", "new matmul", "old medium", "new everywhere"])
 @pytest.mark.parametrize("kind", ["runtime", "self-check"])
-def test_a_setting_is_replayed_and_put_back(first: Change, between: Change, kind: str) -> None:
-    first()
+def test_a_setting_is_replayed_and_put_back(first: str, between: str, kind: str) -> None:
+    CHANGES[first]()
     wanted, evidence = Settings.capture(), current_settings()
-    between()
+    CHANGES[between]()
     before = everything()
     with ExitStack() as stack:
         if kind == "runtime":
@@ -191,7 +129,7 @@ def test_a_setting_is_replayed_and_put_back(first: Change, between: Change, kind
 
 
 def test_the_older_names_stay_readable_while_replayed() -> None:
-    old_high()
+    CHANGES["old high"]()
     wanted = Settings.capture()
     torch.set_float32_matmul_precision("highest")
     with wanted.replay():
@@ -199,11 +137,14 @@ def test_the_older_names_stay_readable_while_replayed() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.mark.parametrize("between", [new_matmul, old_medium, deterministic, order_of_attention])
-def test_a_step_with_a_setting_changed_before_its_backward_is_exact(between: Change) -> None:
-    expected = step(build(), between=lambda model: between())
+@pytest.mark.parametrize(
+    "between", ["new matmul", "old medium", "deterministic", "order of attention"]
+)
+def test_a_step_with_a_setting_changed_before_its_backward_is_exact(between: str) -> None:
+    expected = step(build(), between=lambda model: CHANGES[between]())
     put_back()
-    assert changes(expected, step(poros.prepare(build()), between=lambda model: between())) == {}
+    found = step(poros.prepare(build()), between=lambda model: CHANGES[between]())
+    assert changes(expected, found) == {}
 
 
 SILENCE = """

@@ -12,6 +12,7 @@ from torch import nn
 import poros
 from poros.layer.arrival import arrivals
 from poros.layer.audit import GraphAudit
+from poros.layer.streamed import streamed_layer
 from tests.adapted import Twice, lora, names_of
 from tests.snapshots import (
     assert_same_run,
@@ -292,7 +293,7 @@ def test_a_layer_is_walked_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -
 def test_the_audit_remembers_no_more_than_some_forms() -> None:
     model = prepared(build())
     layer = layers_of(model)[1]
-    audits = [each.__dict__["_poros_layer"].audit for each in layers_of(model)]
+    audits = [streamed_layer(layer).audit for layer in layers_of(model)]
     for number in range(40):
         handle = layer.mlp.register_forward_hook(lambda *_: None)
         layer.self_attn.q_proj.scaling["default"] = 1.0 + number

@@ -216,7 +216,7 @@ def test_enabling_checkpointing_changes_what_comes_in_and_no_layer(
         getattr(module, f"{method}_enable")()
         getattr(module, f"{method}_enable")({"use_reentrant": True})
         getattr(module, f"{method}_enable")(**{f"{method}_kwargs": {"use_reentrant": False}})
-    assert sum("checkpointing" in each.getMessage() for each in caplog.records) == 3
+    assert sum("checkpointing" in record.getMessage() for record in caplog.records) == 3
     assert not model.get_base_model().is_gradient_checkpointing
     # A resident model's embeddings require gradients from then on, which a loss may look at.
     getattr(LEVELS[level](twin), f"{method}_enable")({"use_reentrant": False})

@@ -64,7 +64,7 @@ def prepared(resident: Trajectory) -> Model:
 def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
     phase: Phase, second: int | None, prepared: Model, resident: Trajectory
 ) -> None:
-    runtimes = [streamed_layer(each) for each in layers_of(prepared)]
+    runtimes = [streamed_layer(layer) for layer in layers_of(prepared)]
     before = state_of(prepared)
     number = num_interrupted = num_twice = 0
     while True:
@@ -166,7 +166,7 @@ def test_a_second_interruption_as_the_clean_up_begins(monkeypatch: pytest.Monkey
 
 def test_a_visit_within_a_visit_is_refused() -> None:
     model = AdversarialPrepare()(build(), slots=NUM_LAYERS)
-    runtimes = [streamed_layer(each) for each in layers_of(model)]
+    runtimes = [streamed_layer(layer) for layer in layers_of(model)]
     before = state_of(model)
     with (
         pytest.raises(SlotStateError, match=r"layers\.0: expected one layer to run at a time"),

@@ -46,7 +46,7 @@ def living() -> Counter[str]:
 
 
 def calls() -> list[LayerCall]:
-    return [each for each in gc.get_objects() if type(each) is LayerCall]
+    return [value for value in gc.get_objects() if type(value) is LayerCall]
 
 
 def train(model: Model, number: int) -> None:

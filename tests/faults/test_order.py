@@ -128,7 +128,7 @@ def test_a_mutation_is_noticed(
 
 
 def test_every_point_of_order_is_mutated() -> None:
-    changes = [str(each) for each in CONTEXT_MUTATIONS]
+    changes = [str(mutation) for mutation in CONTEXT_MUTATIONS]
     for wanted in (
         "slots.ring.DeviceRing.__init__: streams.record() replaced by an older event",
         "slots.manager.BlockManager._load: after=slot.released replaced by after=None",
@@ -137,13 +137,13 @@ def test_every_point_of_order_is_mutated() -> None:
         assert wanted in changes
     assert any("manager" in each and "record() replaced by None" in each for each in changes)
     assert any("manager" in each and "an older event" in each for each in changes)
-    assert len({str(each) for each in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
+    assert len({str(mutation) for mutation in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
     # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``. A measured rate
     # is no part of training.
     others = {"poros.layer.offload", "poros.planning.speeds"}
     assert OFFLOAD_MUTATIONS
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
-    methods = {each.change.split("(")[0].split(".")[-1] for each in CUDA_MUTATIONS}
+    methods = {mutation.change.split("(")[0].split(".")[-1] for mutation in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)
     assert len(CUDA_MUTATIONS) >= 6
 
@@ -278,7 +278,7 @@ HARMLESS = "slots.ring.DeviceRing.__init__: streams.record() replaced by an olde
 
 @pytest.mark.parametrize(
     "mutation",
-    [each for each in CUDA_MUTATIONS + CONTEXT_MUTATIONS if str(each) != HARMLESS],
+    [mutation for mutation in CUDA_MUTATIONS + CONTEXT_MUTATIONS if str(mutation) != HARMLESS],
     ids=str,
 )
 def test_a_mutation_is_a_hazard_on_cuda(

@@ -86,7 +86,7 @@ def test_names_objects_and_class_names_stay(architecture: str) -> None:
         parameters = model.named_parameters(remove_duplicate=False)
         return {
             "parameters": [(name, id(each), each.requires_grad) for name, each in parameters],
-            "parameter types": [type(each) for each in model.parameters()],
+            "parameter types": [type(parameter) for parameter in model.parameters()],
             "buffers": [(name, id(each)) for name, each in model.named_buffers()],
             "modules": [
                 (
@@ -182,7 +182,7 @@ def test_parameter_counts_are_the_resident_ones() -> None:
             "peft": model.get_nb_trainable_parameters(),
             "footprint": base.get_memory_footprint(),
             "without buffers": base.get_memory_footprint(return_buffers=False),
-            "numel": sum(each.numel() for each in model.parameters()),
+            "numel": sum(parameter.numel() for parameter in model.parameters()),
         }
 
     model = build()
@@ -245,12 +245,12 @@ def test_deleting_the_model_frees_everything() -> None:
     parts += [
         *layers_of(model),
         *runtime.host.slabs,
-        *(each.buffer for each in runtime.ring.slots),
+        *(slot.buffer for slot in runtime.ring.slots),
     ]
     references = [weakref.ref(each) for each in parts]
     del model, runtime, parts
     gc.collect()
-    assert [each() for each in references if each() is not None] == []
+    assert [reference() for reference in references if reference() is not None] == []
 
 
 def test_stats_have_the_documented_keys_and_plausible_values() -> None:
@@ -265,7 +265,7 @@ def test_stats_have_the_documented_keys_and_plausible_values() -> None:
     assert start["host_num_bytes"] == sum(slabs)
     # Two slots; as constants the code books of 16 and 256 floats and the offsets, each value once.
     slots = max(slabs[0], slabs[2]) + slabs[1]
-    weights = [each for each in model.parameters() if hasattr(each, "quant_state")]
+    weights = [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
     offsets = {float(each.quant_state.offset) for each in weights}
     assert len(weights) == 3 * 7 and len(offsets) > 3 * 7 / 2
     # Two norms, three biases and seven nested absmax in each layer, each within 256 bytes.
@@ -314,7 +314,7 @@ def test_host_slab_holds_the_bytes_of_the_model() -> None:
 def test_slots_beyond_the_blocks_are_clamped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "poros"):
         model = poros.prepare(build(), slots=9)
-    assert [each.getMessage() for each in caplog.records if "slots=9" in each.getMessage()]
+    assert [record.getMessage() for record in caplog.records if "slots=9" in record.getMessage()]
     runtime = poros.runtime(model)
     assert runtime.num_slots == runtime.num_blocks == 3 and runtime.policy.slots == 9
     assert_same_run(run(build()), run(model))

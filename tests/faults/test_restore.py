@@ -151,7 +151,7 @@ def test_restore_gives_the_slots_back() -> None:
     del runtime
     poros.restore(model)
     gc.collect()
-    assert [each() for each in references if each() is not None] == []
+    assert [reference() for reference in references if reference() is not None] == []
 
 
 def _counting(
@@ -246,7 +246,7 @@ def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.Mon
 def test_a_failed_allocation_of_slots_frees_the_host_store() -> None:
     def slabs() -> set[int]:
         gc.collect()
-        return {id(each) for each in gc.get_objects() if type(each) is HostSlab}
+        return {id(value) for value in gc.get_objects() if type(value) is HostSlab}
 
     class NoRoom(EagerStreams):
         def allocate(self, num_bytes: int) -> torch.Tensor:

@@ -129,9 +129,9 @@ def test_it_is_strict_by_default_and_pending_until_the_first_backward(
     with caplog.at_level(logging.INFO, logger="poros"):
         loss.backward()
     assert status(model) == "passed"
-    assert [each.getMessage() for each in caplog.records if "self-check" in each.getMessage()] == [
-        "poros: self-check passed: 3 layers, 0 differing bits"
-    ]
+    assert [
+        record.getMessage() for record in caplog.records if "self-check" in record.getMessage()
+    ] == ["poros: self-check passed: 3 layers, 0 differing bits"]
 
 
 def test_evaluation_before_training_does_not_change_what_is_checked() -> None:
@@ -214,7 +214,7 @@ def tensor_memory() -> int:
 
 def test_its_memory_is_freed_with_the_backward_even_if_the_loss_lives_on() -> None:
     def records() -> int:
-        return sum(isinstance(each, Evidence | Outcome) for each in gc.get_objects())
+        return sum(isinstance(value, Evidence | Outcome) for value in gc.get_objects())
 
     gc.collect()
     others = records()
@@ -249,14 +249,14 @@ def test_warn_logs_and_records_and_trains_on(caplog: pytest.LogCaptureFixture) -
     found = poros.runtime(model).self_check
     assert (found["mode"], found["status"]) == ("warn", "failed")
     assert "layers.1" in found["message"] and "host bytes of block 1" in found["message"]
-    logged = [each for each in caplog.records if "self-check failed" in each.getMessage()]
+    logged = [record for record in caplog.records if "self-check failed" in record.getMessage()]
     assert len(logged) == 1 and found["message"] in logged[0].getMessage()
 
 
 def test_off_is_logged_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="poros"):
         model = prepared(build(), "off")
-    assert [each for each in caplog.records if "self_check is off" in each.getMessage()]
+    assert [record for record in caplog.records if "self_check is off" in record.getMessage()]
     backward(model)
     found = poros.runtime(model).self_check
     assert (found["mode"], found["status"], found["message"]) == ("off", "off", None)

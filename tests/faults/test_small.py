@@ -239,7 +239,7 @@ def test_what_streams_and_what_stays(architecture: str, quantize: bool) -> None:
             assert each.is_4bit or each.tensor.ndim >= 2
             assert all("nested" not in part.name for part in each.parts())
     before = {key: tensor.clone() for key, tensor in staying.items()}
-    assert staying and all(each.ndim <= 1 for each in staying.values())
+    assert staying and all(tensor.ndim <= 1 for tensor in staying.values())
     poros.prepare(model)
     runtime = poros.runtime(model)
     held = [*staying.values(), *runtime.small.nested.values()]

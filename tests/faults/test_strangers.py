@@ -168,10 +168,10 @@ def test_hooks_inside_leave_no_cycle() -> None:
     gc.collect()
     gc.disable()
     try:
-        before = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+        before = sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
         for _ in range(3):
             model(**batches()[0]).loss.backward()
-        after = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+        after = sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
         assert after <= before + 2
     finally:
         gc.enable()

@@ -115,7 +115,7 @@ def test_a_change_is_seen(change: Callable[[Layer], object]) -> None:
     assert tree.adapters() is not before
     # As a tree sees it that has looked for the first time, but for its own stand-ins.
     assert found == places(tree_of(layer))
-    assert all(each.owner.get(each.key) is each.parameter for each in tree.adapters())
+    assert all(adapter.owner.get(adapter.key) is adapter.parameter for adapter in tree.adapters())
 
 
 @changes
@@ -128,7 +128,9 @@ def test_a_stand_in_that_was_given_other_memory_is_made_anew(
     before[0].stand_in.data = torch.zeros(4, 4)
     assert tree.adapters() is not before
     change(layer)
-    assert all(each.stand_in.data_ptr() == each.parameter.data_ptr() for each in tree.adapters())
+    assert all(
+        adapter.stand_in.data_ptr() == adapter.parameter.data_ptr() for adapter in tree.adapters()
+    )
 
 
 @changes
@@ -151,7 +153,7 @@ def test_a_hook_is_seen_wherever_it_is() -> None:
         layer.act.register_forward_hook(lambda *_: None),
         layer.base.register_forward_pre_hook(lambda *_: None),
     ]
-    assert sorted(tree.hooks()) == sorted(each.id for each in handles)
+    assert sorted(tree.hooks()) == sorted(handle.id for handle in handles)
     for each in handles:
         each.remove()
     assert tree.hooks() == []

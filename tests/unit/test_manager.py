@@ -165,7 +165,7 @@ def test_a_prefetch_of_what_is_there_or_on_its_way_does_nothing() -> None:
     assert (
         count(slots.journal, "prefetch")
         == slots.manager.num_loads
-        == len([each for each in slots.journal if each.kind == "prefetch"])
+        == len([action for action in slots.journal if action.kind == "prefetch"])
     )
     assert slots.states()[1] == (IN_USE, 3)
 
@@ -197,7 +197,7 @@ def test_counters_agree_with_the_copy_stream_and_with_the_walk(
         assert count(slots.journal, "prefetch") == loads
         # What was not loaded for a visit was still there.
         assert slots.manager.num_hits == 2 * num_blocks * steps - loads
-    copied = [each.block for each in slots.journal if each.kind == "prefetch"]
+    copied = [action.block for action in slots.journal if action.kind == "prefetch"]
     sizes = [slab.layout.num_bytes for slab in slots.host.slabs]
     assert slots.manager.h2d_num_bytes == sum(sizes[block] for block in copied)
 

@@ -48,7 +48,7 @@ NOT_HASHED = {
         "poros.loaders": "resolved load options",
         "poros.examples": "demo demo_data demo_report",
         "poros.gates": "fuzz registry registry_table report trainer_parity "
-        + " ".join(f"fuzz_{each}" for each in FUZZ_PARTS),
+        + " ".join(f"fuzz_{name}" for name in FUZZ_PARTS),
     }.items()
     for module in modules.split()
 }
@@ -93,7 +93,7 @@ def test_every_promised_architecture_is_exact(records: dict[str, Record]) -> Non
 
 def test_every_causal_language_model_is_on_record(records: dict[str, Record]) -> None:
     """With the transformers release that the records were made with."""
-    made_with = {each.versions["transformers"] for each in records.values()}
+    made_with = {record.versions["transformers"] for record in records.values()}
     if made_with != {version("transformers")}:
         pytest.skip(f"the records were made with transformers {made_with}")
     assert set(records) == set(sweep.architectures())
@@ -168,9 +168,11 @@ def test_a_record_changed_by_hand_is_found(
 
 def test_a_refused_family_cannot_be_relabelled(records: dict[str, Record]) -> None:
     """Not even with a new seal: the measurements are not there."""
-    refused = next(each for each in records.values() if each.outcome == "refused")
+    refused = next(record for record in records.values() if record.outcome == "refused")
     forged = replace(refused, outcome="exact", reason=None).sealed()
-    assert any("did not find the two runs equal" in each for each in forged.problems(code_hash()))
+    assert any(
+        "did not find the two runs equal" in problem for problem in forged.problems(code_hash())
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,16 +193,16 @@ def test_a_sealed_record_needs_the_measurements(
     changed = replace(record, modes=[change(record.modes[0]), *record.modes[1:]]).sealed()
     assert any(problem in each for each in changed.problems(code_hash()))
     fewer = replace(record, modes=record.modes[:1]).sealed()
-    assert any("other modes" in each for each in fewer.problems(code_hash()))
+    assert any("other modes" in problem for problem in fewer.problems(code_hash()))
 
 
 def test_a_stale_record_is_found(records: dict[str, Record]) -> None:
     record, code = records["qwen2"], code_hash()
     assert record.problems(code, ranges()) == []
-    assert any("code of the gate" in each for each in record.problems("0" * 64))
+    assert any("code of the gate" in problem for problem in record.problems("0" * 64))
     for old in ("1.0", "999.0"):
         aged = replace(record, versions={**record.versions, "peft": old}).sealed()
-        assert [each[:27] for each in aged.problems(code, ranges())] == [
+        assert [problem[:27] for problem in aged.problems(code, ranges())] == [
             f"it ran with peft {old}, expected"[:27]
         ]
     unnamed = {name: each for name, each in record.versions.items() if name != "torch"}

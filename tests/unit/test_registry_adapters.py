@@ -34,7 +34,9 @@ REAL = registry.PATH
 def test_every_kind_of_adapter_is_on_record() -> None:
     """On each of the families, and what every user of them is told is exact is so on record."""
     found = read_registry(REAL)
-    assert {(each.name, each.adapter) for each in found.adapters.values()} == set(sweep.adapters())
+    assert {(record.name, record.adapter) for record in found.adapters.values()} == set(
+        sweep.adapters()
+    )
     assert PROMISED_KINDS <= found.exact_adapters() == validated_adapters()
     assert not REFUSED_KINDS & found.exact_adapters()
     assert PROMISED_KINDS | REFUSED_KINDS | {"lora"} == set(KINDS)
@@ -98,6 +100,6 @@ def test_a_record_of_a_kind_changed_by_hand_is_found(
         with pytest.raises(RegistryError, match=r"changed; run `poros check .*--adapter"):
             read_registry()
     fewer = replace(record, modes=record.modes[:2]).sealed()
-    assert any("other modes" in each for each in fewer.problems(code_hash()))
+    assert any("other modes" in problem for problem in fewer.problems(code_hash()))
     dense = replace(record, adapter="hra").sealed()  # which PEFT trains on a dense base alone
-    assert any("other modes" in each for each in dense.problems(code_hash()))
+    assert any("other modes" in problem for problem in dense.problems(code_hash()))

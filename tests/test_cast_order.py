@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from snapshots import batches, bf16, build, changes, layers_of, outcome
-from test_arrival import lora, names_of
 from torch import nn
 
 import poros
 from poros.layer import early
 from poros.layer.casts import SharedCasts
+from tests.adapted import lora, names_of
 
 Model = Any
 Program = Callable[[Model], None]

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from snapshots import batches, bf16, build, changes, layers_of, outcome, step
-from test_arrival import Twice
 from torch import nn
 
 import poros
 from poros.errors import ParityError, UnsupportedModelError
 from poros.layer.casts import SharedCasts, _Carried
+from tests.adapted import Twice
 
 Model = Any
 

@@ -19,7 +19,6 @@ from held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
 from hostile_streams import MEGA, HostileStreams
 from support import same_bits
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 
 import poros
 from poros.api import prepare_with
@@ -37,6 +36,7 @@ from poros.gates.reference import (
 from poros.self_check.compare import compare_mappings
 from poros.self_check.switches import current_settings, set_settings
 from poros.slots.ring import SlotState
+from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ from poros.planning.formula import OptimizerCost, Shapes, Speeds, optimizer_cost
 from poros.planning.meta_model import Recipe
 from poros.planning.planner import plan, render
 from poros.planning.step_cost import LayerCost, LiveBytes, StepCost
-from tests import test_peft_breadth
+from tests.lora_kinds import KINDS as TRAINED
 
 ARCHITECTURES = ["qwen2", "llama", "phi3", "gemma3", "gemma4", "mixtral", "qwen3_moe"]
 ATTENTION = ["q_proj", "v_proj", "qkv_proj"]
@@ -37,7 +37,7 @@ def lora(**options: Any) -> LoraConfig:
 
 # Those that training is tested with, and some that only change what is drawn.
 KINDS: dict[str, dict[str, Any]] = {
-    **test_peft_breadth.KINDS,
+    **TRAINED,
     "plain": {},
     "rank pattern": {"rank_pattern": {"v_proj": 7}},
     "gaussian": {"init_lora_weights": "gaussian"},

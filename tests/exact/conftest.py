@@ -2,9 +2,14 @@
 
 import pytest
 
-from tests.exact.arms import Residents
+from tests.exact.arms import Bases, Residents
 
 
 @pytest.fixture(scope="session")
 def residents(tmp_path_factory: pytest.TempPathFactory) -> Residents:
     return Residents(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def bases(residents: Residents) -> Bases:
+    return residents.bases

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,16 +17,20 @@ import torch
 
 import poros
 from poros.api import prepare_with
-from poros.config import StreamingPolicy
-from poros.errors import ParityError
+from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.errors import ParityError, PolicyError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import Trajectory, compare_trajectories, start_digests
+from poros.host.store import HostStore
 from poros.layer.rng import RngStash
+from poros.layer.side_outputs import SideOutputs
 from poros.layer.streamed import is_streamed
+from poros.layout import BlockLayout
 from poros.model.inspect import validated_model_types
 from poros.self_check.compare import Difference
 from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing
 from poros.streams import EagerStreams, StreamContext
 from tests.exact.arms import Model, Residents, Run
 from tests.snapshots import layers_of
@@ -300,3 +305,83 @@ def test_control_a_kept_block_that_is_not_waited_for(
     cell = Cell(Run(), "watched", {**OFF, "keep_last": 4})
     with pytest.raises(SlotHazard, match="read without waiting"):
         run_streamed(cell, residents)
+
+
+Patch = pytest.MonkeyPatch
+
+
+def published_as_constants(part: int, patch: Patch) -> None:
+    """Mappings (1) or records (2) of a layer are published without their gradient."""
+    genuine = SideOutputs.publish
+
+    def detached(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        return tuple(map(detached, value)) if isinstance(value, tuple) else value
+
+    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
+        parts = list(result)
+        parts[part] = detached(parts[part])
+        return genuine(self, tuple(parts))
+
+    patch.setattr(SideOutputs, "publish", publish)
+
+
+def shared_states_read_as_constants(patch: Patch) -> None:
+    """A layer that reads the mapping returns no gradient for it."""
+    genuine = SideOutputs.run
+
+    def run(self: SideOutputs, call: Any, tensors: Any) -> Any:
+        held = [each for values in self._held.values() for each in values.values()]
+        places = {number for pair in held for (number,) in pair}
+        given = [each.detach() if n in places else each for n, each in enumerate(tensors)]
+        return genuine(self, call, given)
+
+    patch.setattr(SideOutputs, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fault"),
+    [
+        ("gemma4_shared_kv", partial(published_as_constants, 1)),
+        ("gemma4_shared_kv", shared_states_read_as_constants),
+        ("mixtral", partial(published_as_constants, 2)),
+        ("qwen3_moe", partial(published_as_constants, 2)),
+    ],
+    ids=["shared states published", "shared states read", "routers of mixtral", "of qwen3_moe"],
+)
+def test_control_a_dropped_channel(
+    architecture: str, fault: Callable[[Patch], None], residents: Residents, monkeypatch: Patch
+) -> None:
+    fault(monkeypatch)
+    found = differences(residents, architecture=architecture, num_layers=5, num_steps=3)
+    # The forward is right, so the first loss is: only gradients tell.
+    assert found[0].name.startswith("step 0, gradient of")
+
+
+# The policy, and the memory of kept blocks.
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, "2"])
+def test_bad_values_of_keep_last_are_refused(value: Any) -> None:
+    with pytest.raises(PolicyError, match="keep_last"):
+        StreamingPolicy(keep_last=value)
+
+
+def test_the_copy_of_a_kept_block_waits_for_the_memorys_last_owner() -> None:
+    """As for the slots that blocks pass through: fresh memory may be read by what is queued."""
+    waited: list[object] = []
+
+    class Recording(EagerStreams):
+        def record(self) -> object:
+            return "allocated"
+
+        def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: object) -> object:
+            waited.append(after)
+            return super().copy(target, source, after=after)
+
+    layouts = [BlockLayout.pack([("w", torch.empty(64))])] * 2
+    streams = Recording(torch.device("cpu"))
+    ring = DeviceRing(layouts, MIN_SLOTS, streams, num_pinned=2)
+    BlockManager(HostStore.allocate(layouts), ring, streams)
+    assert waited == ["allocated"] * 2

@@ -13,9 +13,9 @@ from poros.gates.reference import Trajectory
 from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
 
 NUM_LAYERS = 4
-NUM_STEPS = 20
-RESUME_AT = 10
-EVAL_EVERY = 5
+NUM_STEPS = 8
+RESUME_AT = 4
+EVAL_EVERY = 2
 NUM_EVAL_BATCHES = 2
 ACCUMULATION = 2
 
@@ -83,7 +83,7 @@ class Arms:
         return train_with_trainer(
             self.model,
             trainer_arguments(self.folder / name, **options),
-            rows(48, seed=0),
+            rows(24, seed=0),  # an epoch ends between resuming and the end
             eval_dataset=rows(2 * NUM_EVAL_BATCHES, seed=1),
             resume_from=resume_from,
         )

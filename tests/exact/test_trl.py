@@ -30,7 +30,7 @@ trl = pytest.importorskip("trl", reason="trl is an optional dependency of the te
 datasets = pytest.importorskip("datasets", reason="trl needs datasets")
 
 NUM_LAYERS = 3
-NUM_STEPS = 4
+NUM_STEPS = 2
 WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"
 Prepare = Callable[..., Any]
 
@@ -259,7 +259,7 @@ def test_sft(kind: str, tmp_path: Path) -> None:
 def test_sft_on_completions_only_with_evaluation(tmp_path: Path) -> None:
     arms = Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, COMPLETIONS)
     arms.eval_rows = COMPLETIONS[:4]
-    found = check(arms, eval_strategy="steps", eval_steps=2)
+    found = check(arms, eval_strategy="steps", eval_steps=1)
     assert sum("eval_loss" in entry.name for entry in found.extras) == 2
 
 

@@ -19,7 +19,7 @@ from poros.gates import tiny
 from poros.gates.parity import check_architecture, check_model_dir, run_parity
 from poros.gates.reference import QUANTITIES, TrainingSpec
 from poros.gates.report import ParityReport, render
-from poros.layer.streamed import detach
+from poros.layer.streamed import detach_layer
 
 PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
 
@@ -107,7 +107,7 @@ def test_gate_refuses_a_second_arm_that_is_not_streamed() -> None:
 
 def test_gate_refuses_an_arm_of_which_one_layer_is_not_streamed() -> None:
     def prepare_all_but_one(model: Any) -> Any:
-        detach(poros.prepare(model).get_base_model().model.layers[1])
+        detach_layer(poros.prepare(model).get_base_model().model.layers[1])
         return model
 
     report = gate(prepare_all_but_one)

@@ -39,14 +39,14 @@ CORE = tuple(
     }.items()
     for name in names.split()
 )
-QUICK = ("test_remat", "test_gradients", "test_hooks", "test_casts", "test_arrival", "test_manager")
+QUICK = ("exact/test_refused", "exact/test_programs", "test_arrival", "test_manager")
 OTHERS = (
-    *("test_parity", "test_remat_exact", "test_sabotage", "test_controls", "test_boundaries"),
-    *("test_cast_order", "test_interrupted_visits", "test_interruptions", "test_settings"),
-    *("test_small", "test_side_channels", "test_channels", "test_layer_index", "test_walk"),
+    *("exact/test_cells", "test_sabotage", "test_controls", "test_boundaries"),
+    *("test_interrupted_visits", "test_interruptions", "test_settings"),
+    *("test_small", "test_layer_index", "test_walk"),
     *("test_cuda_hazards", "test_hazards", "test_manager_faults", "test_mutations", "test_arena"),
-    *("test_added_adapters", "test_refusals", "test_refused_calls", "test_keep_last"),
-    *("test_strangers", "test_visits", "test_leaks", "test_restore", "test_fuzzed_programs"),
+    *("exact/test_added", "test_refusals", "test_refused_calls", "exact/test_fuzzed_programs"),
+    *("test_strangers", "test_visits", "test_leaks", "test_restore"),
 )
 TIMEOUT_S = 900
 

@@ -59,6 +59,8 @@ def train_with_trainer(
     *,
     eval_dataset: Any = None,
     resume_from: str | Path | None = None,
+    trainer_class: "type[Trainer] | None" = None,
+    **options: Any,
 ) -> Trajectory:
     """Train ``model`` in place under the HF Trainer and record every step.
 
@@ -68,6 +70,8 @@ def train_with_trainer(
         train_dataset: Rows that the Trainer's default collator takes (mappings of 1-d tensors).
         eval_dataset: Evaluated when ``arguments`` says so; each loss is recorded.
         resume_from: A checkpoint folder of the Trainer to continue from.
+        trainer_class: A subclass of the Trainer, such as TRL's.
+        **options: Its other arguments.
 
     Returns:
         The trajectory; its steps are numbered as the Trainer numbers them, from 0, so those of a
@@ -79,10 +83,12 @@ def train_with_trainer(
     with torch.random.fork_rng(devices=devices), TemporaryDirectory() as saved:
         trainer = _recording_trainer(
             trajectory,
+            trainer_class,
             model=model,
             args=arguments,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
+            **options,
         )
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
@@ -91,9 +97,10 @@ def train_with_trainer(
         for device in devices:
             trajectory.rng_end_state[f"cuda:{device}"] = torch.cuda.get_rng_state(device)
         trainer.save_model(saved)
-        for path in sorted(Path(saved).glob("adapter_*")):
+        for path in sorted(Path(saved).rglob("adapter_*")):
             content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-            trajectory.extras.append(Entry(ADAPTER_FILES, f"end, file {path.name}", content))
+            name = f"end, file {path.relative_to(saved)}"
+            trajectory.extras.append(Entry(ADAPTER_FILES, name, content))
     return trajectory
 
 
@@ -141,12 +148,12 @@ def run_trainer_parity(
     )
 
 
-def _recording_trainer(trajectory: Trajectory, **options: Any) -> "Trainer":
+def _recording_trainer(
+    trajectory: Trajectory, trainer_class: "type[Trainer] | None", **options: Any
+) -> "Trainer":
     """Make a Trainer that writes what it computes into ``trajectory``."""
     from transformers import PrinterCallback, Trainer, TrainerCallback
 
-    model = options["model"]
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses: list[torch.Tensor] = []
     clipped: list[StepRecord] = []
 
@@ -159,7 +166,7 @@ def _recording_trainer(trajectory: Trajectory, **options: Any) -> "Trainer":
         clipped.append(record)
         return norm
 
-    class RecordingTrainer(Trainer):
+    class RecordingTrainer(trainer_class or Trainer):  # type: ignore[misc]
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             loss: torch.Tensor = super().training_step(*args, **kwargs)
             losses.append(snapshot(loss))
@@ -184,6 +191,8 @@ def _recording_trainer(trajectory: Trajectory, **options: Any) -> "Trainer":
 
     trainer = RecordingTrainer(callbacks=[Recorder()], **options)
     trainer.remove_callback(PrinterCallback)
+    # Of its own model: some trainers attach the adapters themselves.
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     accelerator = trainer.accelerator
     accelerator.clip_grad_norm_ = partial(clip_and_record, accelerator.clip_grad_norm_)
     return trainer

@@ -39,7 +39,7 @@ CORE = tuple(
     }.items()
     for name in names.split()
 )
-QUICK = ("remat", "gradients", "hooks", "casts", "arrival", "manager")
+QUICK = ("refused", "programs", "arrival", "manager")
 """Test files that run first, by name, wherever they are."""
 OTHERS = ("exact/test_*.py", "faults/test_*.py", "unit/test_*.py")
 WITHOUT = ("benchmarks", "cli", "imports", "packaging", "registry", "registry_adapters")

@@ -33,10 +33,10 @@ from poros.gates.reference import (
 from poros.self_check.compare import compare_mappings
 from poros.self_check.switches import current_settings, set_settings
 from poros.slots.ring import SlotState
+from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
 from tests.hostile_streams import MEGA, HostileStreams
 from tests.support import same_bits
-from tests.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 
 pytestmark = pytest.mark.gpu
 

@@ -160,7 +160,7 @@ def test_the_project_keeps_the_rules() -> None:
         ("poros.layer.streamed", "if not TYPE_CHECKING:\n    import poros.api"),
         ("poros", "from poros.config import StreamingPolicy"),
         ("poros", "import poros.loaders"),
-        ("poros.kernels.lora", "from poros.layer.remat import LayerCall"),
+        ("poros.kernels.lora", "from poros.layer.call import LayerCall"),
         ("poros.api", "from poros.gates.parity import run"),
         ("poros.cli", "from poros import gates"),
         ("poros.slots.manager", "from poros.loaders.reader import read"),

@@ -1,7 +1,8 @@
 """Adapters that come to a prepared model train as those that come to a resident one."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,22 @@ import pytest
 import torch
 from peft import LoraConfig, MontecloraConfig, VeloraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from snapshots import assert_same_run, batches, bits_of, build, changes, layers_of, picture, run
-from support import AdversarialPrepare
 
 import poros
 from poros.errors import PreparedModelError, UnvalidatedArchitectureError
 from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    bits_of,
+    build,
+    changes,
+    layers_of,
+    picture,
+    run,
+)
+from tests.support import AdversarialPrepare
 
 
 def added(model: Any, folder: Path) -> None:
@@ -59,28 +69,51 @@ class OtherDevice:
     type = "other"
 
 
+class Sent:
+    """What a forward sends to another device; inside the body of ``to_another_device``."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._patch = patch
+
+    @contextmanager
+    def to_another_device(self, model: Any) -> Iterator[None]:
+        to = torch.Tensor.to
+
+        def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if not args or not isinstance(args[0], OtherDevice):
+                return to(tensor, *args, **kwargs)
+            self.tensors.append(tensor.clone())
+            return self.tensors[-1]
+
+        with self._patch.context() as patch, torch.no_grad():
+            patch.setattr(torch.Tensor, "to", moved)
+            patch.setattr(poros.runtime(model)._attachment, "_device", OtherDevice())
+            yield
+
+    def left(self, tensors: dict[str, Any]) -> list[str]:
+        """Those that were not sent."""
+        arrived = {each.data_ptr() for each in self.tensors}
+        return [name for name, each in tensors.items() if each.data_ptr() not in arrived]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    return Sent(monkeypatch)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_an_adapter_that_comes_later_is_brought_to_the_device(
-    way: Callable[[Any, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: Callable[[Any, Path], None], tmp_path: Path, sent: Sent
 ) -> None:
     expected, model = build(), poros.prepare(build())
-    run(expected)
-    run(model)
     for each in (expected, model):
+        run(each)
         way(each, tmp_path)
     before, bits = late(model), bits_of(model)
     places = {name: each.data_ptr() for name, each in before.items()}
-    other, to = OtherDevice(), torch.Tensor.to
-
-    def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.clone() if args and args[0] is other else to(self, *args, **kwargs)
-
-    runtime = poros.runtime(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", moved)
-        patch.setattr(runtime._attachment, "_device", other)
-        with torch.no_grad():
-            model(**batches()[0])
+    with sent.to_another_device(model):
+        model(**batches()[0])
     after = late(model)
     assert all(after[name] is each for name, each in before.items())
     assert all(each.data_ptr() != places[name] for name, each in after.items())
@@ -101,51 +134,24 @@ def another(model: Any) -> None:
                 each.add_(0.05 * torch.randn(each.shape).to(each))
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What is sent to ``OtherDevice``."""
-    found: list[torch.Tensor] = []
-    to = torch.Tensor.to
-
-    def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not args or not isinstance(args[0], OtherDevice):
-            return to(self, *args, **kwargs)
-        found.append(self.clone())
-        return found[-1]
-
-    monkeypatch.setattr(torch.Tensor, "to", moved)
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_adapter_of_any_kind_is_noticed(
-    kind: str, sent: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
     spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
-
-    def make() -> Any:
-        quantize = gates.KINDS[kind].on_4bit
-        return build(adapter=kind, quantize=quantize, num_layers=2)
-
-    expected, model = make(), poros.prepare(make())
+    quantize = gates.KINDS[kind].on_4bit
+    expected, model = (build(adapter=kind, quantize=quantize, num_layers=2) for _ in range(2))
+    poros.prepare(model)
     for each in (expected, model):
         train(each, batches(), spec)
         another(each)
     tensors = late(layers_of(model))
     assert tensors
-    with monkeypatch.context() as patch:
-        patch.setattr(poros.runtime(model)._attachment, "_device", OtherDevice())
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            model.eval()(**batches()[0])
-    arrived = {each.data_ptr() for each in sent}
-    left = [name for name, each in tensors.items() if each.data_ptr() not in arrived]
-    assert left == []
+    with sent.to_another_device(model), torch.autocast("cpu", torch.bfloat16):
+        model.eval()(**batches()[0])
+    assert sent.left(tensors) == []
     assert_same_run(train(expected, batches(), spec), train(model, batches(), spec))
 
 
-def test_one_that_takes_the_place_of_another_is_noticed(
-    sent: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_takes_the_place_of_another_is_noticed(sent: Sent) -> None:
     """Deleted and added again by the same name: neither modules nor names tell."""
     model = poros.prepare(build(adapter="ia3", num_layers=2, quantize=False))
     another(model)
@@ -153,11 +159,9 @@ def test_one_that_takes_the_place_of_another_is_noticed(
         model.eval()(**batches()[0])
     model.delete_adapter("late")
     another(model)
-    monkeypatch.setattr(poros.runtime(model)._attachment, "_device", OtherDevice())
-    with torch.no_grad():
+    with sent.to_another_device(model):
         model(**batches()[0])
-    arrived = {each.data_ptr() for each in sent}
-    assert {each.data_ptr() for each in late(layers_of(model)).values()} <= arrived
+    assert sent.left(late(layers_of(model))) == []
 
 
 def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(

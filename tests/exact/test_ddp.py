@@ -9,27 +9,26 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from ddp_arm import CELLS, NUM_STEPS, UNUSED, Bits
 
 from poros.self_check.compare import compare_mappings
+from tests.exact.ddp_arm import CELLS, NUM_STEPS, UNUSED, Bits
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 
 
-def launch(folder: Path, cells: list[str], world: int = 2) -> None:
+def launch(folder: Path, cells: list[str], world: int) -> None:
     """Run the cells on all ranks; never longer than the timeout."""
     ranks = []
     try:
         for rank in range(world):
             environment = {
                 **os.environ,
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+                "PYTHONPATH": str(ROOT),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world),
@@ -40,7 +39,7 @@ def launch(folder: Path, cells: list[str], world: int = 2) -> None:
                 "TOKENIZERS_PARALLELISM": "false",
             }
             with (folder / f"{rank}.log").open("w") as log:
-                command = [sys.executable, str(ROOT / "tests" / "ddp_arm.py"), str(folder), *cells]
+                command = [sys.executable, "-m", "tests.exact.ddp_arm", str(folder), *cells]
                 ranks.append(
                     subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
                 )
@@ -55,11 +54,13 @@ def launch(folder: Path, cells: list[str], world: int = 2) -> None:
     assert [rank.returncode for rank in ranks] == [0] * world, "\n---\n".join(logs)
 
 
-def load(folder: Path, cell: str, arm: str, world: int = 2) -> list[Bits]:
-    return [torch.load(folder / f"{cell}-{arm}-{rank}.pt") for rank in range(world)]
+def load(folder: Path, cell: str, arm: str, world: int = 9) -> list[Bits]:
+    """What each rank of the cell has found."""
+    ranks = range(min(CELLS[cell].num_ranks, world))
+    return [torch.load(folder / f"{cell}-{arm}-{rank}.pt") for rank in ranks]
 
 
-def assert_exact(folder: Path, cell: str, world: int = 2) -> list[Bits]:
+def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
     """Every bit of every rank agrees, and there was something to agree on."""
     resident, streamed = (load(folder, cell, arm, world) for arm in ("resident", "streamed"))
     for expected, found in zip(resident, streamed, strict=True):
@@ -83,10 +84,10 @@ def assert_exact(folder: Path, cell: str, world: int = 2) -> list[Bits]:
 
 
 @pytest.fixture(scope="module")
-def essential(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def essential(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    launch(folder, ["no_sync", "unused"])
-    yield folder
+    launch(folder, ["no_sync", "unused", "default"], 3)
+    return folder
 
 
 def test_accumulation_with_no_sync_and_small_buckets(essential: Path) -> None:
@@ -118,21 +119,25 @@ def test_without_ddp_the_gradients_are_others(essential: Path) -> None:
     assert sum("micro-batch 1: gradient" in each.name for each in differences) >= 3 * 7 * NUM_STEPS
 
 
-@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_more_ranks_than_two_sum_in_the_order_of_a_resident_run(world: int, tmp_path: Path) -> None:
-    """Buckets are filled in the order of arrival, and three ranks sum by place in the bucket."""
-    launch(tmp_path, ["default"], world)
-    assert_exact(tmp_path, "default", world)
+def test_three_ranks_sum_in_the_order_of_a_resident_run(essential: Path) -> None:
+    """Buckets are filled in the order of arrival, and more than two sum by place in the bucket."""
+    assert len(assert_exact(essential, "default")) == 3
 
 
-REST = [name for name in CELLS if name not in ("no_sync", "unused", "default")]
+@pytest.mark.slow
+def test_four_ranks_do_too(tmp_path: Path) -> None:
+    launch(tmp_path, ["four_ranks"], 4)
+    assert len(assert_exact(tmp_path, "four_ranks")) == 4
+
+
+REST = ("every_backward", "autocast", "static_graph", "trainer")
 
 
 @pytest.fixture(scope="module")
-def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def rest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    launch(folder, REST)
-    yield folder
+    launch(folder, list(REST), 2)
+    return folder
 
 
 @pytest.mark.slow
@@ -146,6 +151,6 @@ def test_other_ways_of_running_ddp(rest: Path, cell: str) -> None:
 def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDP_BACKEND", "nccl")
     cells = ["default", "no_sync", "every_backward", "autocast"]
-    launch(tmp_path, cells)
+    launch(tmp_path, cells, 2)
     for cell in cells:
-        assert_exact(tmp_path, cell)
+        assert_exact(tmp_path, cell, 2)

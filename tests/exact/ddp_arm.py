@@ -1,4 +1,4 @@
-"""One rank of the DDP tests, run as a script: trains each cell resident and streamed, saves bits.
+"""One rank of the DDP tests, run as a script: trains its cells resident and streamed, saves bits.
 
 Usage: python ddp_arm.py FOLDER CELL... with RANK, LOCAL_RANK and WORLD_SIZE in the environment,
 and DDP_BACKEND if it is not gloo: with nccl each rank has a GPU of its own.
@@ -23,7 +23,6 @@ from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
 
 NUM_STEPS = 3
 UNUSED = "second"
-ARMS = ("resident", "streamed", "alone")
 
 Bits = dict[str, torch.Tensor]
 
@@ -45,13 +44,16 @@ class Cell:
     trainer: bool = False
     quantize: bool = True
     num_layers: int = 3
+    num_ranks: int = 2
+    """The first ranks of those that were started; the others have nothing to do in it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of DistributedDataParallel."""
 
 
 CELLS = {
     # Not a multiple of the ranks: a ring sums equal parts, and their ends have to cut layers.
-    "default": Cell(accumulation=1, num_layers=5),
+    "default": Cell(accumulation=1, num_layers=5, num_ranks=3),
+    "four_ranks": Cell(accumulation=1, num_layers=5, num_ranks=4),
     "no_sync": Cell(no_sync=True, options={"bucket_cap_mb": 0.02}),
     "unused": Cell(has_unused=True, options={"find_unused_parameters": True}),
     "every_backward": Cell(options={"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True}),
@@ -87,10 +89,19 @@ def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
-def run_loop(model: Any, cell: Cell, rank: int, *, is_wrapped: bool = True) -> Bits:
+def arms_of(name: str) -> list[str]:
+    """A third one without DDP shows that ranks do exchange gradients; one cell is enough for it."""
+    return ["resident", "streamed"] + ["alone"] * (name == "no_sync")
+
+
+def run_loop(
+    model: Any, cell: Cell, rank: int, *, is_wrapped: bool = True, group: Any = None
+) -> Bits:
     """A plain training loop; everything it computes, by name."""
     adapters = trainable(model)
-    ddp = DistributedDataParallel(model, **cell.options) if is_wrapped else model
+    ddp = model
+    if is_wrapped:
+        ddp = DistributedDataParallel(model, process_group=group, **cell.options)
     optimizer = torch.optim.AdamW(adapters.values(), lr=1e-2)
     device = device_of(rank)
     batches = [
@@ -151,7 +162,12 @@ def main(folder: Path, cells: list[str]) -> None:
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    models = {(name, arm): build(CELLS[name], rank) for name in cells for arm in ARMS}
+    models = {
+        (name, arm): build(CELLS[name], rank)
+        for name in cells
+        if rank < CELLS[name].num_ranks
+        for arm in arms_of(name)
+    }
     dist.init_process_group(
         BACKEND,
         init_method=f"file://{folder / 'rendezvous'}",
@@ -159,6 +175,8 @@ def main(folder: Path, cells: list[str]) -> None:
         world_size=world,
         timeout=timedelta(seconds=120),
     )
+    sizes = sorted({min(CELLS[name].num_ranks, world) for name in cells})
+    groups = {size: dist.new_group(list(range(size))) if size < world else None for size in sizes}
     for (name, arm), model in models.items():
         cell = CELLS[name]
         if arm == "streamed":
@@ -166,9 +184,10 @@ def main(folder: Path, cells: list[str]) -> None:
         else:
             model.to(device)
         if cell.trainer:
-            found = run_trainer(model, folder / arm) if arm != "alone" else {}
+            found = run_trainer(model, folder / arm)
         else:
-            found = run_loop(model, cell, rank, is_wrapped=arm != "alone")
+            group = groups[min(cell.num_ranks, world)]
+            found = run_loop(model, cell, rank, is_wrapped=arm != "alone", group=group)
         if arm == "streamed":
             runtime = poros.runtime(model)
             found["num_loads"] = torch.tensor(runtime.stats()["num_loads"])

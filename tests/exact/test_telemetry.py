@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import bits_of, build, changes
 from transformers import Trainer, TrainerCallback
 
 import poros
 from poros.errors import PreparedModelError
 from poros.gates import tiny
 from poros.gates.trainer_parity import trainer_arguments
+from tests.snapshots import bits_of, build, changes
 
 ROWS = [
     {name: tensor[0] for name, tensor in batch.items()}

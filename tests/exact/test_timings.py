@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeEvent
 
 from poros import streams as streams_module
 from poros.streams import CudaStreams
+from tests.fake_cuda import FakeCuda, FakeEvent
 
 
 class Clock:

@@ -5,32 +5,25 @@ model ignores), adapters of a 4-bit model cast to bf16 by the trainer, its own c
 loss, computed from the head's weight. The trainers are subclassed only to listen.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 
 import poros
 from poros.gates import tiny
-from poros.gates.reference import (
-    Entry,
-    StepRecord,
-    Trajectory,
-    adapter_state,
-    compare_trajectories,
-    snapshot,
-)
+from poros.gates.reference import Entry, Trajectory, compare_trajectories
+from poros.gates.trainer_parity import ADAPTER_FILES, train_with_trainer
 
 trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
 datasets = pytest.importorskip("datasets", reason="trl needs datasets")
 
 NUM_LAYERS = 3
-NUM_STEPS = 4
+NUM_STEPS = 2
 WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"
 Prepare = Callable[..., Any]
 
@@ -136,82 +129,36 @@ class Arms:
             dataloader_pin_memory=False,
             **options,
         )
-        trajectory = Trajectory()
+        owner = self
+
+        class Prepared(self.trainer_class):  # type: ignore[misc, name-defined]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                owner.trainer = self
+                if attach_in_trainer and prepare is not None:
+                    prepare(self.model)
+
         torch.manual_seed(3)
-        trainer = listening(self.trainer_class, trajectory)(
-            model=model,
-            args=arguments,
-            train_dataset=datasets.Dataset.from_list(self.rows),
+        trajectory = train_with_trainer(
+            model,
+            arguments,
+            datasets.Dataset.from_list(self.rows),
             eval_dataset=self.eval_rows and datasets.Dataset.from_list(self.eval_rows),
+            trainer_class=Prepared,
             processing_class=tokenizer(),
             **extra,
         )
-        if attach_in_trainer and prepare is not None:
-            prepare(trainer.model)
-        self.trainer = trainer
-        trainer.train()
-        trajectory.rng_end_state["cpu"] = torch.get_rng_state()
-        for number, line in enumerate(trainer.state.log_history):
+        for number, line in enumerate(self.trainer.state.log_history):
             for key, value in line.items():
                 if isinstance(value, int | float) and not key.endswith(("runtime", "per_second")):
                     logged = torch.tensor(value, dtype=torch.float64)
                     trajectory.extras.append(Entry("log", f"line {number}, {key}", logged))
-        saved = self.folder / "saved"
-        trainer.save_model(str(saved))
-        for path in sorted(saved.rglob("adapter_*")):
-            content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-            trajectory.extras.append(Entry("files", str(path.relative_to(saved)), content))
         return trajectory
 
     @property
     def model(self) -> Any:
         """The model of the latest run."""
         return self.trainer.model
-
-
-def listening(trainer_class: type, trajectory: Trajectory) -> type:
-    """A subclass that writes what it computes into ``trajectory``."""
-    losses: list[torch.Tensor] = []
-    clipped: list[StepRecord] = []
-
-    def trained(model: Any) -> Mapping[str, torch.nn.Parameter]:
-        return {name: each for name, each in model.named_parameters() if each.requires_grad}
-
-    class Recorder(TrainerCallback):
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            record = clipped.pop()
-            record.index, record.losses = state.global_step, list(losses)
-            record.weights, record.exp_avg, record.exp_avg_sq = adapter_state(
-                trained(kwargs["model"]), kwargs["optimizer"].state
-            )
-            trajectory.steps.append(record)
-            losses.clear()
-
-    class Listening(trainer_class):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.add_callback(Recorder())
-            accelerator = self.accelerator
-            accelerator.clip_grad_norm_ = partial(self.clip, accelerator.clip_grad_norm_)
-
-        def clip(self, clip: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-            record = StepRecord()
-            record.gradients = {
-                name: snapshot(each.grad)
-                for name, each in trained(self.model).items()
-                if each.grad is not None
-            }
-            norm = clip(*args, **kwargs)
-            record.grad_norm = snapshot(norm)
-            clipped.append(record)
-            return norm
-
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
-            losses.append(snapshot(loss))
-            return loss
-
-    return Listening
 
 
 def check(arms: Arms, **options: Any) -> Trajectory:
@@ -229,7 +176,7 @@ def check(arms: Arms, **options: Any) -> Trajectory:
     assert all(bool(each.any()) for each in found.steps[-1].gradients.values())
     losses = [float(each) for step in found.steps for each in step.losses]
     assert len(set(losses)) == len(losses)
-    assert sum(entry.quantity == "files" for entry in found.extras) >= 2
+    assert sum(entry.quantity == ADAPTER_FILES for entry in found.extras) >= 2
     return found
 
 
@@ -259,7 +206,7 @@ def test_sft(kind: str, tmp_path: Path) -> None:
 def test_sft_on_completions_only_with_evaluation(tmp_path: Path) -> None:
     arms = Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, COMPLETIONS)
     arms.eval_rows = COMPLETIONS[:4]
-    found = check(arms, eval_strategy="steps", eval_steps=2)
+    found = check(arms, eval_strategy="steps", eval_steps=1)
     assert sum("eval_loss" in entry.name for entry in found.extras) == 2
 
 

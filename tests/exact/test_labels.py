@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from snapshots import NUM_LAYERS, batches, bits_of, build, changes, layers_of
 from torch.profiler import ProfilerActivity, profile
 
 import poros
@@ -13,6 +12,7 @@ from poros.config import StreamingPolicy
 from poros.labels import labelled, short_name
 from poros.slots.schedule import Action
 from poros.streams import EagerStreams
+from tests.snapshots import NUM_LAYERS, batches, bits_of, build, changes, layers_of
 
 PREFIX = "poros::"
 

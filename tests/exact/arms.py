@@ -1,0 +1,181 @@
+"""Two arms from equal bytes, one resident and one streamed, and all that they compute.
+
+What a resident arm computes is computed once a session: many streamed arms are compared with it.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import poros
+from poros.gates import tiny
+from poros.gates.adversary import AdversarialStreams
+from poros.gates.kinds import attach
+from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_digests, train
+from tests.snapshots import changes, digest
+
+Model = Any
+Program = Callable[[Model], object]
+"""Something that is done with a model; what it returns is compared as well."""
+Facts = dict[str, object]
+
+
+class Bases:
+    """Small models; equal arguments give equal bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def base(
+        self,
+        architecture: str = "qwen2",
+        *,
+        num_layers: int = 3,
+        hidden_size: int = 64,
+        dropout: float = 0.05,
+        dtype: torch.dtype = torch.bfloat16,
+        **loading: Any,
+    ) -> Model:
+        """Without adapters; NF4 unless ``quantize=False``."""
+        where = self._folder / f"{architecture}-{num_layers}-{hidden_size}-{dropout}-{dtype}"
+        if not where.exists():
+            sizes = {"num_layers": num_layers, "hidden_size": hidden_size}
+            config = tiny.small_config(architecture, **sizes, dropout=dropout)
+            tiny.write_checkpoint(config, where, dtype=dtype)
+        base = tiny.load_base(where, dtype=dtype, **loading)
+        base.name_or_path = base.config.name_or_path = ""
+        return base
+
+    def build(
+        self, architecture: str = "qwen2", *, adapter: str = "lora", rank: int = 8, **of_base: Any
+    ) -> Model:
+        """With adapters that are not zero; ``of_base`` as for ``base``."""
+        base = self.base(architecture, **of_base)
+        return attach(base, adapter, rank=rank, dropout=of_base.get("dropout", 0.05), seed=1)
+
+
+Subject = Callable[[Bases], Model]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All that decides what a resident run computes."""
+
+    architecture: str = "qwen2"
+    dtype: torch.dtype = torch.bfloat16
+    dropout: float = 0.05
+    accumulation: int = 1
+    num_steps: int = 2
+    autocast: torch.dtype | None = None
+    num_layers: int = 4
+    hidden_size: int = 64
+    num_tokens: int = 12
+    is_watched: bool = False
+    """In any dispatch mode, autocast gives other bits: both arms have to be in it."""
+
+    @property
+    def num_passes(self) -> int:
+        """Forwards and backwards."""
+        return self.num_steps * self.accumulation
+
+    def model(self, bases: Bases) -> Model:
+        shape = {"num_layers": self.num_layers, "hidden_size": self.hidden_size}
+        return bases.build(self.architecture, dtype=self.dtype, dropout=self.dropout, **shape)
+
+    def train(self, model: Model, **changes: Any) -> Trajectory:
+        spec = {"num_steps": self.num_steps, "accumulation": self.accumulation}
+        spec |= {"autocast_dtype": self.autocast, **changes}
+        batches = tiny.make_batches(self.num_passes, num_tokens=self.num_tokens)
+        return train(model, batches, TrainingSpec(**spec))
+
+
+class Residents:
+    """What resident arms compute, and the models for both arms."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bases = Bases(folder)
+        self._trajectories: dict[Run, tuple[Trajectory, Digests]] = {}
+        self._facts: dict[tuple[Subject, Program], Facts] = {}
+
+    def trajectory(self, run: Run) -> tuple[Trajectory, Digests]:
+        """What the run computes, and the bytes that it starts from."""
+        if run not in self._trajectories:
+            model = run.model(self.bases)
+            start = start_digests(model)
+            with AdversarialStreams().watch() if run.is_watched else nullcontext():
+                trajectory = run.train(model)
+            require_telling(trajectory, run, model)
+            self._trajectories[run] = trajectory, start
+        return self._trajectories[run]
+
+    def facts(self, subject: Subject, program: Program) -> Facts:
+        """What the program computes with a resident model."""
+        key = subject, program
+        if key not in self._facts:
+            self._facts[key] = observe(subject(self.bases), program)
+        return self._facts[key]
+
+    def compare(
+        self,
+        subject: Subject,
+        program: Program,
+        prepare: Callable[[Model], Model] | None = None,
+        **policy: Any,
+    ) -> dict[str, object]:
+        """The facts in which a streamed arm differs from the resident one."""
+        expected = self.facts(subject, program)
+        model = (prepare or streamed)(subject(self.bases), **policy)
+        return changes(expected, observe(model, program))
+
+
+def streamed(model: Model, **policy: Any) -> Model:
+    """Prepared, also if its architecture is not promised."""
+    return poros.prepare(model, **{"device": "cpu", "allow_unvalidated": True, **policy})
+
+
+def require_telling(trajectory: Trajectory, run: Run, model: Model) -> None:
+    """All is recorded and finite, and each adapter learns: else equal bits would say nothing."""
+    adapters = {name for name, each in model.named_parameters() if each.requires_grad}
+    matrices = [name for name in adapters if "lora_A" in name]
+    assert len(adapters) == 2 * len(matrices) >= 2 * 4 * run.num_layers
+    assert [step.index for step in trajectory.steps] == list(range(run.num_steps))
+    for step in trajectory.steps:
+        assert len(step.losses) == run.accumulation and step.grad_norm is not None
+        for recorded in (step.gradients, step.weights, step.exp_avg, step.exp_avg_sq):
+            assert recorded.keys() == adapters
+        assert all(bool(each.isfinite().all()) for each in (*step.losses, *step.gradients.values()))
+    assert all(bool(each.any()) for each in trajectory.steps[-1].gradients.values())
+    assert "cpu" in trajectory.rng_end_state
+
+
+def observe(model: Model, program: Program) -> Facts:
+    """Run a program in training mode: what it returns, gradients, the random state at its end."""
+    model.train()
+    torch.manual_seed(5)
+    facts = facts_of(program(model))
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            facts[f"gradient of {name}"] = digest(parameter.grad)
+    assert facts, "a program that computes nothing shows nothing"
+    return {**facts, "random state": digest(torch.get_rng_state())}
+
+
+def facts_of(value: object, name: str = "result") -> Facts:
+    """Digests of all tensors in nested containers; other values as they are."""
+    if isinstance(value, Trajectory):
+        assert any(bool(each.any()) for each in value.steps[0].gradients.values())
+        return {f"{name}: {each.name}": digest(each.tensor) for each in value.entries()}
+    if isinstance(value, torch.Tensor):
+        return {name: digest(value)}
+    items: list[tuple[object, object]] = []
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    else:
+        return {} if value is None else {name: value}
+    return {k: v for key, each in items for k, v in facts_of(each, f"{name}, {key}").items()}

@@ -1,0 +1,15 @@
+"""What the tests of equal bits share: resident runs and checkpoints, each made once a session."""
+
+import pytest
+
+from tests.exact.arms import Bases, Residents
+
+
+@pytest.fixture(scope="session")
+def residents(tmp_path_factory: pytest.TempPathFactory) -> Residents:
+    return Residents(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def bases(residents: Residents) -> Bases:
+    return residents.bases

@@ -1,0 +1,232 @@
+"""What users do within a step, as small functions of a model: losses, backwards, regions, hooks."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests import snapshots
+from tests.exact.arms import Model, Program
+from tests.snapshots import batches, bf16, layers_of
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def loss_of(model: Model, number: int = 0) -> torch.Tensor:
+    return model(**batches()[number]).loss  # type: ignore[no-any-return]
+
+
+def trained(model: Model) -> dict[str, torch.nn.Parameter]:
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def train(model: Model, **spec: Any) -> object:
+    """Two steps of the reference loop, all that they compute."""
+    return snapshots.run(model, **spec)
+
+
+train_twice_each = partial(train, accumulation=2)
+train_under_autocast = partial(train, autocast_dtype=torch.bfloat16)
+
+
+def gradients_now(model: Model) -> dict[str, torch.Tensor]:
+    """Copies of the gradients, to compare beside those at the end."""
+    parameters = model.named_parameters()
+    return {name: each.grad.clone() for name, each in parameters if each.grad is not None}
+
+
+# One step, and what may surround its forward and its backward.
+
+
+def copies_of_saved() -> AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
+
+
+def only_math() -> AbstractContextManager[Any]:
+    return sdpa_kernel(SDPBackend.MATH)  # type: ignore[no-any-return]
+
+
+def one_step(
+    forward: Context = nullcontext,
+    backward: Context = nullcontext,
+    between: Callable[[Model], object] = lambda model: None,
+) -> Program:
+    def program(model: Model) -> object:
+        model.train()
+        with forward():
+            loss = loss_of(model, 1)
+        between(model)
+        with backward():
+            loss.backward()
+        return loss
+
+    return program
+
+
+STEP = one_step()
+STEP_UNDER_AUTOCAST = one_step(forward=bf16)
+
+
+def freeze_one(model: Model) -> None:
+    """Frozen between forward and backward, the gradient still arrives."""
+    layers_of(model)[0].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
+
+
+def evaluate_then_train(model: Model) -> None:
+    """A forward in evaluation mode has no dropout, whatever the mode is at its backward."""
+    model.eval()
+    loss = loss_of(model)
+    model.train()
+    loss.backward()
+
+
+def step_and_flags(model: Model) -> object:
+    """Flags are after backward what they were before."""
+    one_step(between=lambda each: each.eval())(model)
+    return [each.training for each in model.modules()]
+
+
+def late_input_require_grads(model: Model) -> object:
+    model.get_base_model().enable_input_require_grads()
+    return STEP(model)
+
+
+# Backwards.
+
+
+def backward_twice(model: Model) -> object:
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    once = gradients_now(model)
+    loss.backward()
+    return once
+
+
+def different_losses(model: Model) -> None:
+    out = model(**batches()[0], output_hidden_states=True)
+    out.logits[:, :5].float().square().mean().backward(retain_graph=True)
+    out.hidden_states[2].float().square().mean().backward(retain_graph=True)
+    (out.loss + out.logits[:, 5:].float().mean()).backward()
+
+
+def two_forwards(order: tuple[int, int]) -> Program:
+    def program(model: Model) -> None:
+        losses = [loss_of(model, 0), loss_of(model, 1)]
+        for index in order:
+            losses[index].backward()
+
+    return program
+
+
+def some_parameters(model: Model) -> object:
+    loss = loss_of(model)
+    wanted = {n: p for n, p in trained(model).items() if "layers.1.mlp" in n}
+    found = torch.autograd.grad(loss, list(wanted.values()), retain_graph=True)
+    loss.backward(inputs=[next(iter(wanted.values()))])
+    assert sum(p.grad is not None for p in model.parameters()) == 1
+    return found
+
+
+def layer_outside_of_the_model(model: Model) -> object:
+    seen: dict[str, Any] = {}
+    handle = layers_of(model)[1].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(kwargs, hidden=args[0]), with_kwargs=True
+    )
+    model(**batches()[1])
+    handle.remove()
+    hidden = seen.pop("hidden").detach().requires_grad_()
+    seen["past_key_values"] = None
+    torch.manual_seed(0)
+    layers_of(model)[1](hidden, **seen).float().square().mean().backward()
+    return hidden.grad
+
+
+# Losses on what passes between the layers.
+
+
+def loss_on_states(*wanted: int, loss: bool = False) -> Program:
+    """On hidden states of these numbers, and on the logits if ``loss``."""
+
+    def program(model: Model) -> object:
+        out = model(**batches()[1], output_hidden_states=True)
+        states = [out.hidden_states[number] for number in wanted]
+        terms = [out.loss] * loss + [each.float() for each in states]
+        total = torch.stack([each.square().mean() for each in terms]).sum()
+        total.backward()
+        assert len(out.hidden_states) == len(layers_of(model)) + 1
+        assert all(bool(each.abs().sum() > 0) for each in out.hidden_states)
+        return [(each, each.requires_grad) for each in out.hidden_states]
+
+    return program
+
+
+def hidden_states_alone(model: Model) -> object:
+    """Asked for, and no loss on them."""
+    out = model(**batches()[1], output_hidden_states=True)
+    out.loss.backward()
+    return [(each, each.requires_grad) for each in out.hidden_states]
+
+
+def given_embeddings(model: Model, *, penalty: bool = False, frozen: bool = False) -> object:
+    """Embeddings that a user makes, and that require gradients."""
+    if frozen:
+        model.eval().requires_grad_(False)
+    data = batches()[0]
+    embeddings = model.get_input_embeddings()(data.pop("input_ids"))
+    embeddings = embeddings.detach().requires_grad_()
+    loss = model(**data, inputs_embeds=embeddings).loss
+    (loss + embeddings.square().mean() if penalty else loss).backward()
+    assert embeddings.grad is not None and embeddings.grad.any()
+    return embeddings.grad
+
+
+def read_an_encoder(model: Model) -> object:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(1, 5, 32, generator=generator).requires_grad_()
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids, encoder_hidden_states=states).loss.backward()
+    assert states.grad is not None and states.grad.any()
+    return states.grad
+
+
+def routers_alone(model: Model) -> object:
+    """A loss on nothing but the routers: without their channel there would be no gradient."""
+    out = model(**batches()[1])
+    assert len(out.router_logits) == 3
+    (out.aux_loss + out.router_logits[1].square().mean()).backward()
+    found = gradients_now(model)
+    assert any(".layers.0." in name for name in found)
+    return out.aux_loss, out.router_logits[1]
+
+
+def train_below_the_layers(model: Model) -> object:
+    trajectory = snapshots.run(model, num_steps=3)
+    below = {n: g for n, g in trajectory.steps[0].gradients.items() if "layers." not in n}
+    assert len(below) == 2 and all(bool(each.any()) for each in below.values())
+    return trajectory
+
+
+# Hooks on parameters.
+
+
+def double_and_count(model: Model) -> object:
+    """Each hook runs once, also behind the accumulation."""
+    before: dict[str, int] = {}
+    after: dict[str, int] = {}
+
+    def double(gradient: torch.Tensor, name: str) -> torch.Tensor:
+        before[name] = before.get(name, 0) + 1
+        return gradient * 2
+
+    def count(_: torch.Tensor, name: str) -> None:
+        after[name] = after.get(name, 0) + 1
+
+    for name, each in trained(model).items():
+        each.register_hook(lambda gradient, name=name: double(gradient, name))
+        each.register_post_accumulate_grad_hook(lambda p, name=name: count(p, name))
+    found = STEP(model)
+    assert before == after == dict.fromkeys(trained(model), 1)
+    return found

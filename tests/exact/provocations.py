@@ -1,0 +1,406 @@
+"""What provokes an error of a streamed layer: changes between its forward and backward, and others.
+
+Each takes a model, does what comes before, and returns what should raise.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from poros.layer.streamed import is_streamed
+from tests.exact import hooks
+from tests.exact import programs as P
+from tests.exact.arms import Bases, Model, Program
+from tests.snapshots import batches, bf16, layers_of
+
+Setup = Callable[[Model], Callable[[], object]]
+
+
+# Changes between a forward and its backward.
+
+
+def layer(model: Model, index: int) -> Any:
+    return layers_of(model)[index]
+
+
+def matrix(model: Model) -> nn.Parameter:
+    return layer(model, 1).mlp.up_proj.lora_A["default"].weight  # type: ignore[no-any-return]
+
+
+def optimizer_step(model: Model) -> None:
+    parameters = list(P.trained(model).values())
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    torch.optim.SGD(parameters, lr=0.1).step()
+
+
+def replace_parameter(model: Model) -> None:
+    owner = layer(model, 1).mlp.up_proj.lora_A["default"]
+    owner.weight = nn.Parameter(owner.weight.detach() * 2)
+
+
+def assign(path: str, value: Callable[[Any], Any]) -> Callable[[Model], None]:
+    """Sets an attribute below the layers to what ``value`` makes of it."""
+    where, _, name = path.rpartition(".")
+
+    def change(model: Model) -> None:
+        module = layers_of(model).get_submodule(where)
+        setattr(module, name, value(getattr(module, name, None)))
+
+    return change
+
+
+def doubled(value: Any) -> Any:
+    return 2 * value
+
+
+def doubled_gradients(module: Any, *gradients: Any) -> Any:
+    return tuple(each if each is None else 2 * each for each in gradients[0])
+
+
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "another adapter": lambda model: model.set_adapter("second"),
+    "another in one module": lambda model: layer(model, 1).self_attn.q_proj.set_adapter("second"),
+    "none in one module": lambda model: layer(model, 0).mlp.down_proj.enable_adapters(False),
+    "no adapters": lambda model: model.base_model.disable_adapter_layers(),
+    "scaling": lambda model: layer(model, 2).self_attn.v_proj.scaling.update(default=4.0),
+    "scaled layer": lambda model: layer(model, 0).self_attn.q_proj.scale_layer(0.5),
+    "adapter deleted": lambda model: model.delete_adapter("default"),
+    "adapter added": lambda model: model.add_adapter(
+        "third", LoraConfig(r=4, target_modules=["k_proj"])
+    ),
+    "optimizer step": optimizer_step,
+    "adapter edited": lambda model: nn.init.constant_(matrix(model), 0.5),
+    "one element edited": lambda model: nn.init.constant_(matrix(model)[0, :1], 1.0),
+    "data replaced": lambda model: setattr(matrix(model), "data", 2 * matrix(model).data),
+    "data replaced by equal": lambda model: setattr(
+        matrix(model), "data", matrix(model).data.clone()
+    ),
+    "data cast": lambda model: setattr(matrix(model), "data", matrix(model).data.half()),
+    "parameter replaced": replace_parameter,
+    "module replaced": assign("1.mlp.act_fn", lambda _: nn.ReLU()),
+    "dropout replaced": lambda model: layer(model, 1).mlp.up_proj.lora_dropout.update(
+        {"default": nn.Dropout(0.5)}
+    ),
+    "rate of dropout": assign("1.mlp.up_proj.lora_dropout.default.p", lambda _: 0.5),
+    "dropout of attention": assign("2.self_attn.attention_dropout", lambda _: 0.5),
+    "kind of attention": lambda model: model.get_base_model().set_attn_implementation("eager"),
+    "scale of attention": assign("0.self_attn.scaling", doubled),
+    "epsilon": assign("0.input_layernorm.variance_epsilon", lambda _: 1e-3),
+    "activation": assign("1.mlp.act_fn.forward", lambda _: torch.relu),
+    "new attribute": assign("0.mlp.is_observed", lambda _: True),
+    "backward hook": lambda model: layer(model, 1).mlp.register_full_backward_hook(
+        doubled_gradients
+    ),
+    "backward pre hook": lambda model: layer(model, 1).mlp.register_full_backward_pre_hook(
+        doubled_gradients
+    ),
+    "forward hook": lambda model: layer(model, 1).mlp.register_forward_hook(
+        lambda module, args, output: 2 * output
+    ),
+}
+SAYS_WHERE = r"(?=[\s\S]*layers\.)[\s\S]*(between|expected)"
+
+
+def behind(change: Callable[[Model], object], number: int = 0) -> Setup:
+    def setup(model: Model) -> Callable[[], object]:
+        loss = P.loss_of(model, number)
+        change(model)
+        return loss.backward
+
+    return setup
+
+
+def train_the_second(model: Model) -> object:
+    """The change stays, as in a model that is not streamed, and training is exact with it."""
+    model.base_model.enable_adapter_layers()
+    model.set_adapter("second")
+    return P.train(model)
+
+
+def hooks_come_or_go(which: str, is_added: bool) -> Setup:
+    """Hooks that are added, or removed, between a forward and its backward."""
+
+    def setup(model: Model) -> Callable[[], object]:
+        hooking = hooks.hooked(model, which)
+        if is_added:
+            loss = P.loss_of(model)
+            hooking.__enter__()
+        else:
+            with hooking:
+                loss = P.loss_of(model)
+
+        def provoke() -> None:
+            try:
+                loss.backward()
+            finally:
+                if is_added:
+                    hooking.__exit__(None, None, None)
+
+        # A resident model is not asked; its hooks have to go all the same.
+        if is_added and not is_streamed(layer(model, 0)):
+            hooking.__exit__(None, None, None)
+        return provoke
+
+    return setup
+
+
+@contextmanager
+def caught_inputs(model: Model, index: int) -> Iterator[dict[str, Any]]:
+    """What layer ``index`` is called with."""
+    seen: dict[str, Any] = {}
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.update(kwargs, hidden=args[0] if args else kwargs["hidden_states"])
+
+    handle = layer(model, index).register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+INPUTS: dict[str, Callable[[dict[str, Any]], torch.Tensor]] = {
+    "hidden": lambda seen: seen["hidden"],
+    "rotary cos": lambda seen: seen["position_embeddings"][0],
+    "rotary sin": lambda seen: seen["position_embeddings"][1],
+    "mask": lambda seen: seen["attention_mask"],
+    "position ids": lambda seen: seen["position_ids"],
+}
+
+
+def edited_input(what: str, index: int) -> Setup:
+    def setup(model: Model) -> Callable[[], object]:
+        with caught_inputs(model, index) as seen:
+            loss = P.loss_of(model, 1)  # padded, so there is a mask
+        with torch.no_grad():
+            tensor = INPUTS[what](seen)
+            tensor.copy_(tensor.clone())
+        return loss.backward
+
+    return setup
+
+
+# What a layer cannot be asked for.
+
+
+def with_hook(path: str, hook: Callable[..., Any], then: Callable[[Model], object]) -> Setup:
+    """``then``, with a forward hook on a module of layer 1."""
+
+    def setup(model: Model) -> Callable[[], object]:
+        def provoke() -> None:
+            handle = layer(model, 1).get_submodule(path).register_forward_hook(hook)
+            try:
+                then(model)
+            finally:
+                handle.remove()
+
+        return provoke
+
+    return setup
+
+
+def vanishing_hook(model: Model) -> Callable[[], object]:
+    handle = layer(model, 1).self_attn.q_proj.register_forward_hook(lambda m, a, out: out * 2)
+    loss = P.loss_of(model)
+    handle.remove()
+    return loss.backward
+
+
+def trainable_from_outside(model: Model) -> Callable[[], object]:
+    scale = nn.Parameter(torch.ones(()))
+
+    def check(model: Model) -> None:
+        P.loss_of(model).backward()
+        assert scale.grad is not None
+
+    return with_hook("mlp", lambda m, args, output: output * scale, check)(model)
+
+
+def loss_on_an_activation(model: Model) -> Callable[[], object]:
+    inner: list[torch.Tensor] = []
+
+    def backward(model: Model) -> None:
+        (P.loss_of(model) + inner[0].square().mean()).backward()
+
+    return with_hook("mlp", lambda m, args, output: inner.append(output), backward)(model)
+
+
+def argument_edited_by_the_layer(model: Model) -> Callable[[], object]:
+    """The first layer's input needs no gradient, so autograd would not notice."""
+    norm = layer(model, 0).input_layernorm
+
+    def edit(module: Any, args: Any) -> None:
+        args[0].add_(1)
+
+    handle = norm.register_forward_pre_hook(edit)
+
+    def provoke() -> None:
+        try:
+            P.loss_of(model).backward()
+        finally:
+            handle.remove()
+
+    return provoke
+
+
+def cache_of_a_forward_with_gradients(model: Model) -> Callable[[], object]:
+    data = batches()[0]
+    data.pop("labels")
+    cache = model(**data, use_cache=True).past_key_values
+
+    def provoke() -> None:
+        with torch.no_grad():
+            model(input_ids=data["input_ids"][:, -1:], past_key_values=cache, use_cache=True)
+
+    # The cache of a resident model has been filled by a checkpointed forward or not at all.
+    return provoke
+
+
+def trainable_base_weight(model: Model) -> Callable[[], object]:
+    layer(model, 1).mlp.up_proj.base_layer.weight.requires_grad_(True)
+    return partial(P.STEP, model)
+
+
+def frozen_base_weight(model: Model) -> None:
+    layer(model, 1).mlp.up_proj.base_layer.weight.requires_grad_(False)
+
+
+def merged_module(model: Model) -> Callable[[], object]:
+    loss = P.loss_of(model)
+
+    def provoke() -> None:
+        layer(model, 1).self_attn.q_proj.merge()  # refused at the call, or else in backward
+        loss.backward()
+
+    return provoke
+
+
+def backward_inside_disable_adapter(model: Model) -> Callable[[], object]:
+    loss = P.loss_of(model)
+
+    def provoke() -> None:
+        with model.disable_adapter():
+            loss.backward()
+
+    return provoke
+
+
+SECOND_ORDER: dict[str, Callable[[Any], torch.Tensor]] = {
+    "loss": lambda out: out.loss,
+    "logits": lambda out: out.logits.float().sum(),
+    # The gradient that arrives at layer 0 is then a constant: nothing asks for a second order.
+    "hidden state": lambda out: out.hidden_states[1].float().sum(),
+}
+
+
+def second_order(start: str) -> Setup:
+    def setup(model: Model) -> Callable[[], object]:
+        out = model(**batches()[0], output_hidden_states=True)
+        parameters = list(P.trained(model).values())
+
+        def provoke() -> None:
+            gradients = torch.autograd.grad(
+                SECOND_ORDER[start](out), parameters, create_graph=True, allow_unused=True
+            )
+            penalty = sum(each.square().sum() for each in gradients if each is not None)
+            # The loss has a graph of its own, so that a lost second order would go unnoticed here.
+            (out.loss + penalty).backward()
+
+        return provoke
+
+    return setup
+
+
+def run(program: Program) -> Setup:
+    return lambda model: lambda: program(model)
+
+
+def forward_under_autocast(model: Model) -> Callable[[], object]:
+    def provoke() -> None:
+        with bf16():
+            P.loss_of(model)
+
+    return provoke
+
+
+def attentions(model: Model) -> Any:
+    return model(**batches()[1], output_attentions=True).attentions
+
+
+def attentions_without_gradients(model: Model) -> object:
+    with torch.no_grad():
+        found = attentions(model.eval())
+    assert len(found) == 3
+    return [*found, P.STEP(model)]
+
+
+def with_argument(edit: Callable[[dict[str, Any]], object]) -> Setup:
+    """A step in which layer 1 gets other keyword arguments."""
+
+    def setup(model: Model) -> Callable[[], object]:
+        def change(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            edit(kwargs)
+            return args, kwargs
+
+        handle = layer(model, 1).register_forward_pre_hook(change, with_kwargs=True)
+
+        def provoke() -> None:
+            try:
+                P.loss_of(model, 1).backward()
+            finally:
+                handle.remove()
+
+        return provoke
+
+    return setup
+
+
+class Fickle(nn.Module):
+    """Draws random numbers on odd calls only, so never in the recomputation."""
+
+    num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls % 2:
+            torch.rand(3)
+        return nn.functional.silu(x)
+
+
+class Growing(nn.Module):
+    """Returns another type at each call."""
+
+    num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return x if self.num_calls % 2 else x.double()
+
+
+def fickle(bases: Bases) -> Model:
+    model = bases.build()
+    layer(model, 1).mlp.act_fn = Fickle()
+    return model
+
+
+def growing(bases: Bases) -> Model:
+    model = bases.build()
+    layer(model, 1).register_module("tail", Growing())
+    original = type(layer(model, 1))
+
+    class Tailed(original):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.tail(original.forward(self, *args, **kwargs))
+
+    layer(model, 1).__class__ = Tailed
+    return model
+
+
+def grown_state(model: Model) -> object:
+    return model(**batches()[0], output_hidden_states=True).hidden_states[2].float().sum().backward

@@ -1,0 +1,135 @@
+"""The small models that the tests of equal bits use, by what is special about them."""
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import BartConfig, BartForCausalLM
+
+from tests.exact.arms import Bases, Model, Subject
+from tests.snapshots import layers_of
+
+
+def small(architecture: str = "qwen2", **options: Any) -> Subject:
+    """A model with LoRA on all linear layers; ``options`` of ``Bases.build``."""
+    return lambda bases: bases.build(architecture, **options)
+
+
+PLAIN = small()
+FP32 = small(dtype=torch.float32)
+NO_DROPOUT = small(dropout=0.0)
+FP32_NO_DROPOUT = small(dropout=0.0, dtype=torch.float32)
+DENSE = small(quantize=False)
+
+
+def lora(bases: Bases, quantize: bool = True, **options: Any) -> Model:
+    """Some layers' projections adapted, by options of ``LoraConfig``."""
+    base = bases.base(quantize=quantize)
+    torch.manual_seed(2)
+    wanted = {"r": 4, "lora_dropout": 0.05, "init_lora_weights": False, **options}
+    return get_peft_model(base, LoraConfig(**wanted))
+
+
+def on_layers(layers: list[int], **options: Any) -> Subject:
+    targets = ["q_proj", "down_proj"]
+    return lambda bases: lora(bases, target_modules=targets, layers_to_transform=layers, **options)
+
+
+def dense_lora(**options: Any) -> Subject:
+    targets = ["q_proj", "k_proj", "down_proj"]
+    return lambda bases: lora(bases, quantize=False, target_modules=targets, **options)
+
+
+def two_adapters(bases: Bases) -> Model:
+    """The first of them is active."""
+    model = bases.build()
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model.add_adapter("second", config)
+    return model
+
+
+def partly_frozen(bases: Bases) -> Model:
+    model = bases.build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and "layers.1." not in name)
+    layers_of(model)[2].mlp.up_proj.lora_A["default"].weight.requires_grad_(False)
+    return model
+
+
+def tied_within(bases: Bases) -> Model:
+    """One matrix for two adapters of a layer."""
+    model = bases.build(dropout=0.0)
+    mlp = layers_of(model)[0].mlp
+    mlp.gate_proj.lora_A["default"].weight = mlp.up_proj.lora_A["default"].weight
+    return model
+
+
+def tied_across(bases: Bases) -> Model:
+    """One matrix for adapters of two layers."""
+    model = bases.build(dropout=0.0)
+    first, last = layers_of(model)[0].mlp, layers_of(model)[2].mlp
+    last.up_proj.lora_A["default"].weight = first.up_proj.lora_A["default"].weight
+    return model
+
+
+class Twice(nn.Module):
+    """Goes through one module two times."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.inner(x.flip(0))  # type: ignore[no-any-return]
+
+
+def called_twice(bases: Bases) -> Model:
+    model = bases.build(dropout=0.0, dtype=torch.float32)
+    layers_of(model)[1].mlp.up_proj = Twice(layers_of(model)[1].mlp.up_proj)
+    return model
+
+
+def with_hooks_on_a_layer(bases: Bases) -> Model:
+    model = bases.build()
+    layer = layers_of(model)[1]
+    layer.register_forward_hook(lambda module, args, output: output * 1.5)
+    layer.register_full_backward_hook(lambda module, gin, gout: (gin[0] * 0.5, *gin[1:]))
+    return model
+
+
+def inputs_require_gradients(bases: Bases) -> Model:
+    model = bases.build()
+    model.get_base_model().enable_input_require_grads()
+    return model
+
+
+def decoder(bases: Bases) -> Model:
+    """Its layers all read the states of an encoder, through two projections each."""
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=64,
+        d_model=32,
+        decoder_layers=3,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=32,
+        max_position_embeddings=32,
+        is_decoder=True,
+        add_cross_attention=True,
+    )
+    options = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(BartForCausalLM(config), options)
+
+
+def adapter_below_the_layers(bases: Bases) -> Model:
+    """Gemma 4 with an adapter on the projection that makes the per-layer inputs."""
+    targets = ["per_layer_model_projection", "per_layer_projection", "q_proj", "down_proj"]
+    config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    model = get_peft_model(bases.base("gemma4", dropout=0.0), config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model

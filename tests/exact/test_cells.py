@@ -1,0 +1,387 @@
+"""Streamed training equals resident training, bit for bit, in every cell that Poros promises.
+
+A cell is a run (architecture, dtype, dropout, accumulation, autocast), a policy, and streams: those
+that a CPU has ("eager"), the adversarial ones, which copy as late as the waits allow and poison
+what they are about to overwrite, or these with every read of an operator observed ("watched").
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.api import prepare_with
+from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.errors import ParityError, PolicyError
+from poros.gates import tiny
+from poros.gates.adversary import AdversarialStreams, SlotHazard
+from poros.gates.reference import Trajectory, compare_trajectories, start_digests
+from poros.host.store import HostStore
+from poros.layer.rng import RngStash
+from poros.layer.side_outputs import SideOutputs
+from poros.layer.streamed import is_streamed
+from poros.layout import BlockLayout
+from poros.model.inspect import validated_model_types
+from poros.self_check.compare import Difference
+from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing
+from poros.streams import EagerStreams, StreamContext
+from tests.exact.arms import Model, Residents, Run
+from tests.snapshots import layers_of
+from tests.support import same_bits
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Cell:
+    run: Run
+    streams: str = "eager"
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    is_slow: bool = False
+
+    def __str__(self) -> str:
+        default = Run()
+        changed = [v for k, v in vars(self.run).items() if v != getattr(default, k)]
+        said = [*changed, self.streams, *(f"{k}={v}" for k, v in self.policy.items())]
+        return " ".join(map(str, said)).replace("torch.", "")
+
+
+GRID = [
+    Run(dtype=dtype, dropout=dropout, accumulation=accumulation)
+    for dtype in (BF16, FP32)
+    for dropout in (0.0, 0.05)
+    for accumulation in (1, 2, 4)
+]
+OFF = {"self_check": "off"}
+# From two slots to everything resident with all layers kept; inputs on the device or on the host.
+BUDGETS: list[dict[str, Any]] = [
+    {"slots": 2},
+    {"slots": 2, "offload_boundaries": True},
+    {"slots": 3},
+    {"slots": 4, "offload_boundaries": True},
+    {"slots": 4, "keep_last": 2, "offload_boundaries": True},
+    {"slots": 4, "keep_last": 4},
+]
+AUTOCAST = Run(dtype=FP32, autocast=BF16, accumulation=2)
+SEVEN = Run(num_layers=7)
+SIDE_CHANNELS = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
+
+
+def cells() -> Iterator[Cell]:
+    for run in GRID:
+        yield Cell(run)
+        yield Cell(run, "watched", OFF)
+        for policy in BUDGETS:
+            yield Cell(run, "adversarial", policy)
+    for dtype in (BF16, FP32):
+        for keep_last in (1, 2, 3, 4, 9):  # the last is more than there are
+            run = Run(dtype=dtype, accumulation=2)
+            yield Cell(run, policy={"slots": 3, "keep_last": keep_last})
+    # Of five layers, Gemma 4 with shared states computes three; the last two reuse two of them.
+    for name in tiny.ARCHITECTURES:
+        run = Run(architecture=name, num_layers=5, num_steps=3)
+        twice = replace(run, num_steps=2, accumulation=2)
+        yield Cell(run)
+        yield Cell(run, "watched", OFF)
+        if name in SIDE_CHANNELS:
+            yield Cell(run, "adversarial")
+            yield Cell(twice, "adversarial", {"block_size": 2})
+        if name in ("gemma3", "gemma4", "gemma4_shared_kv", "mixtral"):
+            yield Cell(twice, policy={"keep_last": 3})
+            yield Cell(twice, policy={"keep_last": 3, "block_size": 2})
+        if name != "qwen2":
+            for policy in BUDGETS:
+                yield Cell(twice, "adversarial", policy, is_slow=True)
+        wide = replace(twice, num_layers=8, hidden_size=256, num_tokens=64, num_steps=20)
+        for block_size, slots in ((1, 3), (2, 2)):
+            yield Cell(wide, policy={"block_size": block_size, "slots": slots}, is_slow=True)
+    yield Cell(AUTOCAST)
+    yield Cell(replace(AUTOCAST, is_watched=True), "watched", OFF)
+    yield Cell(replace(AUTOCAST, is_watched=True), "watched", {**OFF, "keep_last": 2})
+    # Seven layers, so that the last block is a short one; all of them in one block at the end.
+    for block_size in (1, 2, 3, 7):
+        for slots in (2, 3, 7):
+            yield Cell(SEVEN, policy={"block_size": block_size, "slots": slots})
+
+
+def as_parameter(cell: Cell) -> Any:
+    return pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if cell.is_slow else [])
+
+
+def run_streamed(
+    cell: Cell, residents: Residents, spoil: Callable[[Model], object] = lambda model: None
+) -> tuple[Model, Trajectory, StreamContext]:
+    """Train the cell's streamed arm, from the bytes of the resident one."""
+    is_eager = cell.streams == "eager"
+    streams = EagerStreams(torch.device("cpu")) if is_eager else AdversarialStreams()
+    model = cell.run.model(residents.bases)
+    assert start_digests(model) == residents.trajectory(cell.run)[1]
+    with streams.watch() if cell.streams == "watched" else nullcontext():  # type: ignore[attr-defined]
+        policy = StreamingPolicy(**{"slots": 2, "device": "cpu", **cell.policy})
+        prepare_with(model, policy, streams=streams)
+        spoil(model)
+        return model, cell.run.train(model), streams
+
+
+@pytest.mark.parametrize("cell", [as_parameter(cell) for cell in cells()])
+def test_a_cell_is_exact(
+    cell: Cell, residents: Residents, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = residents.trajectory(cell.run)
+    with caplog.at_level(logging.WARNING, logger="poros"):
+        model, found, streams = run_streamed(cell, residents)
+    assert [str(each) for each in compare_trajectories(expected, found)] == []
+    assert expected.hash() == found.hash()
+    require_streamed(cell, model, streams, [each.getMessage() for each in caplog.records])
+
+
+def require_streamed(cell: Cell, model: Model, streams: Any, warnings: list[str]) -> None:
+    """Every layer was streamed, and every block travelled as often as the walk says."""
+    run, policy = cell.run, cell.policy
+    runtime = poros.runtime(model)
+    stats = runtime.stats()
+    slots, keep_last = policy.get("slots", 2), policy.get("keep_last", 0)
+    num_blocks = -(-run.num_layers // policy.get("block_size", 1))
+    assert all(is_streamed(layer) for layer in layers_of(model))
+    assert runtime.num_blocks == num_blocks and stats["fallbacks"] == []
+    is_checked = policy.get("self_check") != "off"
+    assert runtime.self_check["status"] == ("passed" if is_checked else "off")
+    K, S, num_warm = runtime.num_streamed_blocks, runtime.num_slots, run.num_passes - 1
+    assert stats["num_loads"] == (2 * K - S) + num_warm * 2 * (K - S)
+    if keep_last:
+        num_kept = min(keep_last, run.num_layers) // policy.get("block_size", 1)
+        assert num_blocks - num_kept >= K
+        return
+    assert [num_blocks, min(slots, num_blocks)] == [K, S]
+    assert stats["num_loads"] + stats["num_hits"] == run.num_passes * 2 * K
+    # Every byte of the base travels at least once.
+    assert stats["h2d_num_bytes"] >= stats["host_num_bytes"] > 0
+    if cell.streams != "eager" and not policy.get("offload_boundaries"):
+        assert streams.num_copies == stats["num_loads"]
+        assert streams.num_bytes == stats["h2d_num_bytes"]
+    # A warning names the clamp; there is none without one.
+    clamp = f"poros: slots={slots} is more than the {num_blocks} blocks; using {num_blocks}"
+    clamps = [each for each in warnings if "slots=" in each]
+    assert clamps == ([clamp] if slots > num_blocks else [])
+
+
+def test_the_validated_architectures_are_the_tested_ones() -> None:
+    assert set(tiny.ARCHITECTURES.values()) <= set(validated_model_types())
+
+
+def test_resident_runs_repeat_and_other_seeds_differ(residents: Residents) -> None:
+    expected, _ = residents.trajectory(Run())
+    again, other = (Run().train(Run().model(residents.bases), seed=seed) for seed in (0, 1))
+    assert compare_trajectories(expected, again) == [] and again.hash() == expected.hash()
+    assert other.hash() != expected.hash()
+
+
+# Layers that keep their graph.
+
+
+def test_kept_blocks_leave_the_ring_and_run_once(residents: Residents) -> None:
+    model = Run(num_layers=5).model(residents.bases).train()
+    poros.prepare(model, device="cpu", slots=4, keep_last=2)
+    runtime = poros.runtime(model)
+    assert (runtime.num_blocks, runtime.num_streamed_blocks, runtime.num_slots) == (5, 3, 2)
+    visits: list[int] = []
+    for index, layer in enumerate(layers_of(model)):
+        layer.mlp.register_forward_hook(lambda *_, index=index: visits.append(index))
+    for _ in range(2):
+        before = runtime.stats()["num_loads"]
+        visits.clear()
+        model(**tiny.make_batches(1, num_tokens=12)[0]).loss.backward()
+    assert runtime.stats()["num_loads"] - before == 2 * (3 - 2)
+    assert visits == [0, 1, 2, 3, 4, 2, 1, 0], "kept layers run once"
+
+
+def test_at_full_budget_nothing_is_loaded_and_nothing_recomputed(residents: Residents) -> None:
+    run = Run(accumulation=2)
+    cell = Cell(run, policy={"keep_last": run.num_layers})
+    calls: list[int] = []
+
+    def count(model: Model) -> None:
+        layers_of(model)[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+
+    model, found, _ = run_streamed(cell, residents, count)
+    assert compare_trajectories(residents.trajectory(run)[0], found) == []
+    runtime = poros.runtime(model)
+    assert (runtime.num_streamed_blocks, runtime.num_slots) == (0, 0)
+    assert len(calls) == run.num_passes and runtime.stats()["num_loads"] == 0
+    assert runtime.self_check["status"] == "passed"
+    batch = tiny.make_batches(1, num_tokens=12)[0]
+    with torch.no_grad():
+        logits = model.eval()(**batch).logits
+        assert same_bits(logits, poros.restore(model)(**batch).logits)
+
+
+# Negative controls: each fault has to show, alone with the comparison: the self-check is off.
+
+
+def differences(
+    residents: Residents, spoil: Callable[[Model], object] = lambda model: None, **changes: Any
+) -> list[Difference]:
+    cell = Cell(Run(**changes), policy=OFF)
+    _, found, _ = run_streamed(cell, residents, spoil)
+    return compare_trajectories(residents.trajectory(cell.run)[0], found)
+
+
+def test_control_random_states_not_restored(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RngStash, "replay", lambda self: nullcontext())
+    with pytest.raises(poros.RematerializationError, match="random numbers"):
+        differences(residents)
+    # Without the runtime's own check of a recomputation, the comparison is alone with the fault.
+    monkeypatch.setattr(RngStash, "equals", lambda self, other: True)
+    found = differences(residents)
+    assert found[0].name.startswith("step 0, gradient of")
+    assert found[-1].name == "end, RNG state of cpu"
+    # Without dropout nothing is drawn, and the same fault has no effect.
+    assert differences(residents, dropout=0.0) == []
+
+
+def test_control_another_dropout_seed(residents: Residents) -> None:
+    def reseed(model: Model) -> None:
+        def once(*_: Any) -> None:
+            torch.manual_seed(1)
+            handle.remove()
+
+        handle = model.register_forward_pre_hook(once)
+
+    found = differences(residents, reseed)
+    assert found[0].name == "step 0, loss of micro-batch 0"
+    assert found[-1].name == "end, RNG state of cpu"
+
+
+@pytest.mark.parametrize(
+    "ending", ["q_proj.base_layer.weight", "absmax", "nested_absmax", "bias", "layernorm.weight"]
+)
+def test_control_one_flipped_nibble_in_the_host_copy(ending: str, residents: Residents) -> None:
+    """In each kind of tensor that travels or stays: were one not read, nothing would show."""
+
+    def flip(model: Model) -> None:
+        runtime = poros.runtime(model)
+        slab = runtime.host.slabs[2]
+        tensors = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
+        tensors |= {name: each.data for name, each in model.named_parameters()}
+        tensors |= runtime.small.nested
+        name = next(name for name in tensors if ".layers.2." in name and name.endswith(ending))
+        # The highest nibble of the tensor's first element: of its exponent, if it is a float.
+        tensor = tensors[name].view(-1)
+        tensor.view(torch.uint8)[tensor.element_size() - 1] ^= 0x10
+
+    assert differences(residents, flip)[0].name.startswith("step 0, ")
+
+
+def test_control_a_block_in_the_place_of_another(residents: Residents) -> None:
+    def swap(model: Model) -> None:
+        slabs = poros.runtime(model).host.slabs
+        slabs[1], slabs[3] = slabs[3], slabs[1]
+
+    assert differences(residents, swap)[0].name == "step 0, loss of micro-batch 0"
+
+
+def test_control_a_damaged_kept_block_is_seen_by_the_self_check(residents: Residents) -> None:
+    def damage(model: Model) -> None:
+        poros.runtime(model).ring.slot(3).buffer[77] ^= 1
+
+    with pytest.raises(ParityError, match=r"layers\.3: block 3 on the device"):
+        run_streamed(Cell(Run(), policy={"keep_last": 2}), residents, damage)
+
+
+def test_control_a_kept_block_that_is_not_waited_for(
+    residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BlockManager, "acquire", lambda self, block, phase: self._ring.slot(block))
+    # Copies are queued in order: a wait for a later block of the ring would hide it.
+    cell = Cell(Run(), "watched", {**OFF, "keep_last": 4})
+    with pytest.raises(SlotHazard, match="read without waiting"):
+        run_streamed(cell, residents)
+
+
+Patch = pytest.MonkeyPatch
+
+
+def published_as_constants(part: int, patch: Patch) -> None:
+    """Mappings (1) or records (2) of a layer are published without their gradient."""
+    genuine = SideOutputs.publish
+
+    def detached(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        return tuple(map(detached, value)) if isinstance(value, tuple) else value
+
+    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
+        parts = list(result)
+        parts[part] = detached(parts[part])
+        return genuine(self, tuple(parts))
+
+    patch.setattr(SideOutputs, "publish", publish)
+
+
+def shared_states_read_as_constants(patch: Patch) -> None:
+    """A layer that reads the mapping returns no gradient for it."""
+    genuine = SideOutputs.run
+
+    def run(self: SideOutputs, call: Any, tensors: Any) -> Any:
+        held = [each for values in self._held.values() for each in values.values()]
+        places = {number for pair in held for (number,) in pair}
+        given = [each.detach() if n in places else each for n, each in enumerate(tensors)]
+        return genuine(self, call, given)
+
+    patch.setattr(SideOutputs, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fault"),
+    [
+        ("gemma4_shared_kv", partial(published_as_constants, 1)),
+        ("gemma4_shared_kv", shared_states_read_as_constants),
+        ("mixtral", partial(published_as_constants, 2)),
+        ("qwen3_moe", partial(published_as_constants, 2)),
+    ],
+    ids=["shared states published", "shared states read", "routers of mixtral", "of qwen3_moe"],
+)
+def test_control_a_dropped_channel(
+    architecture: str, fault: Callable[[Patch], None], residents: Residents, monkeypatch: Patch
+) -> None:
+    fault(monkeypatch)
+    found = differences(residents, architecture=architecture, num_layers=5, num_steps=3)
+    # The forward is right, so the first loss is: only gradients tell.
+    assert found[0].name.startswith("step 0, gradient of")
+
+
+# The policy, and the memory of kept blocks.
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, "2"])
+def test_bad_values_of_keep_last_are_refused(value: Any) -> None:
+    with pytest.raises(PolicyError, match="keep_last"):
+        StreamingPolicy(keep_last=value)
+
+
+def test_the_copy_of_a_kept_block_waits_for_the_memorys_last_owner() -> None:
+    """As for the slots that blocks pass through: fresh memory may be read by what is queued."""
+    waited: list[object] = []
+
+    class Recording(EagerStreams):
+        def record(self) -> object:
+            return "allocated"
+
+        def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: object) -> object:
+            waited.append(after)
+            return super().copy(target, source, after=after)
+
+    layouts = [BlockLayout.pack([("w", torch.empty(64))])] * 2
+    streams = Recording(torch.device("cpu"))
+    ring = DeviceRing(layouts, MIN_SLOTS, streams, num_pinned=2)
+    BlockManager(HostStore.allocate(layouts), ring, streams)
+    assert waited == ["allocated"] * 2

@@ -1,0 +1,219 @@
+"""Evaluation and generation equal those of the resident model, and leave training exact."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.gates import tiny
+from poros.layer.streamed import is_streamed
+from poros.slots.schedule import Phase, count, walk
+from tests.exact import programs as P
+from tests.exact import subjects as S
+from tests.exact.arms import Bases, Model, Program, Residents, facts_of, observe, streamed
+from tests.snapshots import batches, bf16, bits_of, changes, layers_of, picture
+from tests.support import AdversarialPrepare
+
+NUM_NEW_TOKENS = 4
+MODES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+def generated(model: Model, **options: Any) -> object:
+    """Greedy tokens and the logits of every step."""
+    batch = batches()[0]
+    out = model.eval().generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        max_new_tokens=NUM_NEW_TOKENS,
+        min_new_tokens=NUM_NEW_TOKENS,
+        return_dict_in_generate=True,
+        output_logits=True,
+        # Some versions of transformers cannot weight it by the mask of a prompt.
+        **({"output_router_logits": False} if hasattr(model.config, "num_local_experts") else {}),
+        **{"do_sample": False, **options},
+    )
+    assert out.sequences.shape[1] == 12 + NUM_NEW_TOKENS and len(out.logits) == NUM_NEW_TOKENS
+    return out.sequences, list(out.logits)
+
+
+def outputs(model: Model) -> object:
+    """Losses and logits of all batches; in which mode is left to the caller."""
+    return [
+        {name: each for name, each in model(**batch).items() if isinstance(each, torch.Tensor)}
+        for batch in batches()
+    ]
+
+
+def with_training(mode: Callable[[], Any]) -> Program:
+    """The first bytes that come into the slots come in this mode; training goes on from them."""
+
+    def program(model: Model) -> object:
+        before = bits_of(model.eval())
+        with mode():
+            found = [outputs(model), generated(model)]
+        assert changes(before, bits_of(model)) == {}
+        if is_streamed(layers_of(model)[0]):
+            assert poros.runtime(model).self_check["status"] in ("pending", "off")
+        trajectory = P.train(model)
+        with mode():
+            return [*found, trajectory, generated(model)]
+
+    return program
+
+
+def with_training_under_autocast(mode: Callable[[], Any]) -> Program:
+    def program(model: Model) -> object:
+        without, found = facts_of(outputs(model.eval())), []
+        for _ in range(2):
+            with mode(), bf16():
+                found.append(outputs(model.eval()))
+            assert changes(without, facts_of(found[-1])), "autocast changes bits"
+            found.append(P.train_under_autocast(model))
+        return found
+
+    return program
+
+
+def in_between(model: Model) -> object:
+    """An evaluation between a forward and its backward, and training behind it."""
+    loss = P.loss_of(model)
+    model.eval()
+    with torch.no_grad():
+        generated(model)
+        outputs(model)
+    model.train()
+    loss.backward()
+    gradients = P.gradients_now(model)
+    model.zero_grad()
+    return gradients, P.train(model)
+
+
+def without_gradients(model: Model) -> object:
+    """In training mode, dropout draws as in a resident run."""
+    with torch.no_grad():
+        return outputs(model)
+
+
+def eager_evaluation(model: Model) -> object:
+    with torch.no_grad():
+        return outputs(model.eval())
+
+
+WITH_TRAINING = {name: with_training(mode) for name, mode in MODES.items()}
+# Four layers: the fewest of which two can share the keys and values of the others.
+ARCHITECTURES = {name: S.small(name, num_layers=4) for name in tiny.ARCHITECTURES}
+GENERATION: dict[str, Program] = {
+    "without a cache": partial(generated, use_cache=False),
+    "beams": partial(generated, num_beams=2),
+    "samples": partial(generated, do_sample=True, top_k=0),
+    "a static cache": partial(generated, cache_implementation="static"),
+    "several samples": partial(generated, num_return_sequences=2, do_sample=True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_evaluation_and_generation_are_exact(name: str, mode: str, residents: Residents) -> None:
+    subject = ARCHITECTURES[name]
+    assert residents.compare(subject, WITH_TRAINING[mode], self_check="strict") == {}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe"])
+def test_they_are_under_adversarial_streams_and_leave_the_base(
+    name: str, residents: Residents
+) -> None:
+    subject, program = ARCHITECTURES[name], WITH_TRAINING["no_grad"]
+    model = AdversarialPrepare()(subject(residents.bases), device="cpu", self_check="strict")
+    assert changes(residents.facts(subject, program), observe(model, program)) == {}
+    # Of all that there is, only the adapters have changed.
+    bits = bits_of(poros.restore(model))
+    changed = changes(bits_of(subject(residents.bases)), bits)
+    assert changed and all("lora" in each for each in changed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("subject", [S.PLAIN, S.FP32], ids=["bf16", "fp32"])
+def test_evaluation_under_autocast_is_exact(subject: Any, mode: str, residents: Residents) -> None:
+    program = with_training_under_autocast(MODES[mode])
+    assert residents.compare(subject, program) == {}
+
+
+@pytest.mark.parametrize("name", GENERATION)
+def test_other_ways_to_generate_are_exact(name: str, residents: Residents) -> None:
+    assert residents.compare(S.PLAIN, GENERATION[name], block_size=2) == {}
+
+
+@pytest.mark.parametrize(
+    ("subject", "program"),
+    [
+        (S.PLAIN, without_gradients),
+        (S.PLAIN, in_between),
+        (S.small(attn_implementation="eager"), eager_evaluation),
+    ],
+    ids=["dropout without gradients", "between forward and backward", "eager attention"],
+)
+def test_other_evaluations_are_exact(subject: Any, program: Program, residents: Residents) -> None:
+    assert residents.compare(subject, program) == {}
+
+
+def test_watched_evaluation_is_exact(residents: Residents) -> None:
+    prepare = AdversarialPrepare()
+    with prepare.watching():
+        program = WITH_TRAINING["no_grad"]
+        assert residents.compare(S.PLAIN, program, partial(prepare, device="cpu")) == {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_prepared_under_a_gradless_mode_is_exact_or_refused(
+    mode: str, residents: Residents
+) -> None:
+    model = S.PLAIN(residents.bases)
+    before = picture(model)
+    with MODES[mode]():
+        try:
+            poros.prepare(model, device="cpu")
+        except poros.PorosError:
+            assert changes(before, picture(model)) == {}
+            return
+
+    def train_and_restore(model: Model) -> object:
+        first = P.train(model)
+        if is_streamed(layers_of(model)[0]):
+            poros.restore(model)
+        return first, P.train(model)
+
+    expected = residents.facts(S.PLAIN, train_and_restore)
+    assert changes(expected, observe(model, train_and_restore)) == {}
+
+
+def test_control_generation_uses_the_adapters(bases: Bases) -> None:
+    model = streamed(S.PLAIN(bases))
+    expected = facts_of(generated(model))
+    with torch.no_grad():
+        layers_of(model)[1].mlp.up_proj.lora_B["default"].weight.mul_(2)
+    assert changes(expected, facts_of(generated(model)))
+
+
+@pytest.mark.parametrize(("block_size", "slots"), [(1, 2), (1, 3), (2, 2), (3, 2)])
+def test_loads_of_an_evaluation_follow_the_walk(block_size: int, slots: int, bases: Bases) -> None:
+    model = streamed(bases.build(num_layers=5), block_size=block_size, slots=slots).eval()
+    runtime = poros.runtime(model)
+    num_forwards = 3
+    with torch.no_grad():
+        for _ in range(num_forwards):
+            model(**batches()[0])
+    num_blocks = runtime.num_blocks
+    visits = [(block, Phase.INFERENCE) for block in range(num_blocks)] * num_forwards
+    expected = count(walk(visits, num_blocks, runtime.num_slots), "prefetch")
+    assert runtime.stats()["num_loads"] == expected
+    if runtime.num_slots < num_blocks:
+        # A forward-only pass loads K blocks at most, and what is loaded ahead for the next one.
+        assert expected <= num_forwards * num_blocks + slots
+    else:
+        assert expected == num_blocks

@@ -15,7 +15,7 @@ from poros.config import parse_num_bytes
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.host.disk import DiskStore
 from poros.host.limits import require_host_memory
-from poros.host.store import HostStore, leave_store
+from poros.host.store import HostStore, attach_store
 from poros.layout import BlockLayout, slab_offsets
 from poros.loaders.build import fill, one_at_a_time, progress, quiet
 from poros.loaders.checkpoint import Checkpoint
@@ -179,7 +179,7 @@ class _Reading:
                 store = slab_writer.finished
                 store.fallbacks += slab_writer.fallbacks
         model.name_or_path = model.config.name_or_path = os.fspath(self._source)
-        leave_store(model, store)
+        attach_store(model, store)
         return model
 
     def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> None:
@@ -384,7 +384,7 @@ def _open(
         reader.finish(model)
         set_generation(model, generation, options)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
-    leave_store(model, host)
+    attach_store(model, host)
     if isinstance(host, DiskStore):
         watch_saving(model, host)
     return model

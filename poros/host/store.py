@@ -9,7 +9,7 @@ Note: Authoritative host copy
     over the slab's memory, so that no saver takes two neighbours for one shared tensor.
 
 Note: Adoption
-    A loader writes into one slab per layer and leaves the store on the model (``leave_store``).
+    A loader writes into one slab per layer and leaves the store on the model (``attach_store``).
     ``poros.prepare`` then finds each frozen tensor at an address of that store, and takes whole
     runs of slabs over as blocks (``HostStore.adopt``; see "Layers start on pages" in
     ``poros.layout``) instead of copying a byte. Addresses decide, nothing else: a block whose
@@ -39,7 +39,7 @@ from poros.streams import Event, StreamContext, gb_per_s
 
 logger = logging.getLogger(__name__)
 
-_LEFT_ON_MODEL = "_poros_store"
+_ATTACHED = "_poros_store"
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -335,7 +335,7 @@ class HostStore:
         return sum(slab.layout.num_bytes for slab in self.slabs if slab.is_pinned)
 
 
-class _LeftStore:
+class _Attached:
     """Holds a store in a module's ``__dict__``; copies of the module hold None instead."""
 
     def __init__(self, store: HostStore) -> None:
@@ -352,24 +352,24 @@ def _nothing() -> None:
     return None
 
 
-def leave_store(model: nn.Module, store: HostStore) -> None:
-    """Leave ``store``, one slab per decoder layer, on the model whose tensors lie in it.
+def attach_store(model: nn.Module, store: HostStore) -> None:
+    """Put ``store``, one slab per decoder layer, on the model whose tensors lie in it.
 
     ``poros.prepare`` adopts it. A deep copy or a pickle of the model has tensors of its own, and no
     store.
     """
-    model.__dict__[_LEFT_ON_MODEL] = _LeftStore(store)
+    model.__dict__[_ATTACHED] = _Attached(store)
 
 
-def left_store(model: nn.Module) -> HostStore | None:
-    """The store that ``leave_store`` left on ``model``, if any."""
-    left = model.__dict__.get(_LEFT_ON_MODEL)
-    return left.store if isinstance(left, _LeftStore) else None
+def attached_store(model: nn.Module) -> HostStore | None:
+    """The store that ``attach_store`` has put on ``model``, if any."""
+    found = model.__dict__.get(_ATTACHED)
+    return found.store if isinstance(found, _Attached) else None
 
 
-def drop_store(model: nn.Module) -> None:
-    """Forget what ``leave_store`` left on ``model``: its tensors have moved away."""
-    model.__dict__.pop(_LEFT_ON_MODEL, None)
+def detach_store(model: nn.Module) -> None:
+    """Forget what ``attach_store`` has put on ``model``: its tensors have moved away."""
+    model.__dict__.pop(_ATTACHED, None)
 
 
 def _num_bytes(layouts: Sequence[BlockLayout]) -> int:

@@ -5,7 +5,7 @@ See "Adoption" in ``poros.host.store``.
 
 import logging
 
-from poros.host.store import HostStore, left_store
+from poros.host.store import HostStore, attached_store
 from poros.layout import BlockLayout
 from poros.model.inspect import Inventory
 
@@ -24,7 +24,7 @@ def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
         for _, streamed in inventory.by_layer()
     ]
     blocks = [layers[first : first + block_size] for first in range(0, len(layers), block_size)]
-    left = left_store(inventory.base)
+    left = attached_store(inventory.base)
     if left is not None:
         left.require_intact()
     adopted = left.adopt(blocks) if left is not None else None

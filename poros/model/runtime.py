@@ -11,7 +11,7 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
-from poros.host.store import drop_store
+from poros.host.store import detach_store
 from poros.layer.body import ModelContext
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
 from poros.layer.offload import ActivationOffloader
@@ -120,7 +120,7 @@ class Runtime:
             for layer in inventory.layers:
                 layer.__dict__[_KEY] = self
             if not self.is_adopted:
-                drop_store(inventory.base)
+                detach_store(inventory.base)
             undo.pop_all()
 
     def _make_sizer(self, estimate: Estimate) -> Sizer:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from poros.gates import tiny
-from poros.host.store import left_store
+from poros.host.store import attached_store
 from poros.layout import is_small, slab_offsets
 from poros.loaders.load import load
 from poros.loaders.store import open_store
@@ -202,7 +202,7 @@ def unplaced(model: Any) -> list[str]:
 
     And those that are small and do.
     """
-    store = left_store(model)
+    store = attached_store(model)
     assert store is not None
     place = {spec.name: (slab, spec) for slab in store.slabs for spec in slab.layout.tensors}
     buffers = {name for name, _ in model.named_buffers()}

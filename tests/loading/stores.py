@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from poros.host.store import HostStore, leave_store
+from poros.host.store import HostStore, attach_store
 from poros.layer.frozen import FrozenTensor
 from poros.layout import BlockLayout, view
 from poros.loaders.store import OpenStore
@@ -43,7 +43,7 @@ def lay_down(model: Any, store: HostStore | None = None) -> HostStore:
                 target = slab.tensor(spec)
                 target.copy_(part.get())
             part.put(target)
-    leave_store(model, store)
+    attach_store(model, store)
     return store
 
 

@@ -20,7 +20,7 @@ from poros.gates import tiny
 from poros.host import disk, mapped
 from poros.host.disk import DiskStore
 from poros.host.limits import Room
-from poros.host.store import left_store
+from poros.host.store import attached_store
 from poros.layout import PAGE_NUM_BYTES, slab_offsets
 from poros.loaders.load import load
 from poros.loaders.manifest import SLABS
@@ -40,7 +40,7 @@ def store(kinds: Kinds, tmp_path: Path) -> Path:
 def half(store: Path, num_layers: int = 2) -> Any:
     """The first layers in memory, the others on the disk."""
     model = load(store, host_budget=budget_for(store, num_layers))
-    assert isinstance(left_store(model), DiskStore)
+    assert isinstance(attached_store(model), DiskStore)
     return model
 
 

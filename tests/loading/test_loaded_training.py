@@ -28,7 +28,7 @@ from poros.errors import UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.reference import Trajectory
 from poros.host.disk import NUM_STAGING, DiskStore
-from poros.host.store import HostStore, left_store
+from poros.host.store import HostStore, attached_store
 from poros.layout import PAGE_NUM_BYTES
 from poros.loaders.load import load
 from poros.slots.schedule import count, training_visits, walk
@@ -75,7 +75,7 @@ def from_disk(
 
 def places(base: Any) -> list[int]:
     """Where the tensors of layers lie that lie in a slab."""
-    store = left_store(base)
+    store = attached_store(base)
     assert store is not None
     slabs = [(slab.bytes.data_ptr(), slab.layout.num_bytes) for slab in store.slabs]
     pointers = [tensor.data_ptr() for tensor in tensors(base).values()]
@@ -84,7 +84,7 @@ def places(base: Any) -> list[int]:
 
 def adopted(model: Any, block_size: int) -> list[bool]:
     """For each block, whether it is the memory that was loaded."""
-    runtime, store = poros.runtime(model), left_store(model.get_base_model())
+    runtime, store = poros.runtime(model), attached_store(model.get_base_model())
     assert store is not None
     return [
         runtime.host_slab(block).data_ptr() == store.slabs[block * block_size].bytes.data_ptr()
@@ -130,7 +130,7 @@ def test_training_is_exact_and_nothing_is_copied(
     num_layers = base.config.num_hidden_layers
     num_blocks = -(-num_layers // size)
     on_disk = range(-(-cell.num_resident // size), num_blocks)
-    assert isinstance(left_store(base), DiskStore) == (len(on_disk) > 0 and is_on_disk)
+    assert isinstance(attached_store(base), DiskStore) == (len(on_disk) > 0 and is_on_disk)
     model = adapted(base)
     before, bits = places(base), bits_of(model)
     assert before
@@ -249,7 +249,7 @@ def test_a_store_that_does_not_fit_is_copied_and_dropped(
     kinds: Kinds, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     base, expected = load(kind(kinds)), standard(kind(kinds), wanted(True)[1])
-    store = left_store(base)
+    store = attached_store(base)
     assert store is not None
     if reason == "another number of slabs":
         store.slabs.pop()
@@ -263,7 +263,7 @@ def test_a_store_that_does_not_fit_is_copied_and_dropped(
     model = adapted(base)
     with caplog.at_level(logging.WARNING, "poros"):
         poros.prepare(model)
-    assert left_store(base) is None
+    assert attached_store(base) is None
     assert sum("held twice" in line.getMessage() for line in caplog.records) == 1
     assert_same_run(run(adapted(expected)), run(model))
 
@@ -310,7 +310,7 @@ def test_a_failed_prepare_leaves_the_store_on_the_model(kinds: Kinds) -> None:
 def test_copies_of_the_model_have_bytes_of_their_own(kinds: Kinds) -> None:
     # A 4-bit weight does not survive a pickle of a model.
     base = load(kind(kinds), quantization=None)
-    model, store = adapted(base), left_store(base)
+    model, store = adapted(base), attached_store(base)
     assert store is not None
     start, end = store.slabs[0].bytes.data_ptr(), store.slabs[-1].bytes.data_ptr()
     buffer = io.BytesIO()
@@ -323,13 +323,13 @@ def test_copies_of_the_model_have_bytes_of_their_own(kinds: Kinds) -> None:
     ]
     expected = resident(kinds, kind(kinds), is_quantized=False)
     for twin in twins:
-        assert left_store(twin.get_base_model()) is None
+        assert attached_store(twin.get_base_model()) is None
         weights = [
             parameter.data_ptr() for parameter in twin.get_base_model().model.layers.parameters()
         ]
         assert not [at for at in weights if start <= at <= end]
         assert_same_run(expected, run(poros.prepare(twin)))
-    assert left_store(base) is store
+    assert attached_store(base) is store
     assert_same_run(expected, run(poros.prepare(model)))
 
 
@@ -348,7 +348,7 @@ def test_saved_weights_are_those_of_the_slabs(kinds: Kinds, tmp_path: Path, tier
 
 def test_memory_is_the_budget_and_the_staging(kinds: Kinds) -> None:
     base = from_disk(kinds)
-    sizes = [slab.layout.num_bytes for slab in left_store(base).slabs]
+    sizes = [slab.layout.num_bytes for slab in attached_store(base).slabs]
     model = poros.prepare(adapted(base))
     stats = poros.runtime(model).stats()
     staging = NUM_STAGING * -(-max(sizes) // PAGE_NUM_BYTES) * PAGE_NUM_BYTES

@@ -18,7 +18,7 @@ import poros
 from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.gates.registry import read_registry
-from poros.host.store import left_store
+from poros.host.store import attached_store
 from poros.loaders.load import load
 from poros.loaders.slab_writer import SlabWriter
 from tests.loading.loaded import (
@@ -126,7 +126,7 @@ def test_it_is_the_model_of_from_pretrained(kinds: Kinds, row: Row) -> None:
     _, source, config, dtype, options = row
     model = load(path := source(kinds), **options)
     assert differences(model, kinds.expected(path, config, dtype)) == []
-    assert unplaced(model) == [] and left_store(model).fallbacks == []
+    assert unplaced(model) == [] and attached_store(model).fallbacks == []
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
     assert is_tied == model.config.tie_word_embeddings
 
@@ -186,7 +186,7 @@ def test_another_block_size(kinds: Kinds, tmp_path: Path) -> None:
     ours = load(tmp_path)
     assert differences(ours, standard(tmp_path, None)) == []
     assert any("mlp" in name for name in unplaced(ours))
-    assert any("memory of its own" in line for line in left_store(ours).fallbacks)
+    assert any("memory of its own" in line for line in attached_store(ours).fallbacks)
 
 
 @pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])

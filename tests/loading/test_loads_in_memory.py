@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import poros.loaders.load
 from poros.errors import CheckpointFormatError, HostMemoryError, UnsupportedModelError
 from poros.host.disk import DiskStore
-from poros.host.store import left_store
+from poros.host.store import attached_store
 from poros.loaders import slab_writer
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.load import load
@@ -52,7 +52,7 @@ def test_without_layers_transformers_loads_it_loudly(
     sizes = {name: tensor.nbytes for name, tensor in tensors(model).items()}
     num_bytes = sum(size for name, size in sizes.items() if not name.endswith(constants))
     assert "cannot be streamed" in line and f"about {num_bytes / 1e9:.2f} GB" in line
-    (fallback,) = left_store(model).fallbacks
+    (fallback,) = attached_store(model).fallbacks
     assert fallback.startswith("loaded by transformers: expected exactly one ModuleList")
 
 
@@ -176,7 +176,7 @@ def test_host_memory_while_loading(kinds: Kinds, is_quantized: bool) -> None:
     load(path, quantization=ours)  # whatever libraries allocate once
     with Peak() as peak:
         model = load(path, quantization=ours)
-    store = left_store(model)
+    store = attached_store(model)
     parts = tensors(model).items()
     outside = sum(tensor.nbytes for name, tensor in parts if ".layers." not in name)
     largest = 1024 * 4096 * 2
@@ -196,9 +196,9 @@ def test_a_host_budget(kinds: Kinds) -> None:
     for num_layers, budget in ((0, 0), (0, starts[1] - 1), (1, starts[1]), (3, str(starts[3]))):
         model = load(path, store=store, host_budget=budget)
         assert differences(model, expected) == [] and unplaced(model) == []
-        host = left_store(model)
+        host = attached_store(model)
         assert isinstance(host, DiskStore)
         on_disk = [slab.arena is host.mapped for slab in host.slabs]
         assert on_disk == [index >= num_layers for index in range(4)]
         assert all(host.is_untouched(slab) for slab in host.slabs)
-    assert not isinstance(left_store(load(path, store=store, host_budget="1 GiB")), DiskStore)
+    assert not isinstance(attached_store(load(path, store=store, host_budget="1 GiB")), DiskStore)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import poros.loaders.load
 from poros.errors import CheckpointFormatError, PolicyError
-from poros.host.store import left_store
+from poros.host.store import attached_store
 from poros.layout import slab_offsets
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect
@@ -124,7 +124,7 @@ def test_a_store_is_readable_for_others_and_may_lie_behind_a_link(
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk", target_is_directory=True)
     model = load(kinds.dense(), store=tmp_path / "link")
-    assert (tmp_path / "disk" / "manifest.json").is_file() and left_store(model) is not None
+    assert (tmp_path / "disk" / "manifest.json").is_file() and attached_store(model) is not None
     mask = os.umask(0)
     os.umask(mask)
     assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o777 & ~mask
@@ -141,7 +141,7 @@ def test_another_process_that_was_faster_is_no_error(
         "is_store",
         lambda folder: next(first, True) and is_store(folder) if folder == store else False,
     )
-    assert left_store(load(path, store=store)) is not None
+    assert attached_store(load(path, store=store)) is not None
 
 
 # A store of another checkpoint, or of another state of it.

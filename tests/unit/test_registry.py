@@ -217,7 +217,7 @@ def test_a_file_that_is_not_a_registry_is_refused(path: Path) -> None:
 
 
 def test_the_code_hash_sees_code_and_nothing_else() -> None:
-    source = (ROOT / "poros" / "remat.py").read_text()
+    source = (ROOT / "poros" / "layer" / "remat.py").read_text()
     same = "# A remark.\n\n\n" + source.replace('"""', '"""Other words. ', 1) + "\n# The end.\n"
     assert same != source and source_hash(same) == source_hash(source)
     plain = 'def f(x: int) -> int:\n    """Say."""\n    return x + 1\n'

@@ -1,24 +1,22 @@
 """What provokes an error of a streamed layer: changes between its forward and backward, and others.
 
-Each takes a model, does what comes before, and returns what should raise.
+Each is a generator function of a model: what comes before, a ``yield``, and what should raise.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from torch import nn
 
-from poros.layer.streamed import is_streamed
 from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact.arms import Bases, Model, Program
 from tests.snapshots import batches, bf16, layers_of
 
-Setup = Callable[[Model], Callable[[], object]]
+Provocation = Callable[[Model], Iterator[None]]
 
 
 # Changes between a forward and its backward.
@@ -107,13 +105,16 @@ CHANGES: dict[str, Callable[[Model], object]] = {
 SAYS_WHERE = r"(?=[\s\S]*layers\.)[\s\S]*(between|expected)"
 
 
-def behind(change: Callable[[Model], object], number: int = 0) -> Setup:
-    def setup(model: Model) -> Callable[[], object]:
-        loss = P.loss_of(model, number)
-        change(model)
-        return loss.backward
+def behind(change: Callable[[Model], object]) -> Provocation:
+    """A change between a forward and its backward."""
 
-    return setup
+    def provocation(model: Model) -> Iterator[None]:
+        loss = P.loss_of(model)
+        change(model)
+        yield
+        loss.backward()
+
+    return provocation
 
 
 def train_the_second(model: Model) -> object:
@@ -123,31 +124,24 @@ def train_the_second(model: Model) -> object:
     return P.train(model)
 
 
-def hooks_come_or_go(which: str, is_added: bool) -> Setup:
-    """Hooks that are added, or removed, between a forward and its backward."""
+def hooks_added(which: str) -> Provocation:
+    def provocation(model: Model) -> Iterator[None]:
+        loss = P.loss_of(model)
+        with hooks.hooked(model, which):
+            yield
+            loss.backward()
 
-    def setup(model: Model) -> Callable[[], object]:
-        hooking = hooks.hooked(model, which)
-        if is_added:
+    return provocation
+
+
+def hooks_removed(which: str) -> Provocation:
+    def provocation(model: Model) -> Iterator[None]:
+        with hooks.hooked(model, which):
             loss = P.loss_of(model)
-            hooking.__enter__()
-        else:
-            with hooking:
-                loss = P.loss_of(model)
+        yield
+        loss.backward()
 
-        def provoke() -> None:
-            try:
-                loss.backward()
-            finally:
-                if is_added:
-                    hooking.__exit__(None, None, None)
-
-        # A resident model is not asked; its hooks have to go all the same.
-        if is_added and not is_streamed(layer(model, 0)):
-            hooking.__exit__(None, None, None)
-        return provoke
-
-    return setup
+    return provocation
 
 
 @contextmanager
@@ -174,121 +168,110 @@ INPUTS: dict[str, Callable[[dict[str, Any]], torch.Tensor]] = {
 }
 
 
-def edited_input(what: str, index: int) -> Setup:
-    def setup(model: Model) -> Callable[[], object]:
+def edited_input(what: str, index: int) -> Provocation:
+    def provocation(model: Model) -> Iterator[None]:
         with caught_inputs(model, index) as seen:
             loss = P.loss_of(model, 1)  # padded, so there is a mask
         with torch.no_grad():
             tensor = INPUTS[what](seen)
             tensor.copy_(tensor.clone())
-        return loss.backward
+        yield
+        loss.backward()
 
-    return setup
+    return provocation
 
 
 # What a layer cannot be asked for.
 
 
-def with_hook(path: str, hook: Callable[..., Any], then: Callable[[Model], object]) -> Setup:
-    """``then``, with a forward hook on a module of layer 1."""
+def run(program: Program) -> Provocation:
+    def provocation(model: Model) -> Iterator[None]:
+        yield
+        program(model)
 
-    def setup(model: Model) -> Callable[[], object]:
-        def provoke() -> None:
-            handle = layer(model, 1).get_submodule(path).register_forward_hook(hook)
-            try:
-                then(model)
-            finally:
-                handle.remove()
-
-        return provoke
-
-    return setup
+    return provocation
 
 
-def vanishing_hook(model: Model) -> Callable[[], object]:
-    handle = layer(model, 1).self_attn.q_proj.register_forward_hook(lambda m, a, out: out * 2)
-    loss = P.loss_of(model)
-    handle.remove()
-    return loss.backward
+@contextmanager
+def hook_on(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    """A forward hook in the body."""
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
-def trainable_from_outside(model: Model) -> Callable[[], object]:
+def vanishing_hook(model: Model) -> Iterator[None]:
+    with hook_on(layer(model, 1).self_attn.q_proj, lambda m, args, output: output * 2):
+        loss = P.loss_of(model)
+    yield
+    loss.backward()
+
+
+def trainable_from_outside(model: Model) -> Iterator[None]:
     scale = nn.Parameter(torch.ones(()))
-
-    def check(model: Model) -> None:
+    with hook_on(layer(model, 1).mlp, lambda m, args, output: output * scale):
+        yield
         P.loss_of(model).backward()
         assert scale.grad is not None
 
-    return with_hook("mlp", lambda m, args, output: output * scale, check)(model)
 
-
-def loss_on_an_activation(model: Model) -> Callable[[], object]:
+def loss_on_an_activation(model: Model) -> Iterator[None]:
     inner: list[torch.Tensor] = []
-
-    def backward(model: Model) -> None:
+    with hook_on(layer(model, 1).mlp, lambda m, args, output: inner.append(output)):
+        yield
         (P.loss_of(model) + inner[0].square().mean()).backward()
 
-    return with_hook("mlp", lambda m, args, output: inner.append(output), backward)(model)
 
-
-def argument_edited_by_the_layer(model: Model) -> Callable[[], object]:
+def argument_edited_by_the_layer(model: Model) -> Iterator[None]:
     """The first layer's input needs no gradient, so autograd would not notice."""
     norm = layer(model, 0).input_layernorm
-
-    def edit(module: Any, args: Any) -> None:
-        args[0].add_(1)
-
-    handle = norm.register_forward_pre_hook(edit)
-
-    def provoke() -> None:
-        try:
-            P.loss_of(model).backward()
-        finally:
-            handle.remove()
-
-    return provoke
+    handle = norm.register_forward_pre_hook(lambda m, args: (args[0].add_(1),))
+    try:
+        yield
+        P.loss_of(model).backward()
+    finally:
+        handle.remove()
 
 
-def cache_of_a_forward_with_gradients(model: Model) -> Callable[[], object]:
+def cache_of_a_forward_with_gradients(model: Model) -> Iterator[None]:
     data = batches()[0]
-    data.pop("labels")
     cache = model(**data, use_cache=True).past_key_values
-
-    def provoke() -> None:
-        with torch.no_grad():
-            model(input_ids=data["input_ids"][:, -1:], past_key_values=cache, use_cache=True)
-
-    # The cache of a resident model has been filled by a checkpointed forward or not at all.
-    return provoke
+    yield
+    with torch.no_grad():
+        model(input_ids=data["input_ids"][:, -1:], past_key_values=cache, use_cache=True)
 
 
-def trainable_base_weight(model: Model) -> Callable[[], object]:
-    layer(model, 1).mlp.up_proj.base_layer.weight.requires_grad_(True)
-    return partial(P.STEP, model)
+def trainable_base_weight(model: Model) -> Iterator[None]:
+    weight = layer(model, 1).mlp.up_proj.base_layer.weight
+    weight.requires_grad_(True)
+    try:
+        yield
+        P.STEP(model)
+    finally:
+        weight.requires_grad_(False)
 
 
-def frozen_base_weight(model: Model) -> None:
-    layer(model, 1).mlp.up_proj.base_layer.weight.requires_grad_(False)
-
-
-def merged_module(model: Model) -> Callable[[], object]:
+def merge(model: Model) -> Iterator[None]:
     loss = P.loss_of(model)
+    yield
+    model.merge_adapter()
+    loss.backward()
 
-    def provoke() -> None:
-        layer(model, 1).self_attn.q_proj.merge()  # refused at the call, or else in backward
+
+def merged_module(model: Model) -> Iterator[None]:
+    loss = P.loss_of(model)
+    yield
+    layer(model, 1).self_attn.q_proj.merge()  # refused at the call, or else in backward
+    loss.backward()
+
+
+def backward_inside_disable_adapter(model: Model) -> Iterator[None]:
+    loss = P.loss_of(model)
+    yield
+    with model.disable_adapter():
         loss.backward()
-
-    return provoke
-
-
-def backward_inside_disable_adapter(model: Model) -> Callable[[], object]:
-    loss = P.loss_of(model)
-
-    def provoke() -> None:
-        with model.disable_adapter():
-            loss.backward()
-
-    return provoke
 
 
 SECOND_ORDER: dict[str, Callable[[Any], torch.Tensor]] = {
@@ -299,34 +282,25 @@ SECOND_ORDER: dict[str, Callable[[Any], torch.Tensor]] = {
 }
 
 
-def second_order(start: str) -> Setup:
-    def setup(model: Model) -> Callable[[], object]:
+def second_order(start: str) -> Provocation:
+    def provocation(model: Model) -> Iterator[None]:
         out = model(**batches()[0], output_hidden_states=True)
         parameters = list(P.trained(model).values())
+        yield
+        gradients = torch.autograd.grad(
+            SECOND_ORDER[start](out), parameters, create_graph=True, allow_unused=True
+        )
+        penalty = sum(each.square().sum() for each in gradients if each is not None)
+        # The loss has a graph of its own, so that a lost second order would go unnoticed here.
+        (out.loss + penalty).backward()
 
-        def provoke() -> None:
-            gradients = torch.autograd.grad(
-                SECOND_ORDER[start](out), parameters, create_graph=True, allow_unused=True
-            )
-            penalty = sum(each.square().sum() for each in gradients if each is not None)
-            # The loss has a graph of its own, so that a lost second order would go unnoticed here.
-            (out.loss + penalty).backward()
-
-        return provoke
-
-    return setup
+    return provocation
 
 
-def run(program: Program) -> Setup:
-    return lambda model: lambda: program(model)
-
-
-def forward_under_autocast(model: Model) -> Callable[[], object]:
-    def provoke() -> None:
-        with bf16():
-            P.loss_of(model)
-
-    return provoke
+def forward_under_autocast(model: Model) -> Iterator[None]:
+    yield
+    with bf16():
+        P.loss_of(model)
 
 
 def attentions(model: Model) -> Any:
@@ -340,25 +314,22 @@ def attentions_without_gradients(model: Model) -> object:
     return [*found, P.STEP(model)]
 
 
-def with_argument(edit: Callable[[dict[str, Any]], object]) -> Setup:
+def with_argument(edit: Callable[[dict[str, Any]], object]) -> Provocation:
     """A step in which layer 1 gets other keyword arguments."""
 
-    def setup(model: Model) -> Callable[[], object]:
-        def change(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            edit(kwargs)
-            return args, kwargs
+    def change(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        edit(kwargs)
+        return args, kwargs
 
+    def provocation(model: Model) -> Iterator[None]:
         handle = layer(model, 1).register_forward_pre_hook(change, with_kwargs=True)
+        try:
+            yield
+            P.loss_of(model, 1).backward()
+        finally:
+            handle.remove()
 
-        def provoke() -> None:
-            try:
-                P.loss_of(model, 1).backward()
-            finally:
-                handle.remove()
-
-        return provoke
-
-    return setup
+    return provocation
 
 
 class Fickle(nn.Module):
@@ -402,5 +373,7 @@ def growing(bases: Bases) -> Model:
     return model
 
 
-def grown_state(model: Model) -> object:
-    return model(**batches()[0], output_hidden_states=True).hidden_states[2].float().sum().backward
+def grown_state(model: Model) -> Iterator[None]:
+    state = model(**batches()[0], output_hidden_states=True).hidden_states[2]
+    yield
+    state.float().sum().backward()

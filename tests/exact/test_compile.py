@@ -15,15 +15,16 @@ import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from tests.snapshots import layers_of
 
 
 def build(dropout: float) -> Any:
     return tiny.make_model("qwen2", num_layers=2, hidden_size=64, dropout=dropout)
 
 
-def compile_layers(model: Any) -> Any:
-    for layer in model.get_base_model().model.layers:
-        layer.compile()
+def compile_layers(model: Any, **options: Any) -> Any:
+    for layer in layers_of(model):
+        layer.compile(**options)
     return model
 
 
@@ -59,8 +60,7 @@ def test_compiled_layers_are_exact_on_a_gpu() -> None:
         torch._dynamo.reset()
         model = build(0.0)
         model = poros.prepare(model, device="cuda") if is_streamed else model.cuda()
-        for layer in model.get_base_model().model.layers:
-            layer.compile(backend="aot_eager")
+        compile_layers(model, backend="aot_eager")
         # Fused attention need not repeat itself in backward.
         with sdpa_kernel(SDPBackend.MATH):
             found.append(train(model, on_gpu, TrainingSpec(num_steps=2)))
@@ -118,18 +118,14 @@ def test_few_forms_are_exact_and_below_the_limit(name: str) -> None:
 def test_forms_that_meet_the_limit_at_other_points_are_refused(
     lengths: list[int], evaluated: list[int], match: str
 ) -> None:
-    model = poros.prepare(build(0.0))
-    for layer in model.get_base_model().model.layers:
-        layer.compile(backend="eager")
+    model = compile_layers(poros.prepare(build(0.0)), backend="eager")
     with pytest.raises(UnsupportedModelError, match=match):
         steps(model, lengths, evaluated)
     torch._dynamo.reset()
 
 
 def test_masks_and_caches_of_one_compiled_layer_are_refused() -> None:
-    model = poros.prepare(build(0.0)).train()
-    for layer in model.get_base_model().model.layers:
-        layer.compile(backend="eager")
+    model = compile_layers(poros.prepare(build(0.0)).train(), backend="eager")
     batch = tiny.make_batches(1, num_tokens=8, padded=False)[0]
     model(**batch).loss.backward()
     with pytest.raises(UnsupportedModelError, match="different forms"), torch.no_grad():
@@ -138,9 +134,7 @@ def test_masks_and_caches_of_one_compiled_layer_are_refused() -> None:
 
 
 def test_the_limit_itself_is_an_error() -> None:
-    model = poros.prepare(build(0.0)).train()
-    for layer in model.get_base_model().model.layers:
-        layer.compile(backend="eager")
+    model = compile_layers(poros.prepare(build(0.0)).train(), backend="eager")
     with (
         torch._dynamo.config.patch(recompile_limit=1),
         pytest.raises(UnsupportedModelError, match="recompile limit"),
@@ -151,7 +145,7 @@ def test_the_limit_itself_is_an_error() -> None:
 
 def test_compiling_what_holds_the_layers_is_refused() -> None:
     model = poros.prepare(build(0.0))
-    for module in (model, model.get_base_model(), model.get_base_model().model.layers):
+    for module in (model, model.get_base_model(), layers_of(model)):
         with pytest.raises(PreparedModelError, match="every decoder layer"):
             module.compile()
 

@@ -20,8 +20,7 @@ from poros.gates.parity import check_architecture, check_model_dir, run_parity
 from poros.gates.reference import QUANTITIES, TrainingSpec
 from poros.gates.report import ParityReport, render
 from poros.layer.streamed import detach_layer
-
-PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+from tests.exact.faulty import flip_nibble
 
 
 def build(**changes: Any) -> Any:
@@ -29,12 +28,6 @@ def build(**changes: Any) -> Any:
 
 
 def same(model: Any, **_: Any) -> Any:
-    return model
-
-
-def flip_nibble(model: Any, **_: Any) -> Any:
-    """Change one 4-bit code in the middle of one layer's packed weights."""
-    dict(model.named_parameters())[PACKED].data[1000] ^= 0x0F
     return model
 
 

@@ -18,8 +18,7 @@ from poros.gates.reference import (
     train,
 )
 from poros.self_check.compare import compare_mappings
-
-PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+from tests.exact.faulty import PACKED, flip_nibble
 
 
 def build(**changes: Any) -> Any:
@@ -30,12 +29,6 @@ def build(**changes: Any) -> Any:
 def run(model: Any = None, **changes: Any) -> Trajectory:
     spec = TrainingSpec(**{"num_steps": 3, "accumulation": 2, **changes})
     return train(model or build(), tiny.make_batches(6), spec)
-
-
-def flip_nibble(model: Any, **_: Any) -> Any:
-    """Change one 4-bit code in the middle of one layer's packed weights."""
-    dict(model.named_parameters())[PACKED].data[1000] ^= 0x0F
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """What a recomputed layer cannot give exactly is refused, never trained on; then all is well again.
 
-A row prepares something, and then provokes an error of Poros. Where a resident model accepts it, a
+A row provokes an error of Poros. Where a resident model accepts it, a
 resident model does it too, so that the refusal says something. A step behind it is exact.
 """
 
@@ -38,23 +38,23 @@ Patch = pytest.MonkeyPatch
 @dataclass(frozen=True)
 class Row:
     name: str
-    setup: V.Setup
+    provocation: V.Provocation
     error: type[Exception] | tuple[type[Exception], ...]
     match: str
     subject: Subject = S.NO_DROPOUT
     is_accepted: bool = True
     """By a resident model."""
-    heal: Callable[[Model], object] = lambda model: None
     after: Program = P.STEP
 
     def program(self, model: Model) -> object:
-        provoke = self.setup(model)
+        steps = self.provocation(model)
+        next(steps)
         if is_streamed(layers_of(model)[0]):
             with pytest.raises(self.error, match=self.match):
-                provoke()
+                next(steps, None)
         elif self.is_accepted:
-            provoke()
-        self.heal(model)
+            next(steps, None)
+        steps.close()
         model.zero_grad()
         torch.manual_seed(7)
         return self.after(model)
@@ -71,27 +71,26 @@ MEETING = {
 
 def rows() -> Iterator[Row]:
     for name, change in V.CHANGES.items():
-        setup = V.behind(change)
-        yield Row(name, setup, REMAT, V.SAYS_WHERE, S.two_adapters, False, after=V.train_the_second)
+        raised = V.behind(change), REMAT, V.SAYS_WHERE
+        yield Row(name, *raised, S.two_adapters, is_accepted=False, after=V.train_the_second)
     for which in hooks.HOOKS:
         for is_added in (True, False) if which not in hooks.OUTSIDE else ():
             name = f"hooks {'added' if is_added else 'removed'}: {which}"
-            setup = V.hooks_come_or_go(which, is_added)
-            yield Row(name, setup, REMAT, r"layers\.2: .*hooks", S.PLAIN, False)
+            provocation = (V.hooks_added if is_added else V.hooks_removed)(which)
+            yield Row(name, provocation, REMAT, r"layers\.2: .*hooks", S.PLAIN, False)
     for what in V.INPUTS:
         for index in (0, 2):
-            name, setup = f"edit of {what} of layer {index}", V.edited_input(what, index)
-            yield Row(name, setup, REMAT, r"layers\.\d.*edited in place", S.PLAIN, False)
+            name, provocation = f"edit of {what} of layer {index}", V.edited_input(what, index)
+            yield Row(name, provocation, REMAT, r"layers\.\d.*edited in place", S.PLAIN, False)
     for start in V.SECOND_ORDER:
-        setup, errors = V.second_order(start), (RuntimeError, PorosError)
+        provocation, errors = V.second_order(start), (RuntimeError, PorosError)
         match = "twice|gradients of gradients"
         # Fused attention gives none of its own.
-        yield Row(f"second order of {start}", setup, errors, match, S.PLAIN, False)
+        yield Row(f"second order of {start}", provocation, errors, match, S.PLAIN, False)
     for subject in (S.PLAIN, S.DENSE):
         name = "4 bits" if subject is S.PLAIN else "dense"
         errors = (PreparedModelError, RematerializationError)
-        merge: V.Setup = lambda model: (P.loss_of(model), model.merge_adapter)[1]  # noqa: E731
-        yield Row(f"merge, {name}", merge, PREPARED, "", subject, False)
+        yield Row(f"merge, {name}", V.merge, PREPARED, "", subject, False)
         yield Row(f"merge of a module, {name}", V.merged_module, errors, "", subject, False)
     inside = V.backward_inside_disable_adapter
     yield Row("backward inside disable_adapter", inside, REMAT, "adapters", S.PLAIN, False)
@@ -102,11 +101,8 @@ def rows() -> Iterator[Row]:
     match = r"layers\.0: .*in place"
     yield Row("argument edited", V.argument_edited_by_the_layer, REMAT, match)
     yield Row("dropped cache", V.cache_of_a_forward_with_gradients, UNSUPPORTED, "KV cache")
-    yield Row(
-        "base weight made trainable",
-        *(V.trainable_base_weight, PREPARED, "made trainable", S.DENSE, False),
-        heal=V.frozen_base_weight,
-    )
+    made, match = V.trainable_base_weight, "made trainable"
+    yield Row("base weight made trainable", made, PREPARED, match, S.DENSE, False)
     # Gradients that a resident run sums in the low precision.
     fp32 = S.FP32_NO_DROPOUT
     regions = {"after": P.STEP_UNDER_AUTOCAST}
@@ -117,25 +113,22 @@ def rows() -> Iterator[Row]:
     yield Row("forwards in one region", together, UNSUPPORTED, "autocast region", fp32, **regions)
     match = r"layers\.1: .*twice.*without autocast"
     yield Row("called twice", V.forward_under_autocast, UNSUPPORTED, match, S.called_twice)
-    setup, match = V.forward_under_autocast, "lora_A.*autocast"
+    provocation, match = V.forward_under_autocast, "lora_A.*autocast"
     for name, subject in {"within": S.tied_within, "across": S.tied_across}.items():
-        yield Row(f"tied {name} layers", setup, UNSUPPORTED, match, subject, after=P.train)
+        yield Row(f"tied {name} layers", provocation, UNSUPPORTED, match, subject, after=P.train)
     # By the side.
     for name in ("gemma4", "mixtral"):
         subject = S.small(name, attn_implementation="eager")
-        setup, match = V.run(V.attentions), "attentions cannot be recorded"
+        provocation, match = V.run(V.attentions), "attentions cannot be recorded"
         after = V.attentions_without_gradients
-        yield Row(f"attentions of {name}", setup, UNSUPPORTED, match, subject, after=after)
+        yield Row(f"attentions of {name}", provocation, UNSUPPORTED, match, subject, after=after)
     for kind in (list, dict, set):
-        setup = V.with_argument(lambda kwargs, kind=kind: kwargs.update(findings=kind()))  # type: ignore[misc]
+        provocation = V.with_argument(lambda kwargs, kind=kind: kwargs.update(findings=kind()))  # type: ignore[misc]
         match = rf"'findings' of .*layers\.1.* {kind.__name__}"
-        yield Row(f"a {kind.__name__} as argument", setup, UNSUPPORTED, match, S.PLAIN)
-    setup = V.with_argument(lambda kwargs: kwargs["shared_kv_states"].update(notes=[]))
-    match, subject = (
-        r"shared_kv_states\['notes'\].* list",
-        S.small("gemma4_shared_kv", num_layers=4),
-    )
-    yield Row("a list in shared states", setup, UNSUPPORTED, match, subject)
+        yield Row(f"a {kind.__name__} as argument", provocation, UNSUPPORTED, match, S.PLAIN)
+    provocation = V.with_argument(lambda kwargs: kwargs["shared_kv_states"].update(notes=[]))
+    match = r"shared_kv_states\['notes'\].* list"
+    yield Row("a list in shared states", provocation, UNSUPPORTED, match, SHARED)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in rows()])
@@ -144,7 +137,7 @@ def test_it_is_refused_and_then_all_is_well(row: Row, residents: Residents) -> N
 
 
 @pytest.mark.parametrize(
-    ("subject", "setup", "match"),
+    ("subject", "provocation", "match"),
     [
         (V.fickle, V.behind(lambda model: None), r"layers\.1: .*random numbers"),
         (V.growing, V.grown_state, r"layers\.1: .*form"),
@@ -152,11 +145,12 @@ def test_it_is_refused_and_then_all_is_well(row: Row, residents: Residents) -> N
     ids=["other random numbers", "another form"],
 )
 def test_a_layer_that_differs_when_recomputed_is_refused(
-    subject: Subject, setup: V.Setup, match: str, bases: Bases
+    subject: Subject, provocation: V.Provocation, match: str, bases: Bases
 ) -> None:
-    provoke = setup(streamed(subject(bases)))
+    steps = provocation(streamed(subject(bases)))
+    next(steps)
     with pytest.raises(RematerializationError, match=match):
-        provoke()
+        next(steps)
 
 
 # Controls: without a change nothing raises, and what is let through differs.
@@ -167,7 +161,7 @@ def test_nothing_raises_without_a_change(
     change: Callable[[Model], object], residents: Residents
 ) -> None:
     def program(model: Model) -> None:
-        V.behind(change)(model)()
+        list(V.behind(change)(model))
         assert all(each.grad is not None for each in P.trained(model).values())
 
     assert residents.compare(S.two_adapters, program) == {}
@@ -229,11 +223,12 @@ def test_edits_are_never_silent_under_saved_tensor_hooks(target: str, residents:
 
 def test_a_failed_backward_does_not_change_random_state_or_flags(bases: Bases) -> None:
     model = streamed(S.PLAIN(bases)).train()
-    provoke = V.behind(V.CHANGES["adapter edited"])(model)
+    steps = V.behind(V.CHANGES["adapter edited"])(model)
+    next(steps)
     flags = {name: each.training for name, each in model.named_modules()}
     random_state = torch.get_rng_state()
     with pytest.raises(RematerializationError):
-        provoke()
+        next(steps)
     assert torch.equal(random_state, torch.get_rng_state())
     assert changes(flags, {name: each.training for name, each in model.named_modules()}) == {}
     assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()

@@ -16,8 +16,7 @@ from poros.gates.trainer_parity import (
     trainer_arguments,
 )
 from poros.self_check.compare import compare_mappings
-
-PACKED = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+from tests.exact.faulty import flip_nibble
 
 
 def build() -> Any:
@@ -62,10 +61,6 @@ def test_trainer_gate_compares_evaluation_and_saved_files_too() -> None:
 
 
 def test_trainer_gate_rejects_one_flipped_nibble() -> None:
-    def flip_nibble(model: Any) -> Any:
-        dict(model.named_parameters())[PACKED].data[1000] ^= 0x0F
-        return model
-
     report = run_trainer_parity(build, rows(12, seed=0), flip_nibble, is_control=True, max_steps=2)
     assert not report.exact and report.resident_repeats is True
     assert report.tallies[ADAPTER_FILES].num_differing_tensors == 1

@@ -215,9 +215,8 @@ def losses_of(model: Model, count: int) -> torch.Tensor:
 
 
 def penalty(model: Model) -> torch.Tensor:
-    terms = [
-        (p @ p.T).square().sum() + p.norm() for n, p in model.named_parameters() if "lora_A" in n
-    ]
+    trained = (p for p in model.parameters() if p.requires_grad and p.ndim == 2)
+    terms = [(p.T @ p).square().sum() + p.norm() for p in trained]
     return 0.01 * torch.stack(terms).sum()
 
 

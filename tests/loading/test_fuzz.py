@@ -252,7 +252,7 @@ def test_a_random_index_opens_the_checkpoint_that_it_describes_or_none(tmp_path:
         assert open_files() == before and mappings(tmp_path) == []
 
     check()
-    assert opened.count(True) > 20 and opened.count(False) > 100
+    assert set(opened) == {True, False}  # both ends were drawn
 
 
 def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:

@@ -144,7 +144,9 @@ from poros.errors import CheckpointFormatError
 from poros.loaders.store import open_store
 from tests.loading.stores import write
 generator, num_stores, num_partial = random.Random(0), 0, 0
-for number in range(20):
+number = 0
+while (num_stores < 10 or num_partial < 10 or number < 20) and number < 400:
+    number += 1
     folder = Path(sys.argv[1]) / str(number)
     folder.mkdir()
     child = os.fork()

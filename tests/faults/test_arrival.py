@@ -215,9 +215,8 @@ def losses_of(model: Model, count: int) -> torch.Tensor:
 
 
 def penalty(model: Model) -> torch.Tensor:
-    trained = (p for p in model.parameters() if p.requires_grad and p.ndim == 2)
-    terms = [(p.T @ p).square().sum() + p.norm() for p in trained]
-    return 0.01 * torch.stack(terms).sum()
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
+    return 0.01 * torch.stack([(p @ p.T).square().sum() + p.norm() for p in matrices]).sum()
 
 
 def powers(model: Model) -> torch.Tensor:

@@ -156,7 +156,9 @@ while (num_stores < 10 or num_partial < 10 or number < 20) and number < 400:
                 write(folder / str(name), num_layers=40)
         finally:
             os._exit(1)
-    time.sleep(generator.uniform(0.05, 0.4))
+    while not os.listdir(folder):  # it has begun, however slow the machine is
+        time.sleep(0.001)
+    time.sleep(generator.uniform(0.0, 0.1))
     os.kill(child, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     partial = [name for name in os.listdir(folder) if name.startswith(".")]

@@ -45,8 +45,6 @@ NOT_HASHED = {
         "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing",
         "poros.planning": "cost_model formula meta_model planner request speeds",
         "poros.self_check": "attention check evidence proof switches",
-        "poros.loaders": "resolved load options",
-        "poros.examples": "demo demo_data demo_report",
         "poros.gates": "fuzz registry registry_table report trainer_parity "
         + " ".join(f"fuzz_{name}" for name in FUZZ_PARTS),
     }.items()

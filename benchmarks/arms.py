@@ -80,7 +80,11 @@ def resident(model: Any, device: torch.device) -> Iterator[Placed]:
     """Everything on the device."""
 
     def check() -> None:
-        away = [name for name, each in model.named_parameters() if each.device.type != device.type]
+        away = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.device.type != device.type
+        ]
         if away:
             raise RuntimeError(f"expected every parameter on {device}, found {away[0]} elsewhere")
 
@@ -101,7 +105,7 @@ def checkpointing(model: Any, device: torch.device) -> Iterator[Placed]:
 @contextmanager
 def streamed(model: Any, device: torch.device, **policy: Any) -> Iterator[Placed]:
     """The base in host memory, streamed by Poros."""
-    known = [each.name for each in dataclasses.fields(poros.StreamingPolicy)]
+    known = [policy_field.name for policy_field in dataclasses.fields(poros.StreamingPolicy)]
     unknown = [name for name in policy if name not in known]
     if unknown:
         raise NotPossibleError(f"StreamingPolicy of this version has no {', '.join(unknown)}")
@@ -127,11 +131,15 @@ def offloaded(model: Any, device: torch.device) -> Iterator[Placed]:
     from accelerate.hooks import remove_hook_from_module
 
     _, layers = find_layers(model)
-    holders = [each for layer in layers for each in layer.modules() if _is_frozen_holder(each)]
-    kinds = {type(each): each for each in holders if isinstance(each, nn.Linear)}
+    holders = [
+        module for layer in layers for module in layer.modules() if _is_frozen_holder(module)
+    ]
+    kinds = {type(holder): holder for holder in holders if isinstance(holder, nn.Linear)}
     for linear in kinds.values():
         _require_possible(linear, device)
-    adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    adapters = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     hooked: list[nn.Module] = []
     try:
         for holder in holders:
@@ -166,13 +174,13 @@ def check_offloaded(model: Any, device: torch.device, adapters: Mapping[str, nn.
             held = getattr(hook, "hooks", (hook,))[-1]
             for key, parameter in module.named_parameters(recurse=False):
                 weights = getattr(held, "weights_map", None)
-                kept = None if weights is None else weights[key]
-                if parameter.device.type != "meta" or kept is None or kept.device.type != "cpu":
+                weight = None if weights is None else weights[key]
+                if parameter.device.type != "meta" or weight is None or weight.device.type != "cpu":
                     raise NotOffloadedError(
                         f"layer {index} {name}.{key}: expected no bytes in the model and a copy on "
                         f"the CPU between steps, found it on {parameter.device}"
                     )
-                num_bytes += kept.numel() * kept.element_size()
+                num_bytes += weight.numel() * weight.element_size()
     if not num_bytes:
         raise NotOffloadedError("expected frozen weights in the layers, found none")
     for name, parameter in model.named_parameters():
@@ -195,7 +203,7 @@ def _recomputed(model: Any) -> Iterator[None]:
 
 def _is_frozen_holder(module: nn.Module) -> bool:
     own = list(module.parameters(recurse=False))
-    return bool(own) and not any(each.requires_grad for each in own)
+    return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
 def _move_own(module: nn.Module, device: torch.device) -> None:
@@ -213,7 +221,7 @@ def _require_possible(holder: Any, device: torch.device) -> None:
     from accelerate import cpu_offload
 
     probe = copy.deepcopy(holder)
-    floats = [each.dtype for each in probe.parameters() if each.is_floating_point()]
+    floats = [parameter.dtype for parameter in probe.parameters() if parameter.is_floating_point()]
     dtype = floats[0] if floats else torch.bfloat16
     row = torch.ones(1, holder.in_features, dtype=dtype, device=device, requires_grad=True)
     try:

@@ -12,8 +12,8 @@ import poros
 from benchmarks import memory
 from benchmarks.work import Work
 from poros.config import MIN_SLOTS
-from poros.planning.cost_model import shapes_of
-from poros.planning.formula import Speeds
+from poros.planning.meta_model import shapes_of
+from poros.planning.request import Speeds
 from poros.streams import gb_per_s
 
 
@@ -23,8 +23,8 @@ def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:
     The rate of compute is that arm's: its step is one product per weight in forward and one in
     backward. The rate of copies is the plain copy's of the row's own arm.
     """
-    for case in dict.fromkeys(each["case"] for each in rows if "num_slots" in each):
-        own = [each for each in rows if each["case"] == case and "num_slots" in each]
+    for case in dict.fromkeys(row["case"] for row in rows if "num_slots" in row):
+        own = [row for row in rows if row["case"] == case and "num_slots" in row]
         work = Work(own[0]["batch"], own[0]["seq"])
         options = {key: own[0][key] for key in ("num_slots", "keep_last", "block_size")}
         options["num_slots"] = max(MIN_SLOTS, options["num_slots"])  # one if all is one block
@@ -33,9 +33,9 @@ def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:
         if any(key not in inspect.signature(poros.plan).parameters for key in options):
             continue
         resident = [
-            each["ms"]
-            for each in rows
-            if each["arm"] == "resident" and "ms" in each and _work(each) == work
+            row["ms"]
+            for row in rows
+            if row["arm"] == "resident" and "ms" in row and _work(row) == work
         ]
         speeds = None
         if resident:
@@ -44,16 +44,16 @@ def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:
             num_parameters = shapes.num_linear_parameters + shapes.num_head_parameters
             tflop = 2 * 2e-12 * num_parameters * num_tokens
             speeds = Speeds(
-                copy_gb_per_s=statistics.median(each["copy_gb_per_s"] for each in own),
+                copy_gb_per_s=statistics.median(row["copy_gb_per_s"] for row in own),
                 tflop_per_s=tflop / (statistics.median(resident) / 1e3),
             )
         planned = poros.plan(
             model, seq_len=work.seq_len, batch_size=work.batch_size, speeds=speeds, **options
         )
-        for each in own:
-            each["planned_num_bytes"] = planned.total_num_bytes
+        for row in own:
+            row["planned_num_bytes"] = planned.total_num_bytes
             if planned.step_ms is not None:
-                each["forecast_ms"] = planned.step_ms
+                row["forecast_ms"] = planned.step_ms
 
 
 def copy_rate(runtime: Any, device: torch.device, repeats: int = 3) -> float:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import config_of
+from poros.nf4 import double_quantization, part_tensors
 
 _SHARD_NUM_BYTES = 4 << 30
 
@@ -37,7 +38,7 @@ def write_checkpoint(config: Any, folder: Path, is_sparse: bool) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.tie_weights()
-    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(1 << 24, generator=generator).mul_(0.02).bfloat16().view(torch.uint8)
     tile = noise.numpy().tobytes()
@@ -99,27 +100,25 @@ class HostPeak(threading.Thread):
         fields = dict(
             line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
         )
-        return sum(int(fields[each].split()[0]) * 1024 for each in ("RssAnon", "RssShmem"))
+        return sum(int(fields[kind].split()[0]) * 1024 for kind in ("RssAnon", "RssShmem"))
 
 
 def digests(model: Any) -> dict[str, str]:
     """SHA-256 of every byte of every parameter, scale and constant, by name."""
-    from poros.loaders.slab_writer import part_tensors
-
-    found = {}
+    by_name = {}
     for name, tensor in model.named_parameters():
-        for part, each in part_tensors(name, tensor, with_constants=True).items():
-            data = each.detach().cpu().contiguous()
+        for part, source in part_tensors(name, tensor, with_constants=True).items():
+            data = source.detach().cpu().contiguous()
             data = data.reshape(-1).view(torch.uint8)
-            found[part] = hashlib.sha256(data.numpy()).hexdigest()
-    return found
+            by_name[part] = hashlib.sha256(data.numpy()).hexdigest()
+    return by_name
 
 
 def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
     """One loader in this process; figures to ``out``."""
     # Imported first: libraries take seconds and memory of their own.
     import bitsandbytes  # noqa: F401
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
     import poros.loaders.load
 
@@ -138,12 +137,7 @@ def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
             folder,
             dtype=torch.bfloat16,
             device_map={"": "cuda" if is_gpu else "cpu"},
-            quantization_config=BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.bfloat16,
-            ),
+            quantization_config=double_quantization(torch.bfloat16),
         )
     if is_gpu:
         torch.cuda.synchronize()
@@ -152,9 +146,9 @@ def load_with(loader: str, folder: Path, out: Path, is_hashed: bool) -> None:
     if is_gpu:
         figures["gpu_peak_gb"] = round((torch.cuda.max_memory_allocated() - base) / 1e9, 4)
     if loader == "poros":
-        from poros.host.store import left_store
+        from poros.host.store import attached_store
 
-        store = left_store(model)
+        store = attached_store(model)
         figures["store_gb"] = round(store.num_bytes / 1e9, 3) if store else None
         figures["fallbacks"] = store.fallbacks if store else None
     if is_hashed:
@@ -183,9 +177,9 @@ def quantize_back_to_back(config: Any) -> float:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = [
-        tuple(each.weight.shape)
-        for name, each in model.named_modules()
-        if isinstance(each, torch.nn.Linear) and "lm_head" not in name
+        tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and "lm_head" not in name
     ]
     sources = {shape: torch.randn(shape).bfloat16().mul_(0.02) for shape in set(shapes)}
     began = time.perf_counter()
@@ -233,7 +227,7 @@ def main() -> int:
             continue
         results.append(json.loads(out.read_text()))
         os.remove(out)
-    hashes = [each.pop("digests", None) for each in results]
+    hashes = [figures.pop("digests", None) for figures in results]
     if len(hashes) == 2:
         row["tensors"] = len(hashes[0])
         row["differing_tensors"] = sum(
@@ -242,8 +236,8 @@ def main() -> int:
     if results:
         row["over_floor"] = round(results[0]["load_s"] / max(row["read_s"], row["quantize_s"]), 2)
     print(json.dumps(row))
-    for each in results:
-        print(json.dumps(each), flush=True)
+    for figures in results:
+        print(json.dumps(figures), flush=True)
     shutil.rmtree(options.folder)
     return 0
 

@@ -44,7 +44,7 @@ Loop = Callable[[Any, Batch, Meter, int], Any]
 
 
 def make_optimizer(model: Any) -> torch.optim.AdamW:
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, **OPTIMIZER)
 
 
@@ -54,11 +54,11 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     Raises:
         ValueError: If groups that hold parameters differ.
     """
-    groups = [each for each in optimizer.param_groups if each["params"]]
-    found = [{key: group[key] for key in OPTIMIZER} for group in groups]
-    if any(each != found[0] for each in found):
-        raise ValueError(f"expected the same settings in all groups, found {found}")
-    return {"optimizer": type(optimizer).__name__, **found[0]}
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    settings = [{key: group[key] for key in OPTIMIZER} for group in groups]
+    if any(other != settings[0] for other in settings):
+        raise ValueError(f"expected the same settings in all groups, found {settings}")
+    return {"optimizer": type(optimizer).__name__, **settings[0]}
 
 
 def plain_loop(model: Any, batch: Batch, meter: Meter, num_steps: int) -> Any:

@@ -65,12 +65,12 @@ def host_memory() -> dict[str, int]:
     path = Path("/proc/self/status")
     if not path.exists():
         return {}
-    found = {}
+    sizes = {}
     for line in path.read_text().splitlines():
         key, _, value = line.partition(":")
         if key in _STATUS:
-            found[_STATUS[key]] = int(value.split()[0]) * 1024
-    return found
+            sizes[_STATUS[key]] = int(value.split()[0]) * 1024
+    return sizes
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -82,7 +82,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
     import poros
 
-    found = {
+    facts = {
         "device": device.type,
         "cpu": _line("/proc/cpuinfo", "model name") or platform.processor(),
         "cpu cores": str(len(os.sched_getaffinity(0))),
@@ -94,16 +94,16 @@ def environment(device: torch.device) -> dict[str, str]:
         "commit": _output("git", "describe", "--always", "--dirty") or "not known",
     }
     for module in (torch, transformers, peft, accelerate, bitsandbytes, poros):
-        found[module.__name__] = str(module.__version__)
+        facts[module.__name__] = str(module.__version__)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        found["device"] = torch.cuda.get_device_name(device)
-        found["device memory in use at the start"] = f"{(total - free) / 1e9:.2f} GB"
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["device memory in use at the start"] = f"{(total - free) / 1e9:.2f} GB"
         values = _output("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader")
         names = _GPU_FIELDS.split(",")
         first = values.splitlines()[0].split(",") if values else []
-        found |= {name: value.strip() for name, value in zip(names, first, strict=False)}
-    return found
+        facts |= {name: value.strip() for name, value in zip(names, first, strict=False)}
+    return facts
 
 
 def _line(path: str, key: str) -> str:
@@ -117,7 +117,7 @@ def _line(path: str, key: str) -> str:
 
 def _output(*command: str) -> str:
     try:
-        found: Any = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        process: Any = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
+    return process.stdout.strip() if process.returncode == 0 else ""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros.nf4 import Format, double_quantization, own
+
 _TILE_NUM_ELEMENTS = 1 << 24
 _QWEN = {"vocab_size": 152064, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 
@@ -84,19 +86,10 @@ def random_model(config: Any, quantization: str = "nf4") -> Any:
 def random_nf4(config: Any) -> Any:
     """A causal LM of ``config`` on the CPU: bf16, linear layers of its blocks in NF4, nested."""
     from bitsandbytes.nn import Linear4bit
-    from transformers import BitsAndBytesConfig
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     model = _on_meta(config)
-    quantizer = Bnb4BitHfQuantizer(
-        BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        ),
-        pre_quantized=False,
-    )
+    quantizer = Bnb4BitHfQuantizer(double_quantization(torch.bfloat16), pre_quantized=False)
     with torch.device("meta"):
         quantizer.preprocess_model(model=model, dtype=torch.bfloat16, device_map=None)
     nibbles = torch.randint(
@@ -171,37 +164,21 @@ def with_lora(
 
 def _random_4bit(module: Any, nibbles: torch.Tensor, number: int) -> Any:
     import bitsandbytes.functional as F
-    from bitsandbytes.nn import Params4bit
 
-    rows, columns = module.out_features, module.in_features
-    num_scales = rows * columns // 64
-    state = F.QuantState(
-        absmax=_tiled(nibbles, num_scales, number + 1),
-        shape=torch.Size((rows, columns)),
-        code=F.get_4bit_type("nf4", device="cpu"),
-        blocksize=64,
-        quant_type="nf4",
-        dtype=torch.bfloat16,
-        offset=torch.tensor(0.06),
-        state2=F.QuantState(
-            absmax=torch.full((-(-num_scales // 256),), 0.02),
-            code=F.create_dynamic_map(),
-            blocksize=256,
-            dtype=torch.float32,
-        ),
-    )
-    module.quant_state = state
-    return Params4bit(
-        _tiled(nibbles, rows * columns // 2, number).view(-1, 1),
-        requires_grad=False,
-        quant_state=state,
-        blocksize=64,
-        compress_statistics=True,
-        quant_type="nf4",
-        quant_storage=torch.uint8,
-        module=module,
-        bnb_quantized=True,
-    )
+    shape = torch.Size((module.out_features, module.in_features))
+    format = Format("nf4", double_quant=True, quant_storage=torch.uint8)
+    form = format.form(shape)
+    parts = {
+        "packed": _tiled(nibbles, form["packed"].numel(), number).view(-1, 1),
+        "absmax": _tiled(nibbles, form["absmax"].numel(), number + 1),
+        "nested_absmax": torch.full(form["nested_absmax"].shape, 0.02),
+        "code": F.get_4bit_type("nf4", device="cpu"),
+        "offset": torch.tensor(0.06),
+        "nested_code": F.create_dynamic_map(),
+    }
+    weight = format.weight(parts["packed"], format.state(parts, shape, torch.bfloat16), module)
+    own(module, weight)
+    return weight
 
 
 def _random_dense(like: torch.Tensor, noise: torch.Tensor, number: int) -> torch.Tensor:

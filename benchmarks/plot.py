@@ -6,13 +6,12 @@ Writes an SVG beside the CSV. Needs matplotlib (``pip install -e '.[benchmarks]'
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import TextRow, numbers, read
+from benchmarks.report import TextRow, numbers, percentiles, read
 
 Point = tuple[float, float, float, float, float]
 """Budget in GB; step time in ms: median, p10, p90; peak in GB."""
@@ -20,12 +19,12 @@ Point = tuple[float, float, float, float, float]
 
 def points(rows: Sequence[TextRow]) -> list[Point]:
     """One per budget, in order. A budget given as a string is not a number, and is left out."""
-    found = []
+    curve = []
     for budget in dict.fromkeys(row["vram_budget"] for row in rows):
         own = [row for row in rows if row["vram_budget"] == budget and row["ms"]]
         if budget.isdigit() and own:
-            found.append((int(budget) / 1e9, *_times(own), _peak(own)))
-    return sorted(found)
+            curve.append((int(budget) / 1e9, *_times(own), _peak(own)))
+    return sorted(curve)
 
 
 def draw(rows: Sequence[TextRow], target: Path) -> None:
@@ -41,10 +40,10 @@ def draw(rows: Sequence[TextRow], target: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "poros"
     from matplotlib import pyplot
 
-    found = points(rows)
-    if not found:
+    curve = points(rows)
+    if not curve:
         raise ValueError("expected rows of a budget table, found none with vram_budget in bytes")
-    budgets, middles, lows, highs, peaks = zip(*found, strict=True)
+    budgets, middles, lows, highs, peaks = zip(*curve, strict=True)
     figure, (memory, time) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6.5))
     time.fill_between(budgets, lows, highs, alpha=0.2, color="tab:blue", linewidth=0)
     time.plot(budgets, middles, "o-", color="tab:blue", label="Poros: median, p10 to p90")
@@ -74,8 +73,7 @@ def draw(rows: Sequence[TextRow], target: Path) -> None:
 
 
 def _times(rows: Sequence[TextRow]) -> tuple[float, float, float]:
-    times = sorted(numbers(rows, "ms"))
-    return statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10]
+    return percentiles(numbers(rows, "ms"))
 
 
 def _peak(rows: Sequence[TextRow]) -> float:

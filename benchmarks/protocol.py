@@ -123,9 +123,9 @@ class Bench:
     ) -> None:
         self.model, self.device, self.schedule, self.shape = model, device, schedule, dict(shape)
         self._start = {
-            name: each.detach().clone()
-            for name, each in model.named_parameters()
-            if each.requires_grad
+            name: parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         }
         self._start_digest = digest(model)
         self._expected: dict[str, Any] = {"optimizer": "AdamW", **OPTIMIZER}
@@ -144,16 +144,16 @@ class Bench:
             for turn, (index, case) in enumerate(order if number % 2 == 0 else order[::-1]):
                 if index in failed:
                     continue
-                found = self._turn(case)
-                if "note" in found[0]:
+                turn_rows = self._turn(case)
+                if "note" in turn_rows[0]:
                     failed.add(index)
                 else:
-                    median = statistics.median(each["ms"] for each in found)
+                    median = statistics.median(row["ms"] for row in turn_rows)
                     print(f"pass {number} {_label(case)}: {median:.1f} ms", flush=True)
                 known = {"case": index, "pass": number, "turn": turn, "arm": case.arm.name}
                 known |= {"batch": case.work.batch_size, "seq": case.work.seq_len, **self.shape}
-                rows += [known | each for each in found]
-        rows.sort(key=lambda each: (each["case"], each["pass"]))
+                rows += [known | row for row in turn_rows]
+        rows.sort(key=lambda row: (row["case"], row["pass"]))
         add_forecasts(self.model, rows)
         return rows
 
@@ -192,28 +192,28 @@ class Bench:
             if placed.runtime is not None:
                 common["copy_gb_per_s"] = copy_rate(placed.runtime, self.device)
         gc.collect()
-        return [{**common, **each} for each in clock.steps]
+        return [{**common, **step} for step in clock.steps]
 
     def _forward_ms(self, batch: Mapping[str, torch.Tensor]) -> float:
         """The forward alone, to the end of its work on the device."""
-        found = []
+        times = []
         for _ in range(self.schedule.forwards):
             memory.synchronize(self.device)
             began = time.perf_counter()
             loss = self.model(**batch).loss
             memory.synchronize(self.device)
-            found.append((time.perf_counter() - began) * 1e3)
+            times.append((time.perf_counter() - began) * 1e3)
             loss.backward()
             self.model.zero_grad()
             del loss
-        return statistics.median(found)
+        return statistics.median(times)
 
     def _require_same(self, optimizer: Any, num_steps: int, clock: Clock) -> None:
         if len(clock.steps) != self.schedule.steps:
             raise RuntimeError(f"expected {num_steps} steps of the loop, found another number")
-        found = optimizer_settings(optimizer)
-        if found != self._expected:
-            raise RuntimeError(f"expected the optimizer {self._expected}, found {found}")
+        settings = optimizer_settings(optimizer)
+        if settings != self._expected:
+            raise RuntimeError(f"expected the optimizer {self._expected}, found {settings}")
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad != (name in self._start):
                 raise RuntimeError(f"{name}: expected the same parameters to be trained")
@@ -231,11 +231,11 @@ def _label(case: Case) -> str:
 def _poros_row(runtime: Any, policy: Mapping[str, Any]) -> Row:
     if runtime is None:
         return {}
-    kept = runtime.num_blocks - runtime.num_streamed_blocks
+    num_kept = runtime.num_blocks - runtime.num_streamed_blocks
     size = runtime.policy.block_size
-    found: Row = {"block_size": size, "num_slots": runtime.num_slots + kept}
-    found["keep_last"] = min(runtime.room.keep_last, kept * size)
+    row: Row = {"block_size": size, "num_slots": runtime.num_slots + num_kept}
+    row["keep_last"] = min(runtime.room.keep_last, num_kept * size)
     for key in ("vram_budget", "offload_boundaries"):
         if policy.get(key) is not None:
-            found[key] = policy[key]
-    return found
+            row[key] = policy[key]
+    return row

@@ -38,8 +38,8 @@ def main() -> None:
                 for packed, state in made
             ]
             differing = {
-                name: int((each.flatten() != parts[1][name].cpu().flatten()).sum())
-                for name, each in parts[0].items()
+                name: int((tensor.flatten() != parts[1][name].cpu().flatten()).sum())
+                for name, tensor in parts[0].items()
             }
             print(json.dumps({"dtype": str(dtype), "kind": kind, "differing": differing}))
 

@@ -74,8 +74,8 @@ def fetched(folder: Path, buffer: torch.Tensor) -> Iterator[int]:
 def ahead(folder: Path, buffer: torch.Tensor) -> Iterator[int]:
     """Mapped, as the loader reads: fetched, and the tensors that follow asked for."""
     with Checkpoint.open(folder) as checkpoint:
-        for name, each in checkpoint.slices().items():
-            yield from _copy(each[...], buffer)
+        for name, tensor_slice in checkpoint.slices().items():
+            yield from _copy(tensor_slice[...], buffer)
             checkpoint.done_with(name)
 
 
@@ -121,10 +121,10 @@ def run(arm: Arm, folder: Path, buffer: torch.Tensor, work_ms: float = 0.0) -> f
 
 def digest(arm: Arm, folder: Path, buffer: torch.Tensor) -> str:
     """SHA-256 of the pieces in their order."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for num_bytes in arm(folder, buffer):
-        found.update(memoryview(buffer[:num_bytes].numpy()))
-    return found.hexdigest()
+        hasher.update(memoryview(buffer[:num_bytes].numpy()))
+    return hasher.hexdigest()
 
 
 def drop(file: Path) -> None:

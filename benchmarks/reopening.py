@@ -32,7 +32,7 @@ from poros.errors import CheckpointFormatError
 from poros.host.store import HostStore
 from poros.layout import BlockLayout
 from poros.loaders.store import open_store
-from poros.loaders.writer import write_store
+from poros.loaders.store_writer import write_store
 
 _PIECE_NUM_BYTES = 16 * 2**20
 
@@ -67,8 +67,8 @@ def load(store: Path) -> Any:
 def load_unchecked(store: Path) -> Any:
     """The same, with nothing hashed and nothing compared."""
     with (
-        patch("poros.loaders.filling.hash_piece", lambda piece: b""),
-        patch("poros.loaders.filling.require_digest", lambda *_: None),
+        patch("poros.loaders.checked_reader.hash_piece", lambda piece: b""),
+        patch("poros.loaders.checked_reader.require_digest", lambda *_: None),
     ):
         return load(store)
 
@@ -86,9 +86,9 @@ def measure(body: Callable[[Path], object], store: Path, *, cold: bool) -> float
     if cold:
         forget(store)
     begin = time.perf_counter()
-    found = body(store)
+    result = body(store)
     taken = time.perf_counter() - begin
-    del found
+    del result
     gc.collect()
     return taken
 
@@ -102,7 +102,7 @@ def compare_hashing(folder: Path, model: str, layers: int | None, rounds: int) -
         write_checkpoint(config_of(model, layers), checkpoint, is_sparse=False)
         poros.loaders.load.load(checkpoint, store=store)
         shutil.rmtree(checkpoint)
-    sizes = [each.stat().st_size / 1e9 for each in sorted(store.glob("*.safetensors"))]
+    sizes = [file.stat().st_size / 1e9 for file in sorted(store.glob("*.safetensors"))]
     print(
         f"{model}: store of {sum(sizes):.2f} GB (outside layers {sizes[0]:.2f}, layers "
         f"{sizes[1]:.2f}), {rounds} alternating runs, {os.cpu_count()} cores"
@@ -110,13 +110,13 @@ def compare_hashing(folder: Path, model: str, layers: int | None, rounds: int) -
     for cold in (False, True):
         times: dict[str, list[float]] = {"hashed": [], "not hashed": []}
         for turn in range(rounds + 1):
-            found = {"hashed": measure(load, store, cold=cold)}
-            found["not hashed"] = measure(load_unchecked, store, cold=cold)
-            for name in found if turn else ():  # the first of each warms up
-                times[name].append(found[name])
+            taken = {"hashed": measure(load, store, cold=cold)}
+            taken["not hashed"] = measure(load_unchecked, store, cold=cold)
+            for name in taken if turn else ():  # the first of each warms up
+                times[name].append(taken[name])
         medians = []
-        for name, each in times.items():
-            first, middle, third = statistics.quantiles(each, n=4, method="inclusive")
+        for name, seconds in times.items():
+            first, middle, third = statistics.quantiles(seconds, n=4, method="inclusive")
             medians.append(middle)
             print(
                 f"{'cold' if cold else 'warm'}, {name}: {middle:.3f} s "
@@ -163,12 +163,12 @@ def main() -> None:
         slab.bytes.random_(256)
     write_store(store, host, {}, {})
     try:
-        found = reopen(store)
-        for left, right in zip(host.slabs, found.slabs, strict=True):
+        reopened = reopen(store)
+        for left, right in zip(host.slabs, reopened.slabs, strict=True):
             if not torch.equal(left.bytes, right.bytes):
                 raise SystemExit("the bytes that came back are others")
         gigabytes = host.num_bytes / 1e9
-        del host, found
+        del host, reopened
         print(
             f"{gigabytes:.2f} GB, median of {options.rounds} alternating runs, "
             f"{os.cpu_count()} cores"
@@ -178,7 +178,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 times["reopen"].append(measure(reopen, store, cold=cold))
                 times["plain"].append(measure(read_plainly, store, cold=cold))
-            ours, plain = (statistics.median(each) for each in times.values())
+            ours, plain = (statistics.median(seconds) for seconds in times.values())
             print(
                 f"{'cold' if cold else 'warm'}: reopen {ours:.2f} s ({gigabytes / ours:.2f} GB/s), "
                 f"plain {plain:.2f} s ({gigabytes / plain:.2f} GB/s), ratio {ours / plain:.2f}"

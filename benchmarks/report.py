@@ -23,9 +23,9 @@ def write(
         ValueError: If a row has a key that is no column.
     """
     beside = path.with_suffix(".md")
-    for each in (path, beside):
-        if each.exists():
-            raise FileExistsError(f"{each} is there already: a new measurement is a new file")
+    for file in (path, beside):
+        if file.exists():
+            raise FileExistsError(f"{file} is there already: a new measurement is a new file")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
@@ -115,6 +115,13 @@ def numbers(rows: Sequence[TextRow], key: str) -> list[float]:
     return [float(row[key]) for row in rows if row.get(key)]
 
 
+def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, p10 and p90."""
+    ordered = sorted(values)
+    tenth = len(ordered) // 10
+    return statistics.median(ordered), ordered[tenth], ordered[-1 - tenth]
+
+
 def _head(row: TextRow) -> Summary:
     return {
         "arm": row["arm"],
@@ -126,13 +133,12 @@ def _head(row: TextRow) -> Summary:
 
 
 def _times(timed: Sequence[TextRow]) -> Summary:
-    times = sorted(numbers(timed, "ms"))
+    middle, low, high = percentiles(numbers(timed, "ms"))
     tokens = int(timed[0]["batch"]) * int(timed[0]["seq"])
-    middle = statistics.median(times)
     return {
         "median ms": f"{middle:.1f}",
-        "p10": f"{times[len(times) // 10]:.1f}",
-        "p90": f"{times[-1 - len(times) // 10]:.1f}",
+        "p10": f"{low:.1f}",
+        "p90": f"{high:.1f}",
         "tokens/s": f"{tokens / middle * 1e3:.0f}",
     }
 
@@ -148,8 +154,12 @@ def _resident(timed: Sequence[TextRow], rows: Sequence[TextRow]) -> list[TextRow
 
 
 def _beside_resident(timed: Sequence[TextRow], rows: Sequence[TextRow]) -> Summary:
-    found = numbers(_resident(timed, rows), "ms")
-    share = statistics.median(numbers(timed, "ms")) / statistics.median(found) if found else None
+    resident_ms = numbers(_resident(timed, rows), "ms")
+    share = (
+        statistics.median(numbers(timed, "ms")) / statistics.median(resident_ms)
+        if resident_ms
+        else None
+    )
     return {"of resident": "" if share is None else f"{share:.3f}"}
 
 
@@ -162,36 +172,36 @@ def _sizes(timed: Sequence[TextRow]) -> Summary:
         "host GB": "host_rss",
         "pinned GB": "pinned_num_bytes",
     }
-    found = {name: _gb(numbers(timed, key), max) for name, key in named.items()}
-    found["moved GB"] = _gb(numbers(timed, "h2d_num_bytes"), statistics.median)
-    found["stall ms"] = _one(numbers(timed, "stall_ms"), "{:.1f}")
-    found["engine GB/s"] = _one(numbers(timed, "runtime_gb_per_s"), "{:.1f}")
-    return found
+    summary = {name: _gb(numbers(timed, key), max) for name, key in named.items()}
+    summary["moved GB"] = _gb(numbers(timed, "h2d_num_bytes"), statistics.median)
+    summary["stall ms"] = _one(numbers(timed, "stall_ms"), "{:.1f}")
+    summary["engine GB/s"] = _one(numbers(timed, "runtime_gb_per_s"), "{:.1f}")
+    return summary
 
 
 def _plans(timed: Sequence[TextRow], rows: Sequence[TextRow]) -> Summary:
     """The plan's size and time beside the measured ones, and the floor of the step's phases."""
     peaks, planned = numbers(timed, "peak_allocated"), numbers(timed, "planned_num_bytes")
-    found = {"plan GB": _gb(planned, max)}
+    summary = {"plan GB": _gb(planned, max)}
     if planned and peaks:
-        found["plan error"] = f"{planned[0] / max(peaks) - 1:+.1%}"
+        summary["plan error"] = f"{planned[0] / max(peaks) - 1:+.1%}"
     rates = numbers(timed, "copy_gb_per_s")
     resident = _resident(timed, rows)
-    found["plain GB/s"] = _one(rates, "{:.1f}")
+    summary["plain GB/s"] = _one(rates, "{:.1f}")
     if not rates or not resident:
-        return found
+        return summary
     middle = statistics.median(numbers(timed, "ms"))
     wire = statistics.median(numbers(timed, "h2d_num_bytes")) / statistics.median(rates) / 1e6
     forward = statistics.median(numbers(resident, "forward_ms"))
     step = statistics.median(numbers(resident, "ms"))
     recomputed = 1 - float(timed[0]["keep_last"]) / float(timed[0]["layers"])
     floor = max(wire / 2, forward) + max(wire / 2, step - (1 - recomputed) * forward)
-    found |= {"floor ms": f"{floor:.1f}", "over floor": f"{middle / floor:.2f}"}
+    summary |= {"floor ms": f"{floor:.1f}", "over floor": f"{middle / floor:.2f}"}
     forecast = numbers(timed, "forecast_ms")
     if forecast:
-        found["forecast ms"] = f"{forecast[0]:.1f}"
-        found["forecast error"] = f"{forecast[0] / middle - 1:+.0%}"
-    return found
+        summary["forecast ms"] = f"{forecast[0]:.1f}"
+        summary["forecast error"] = f"{forecast[0] / middle - 1:+.0%}"
+    return summary
 
 
 def _base(row: TextRow) -> str:

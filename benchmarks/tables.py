@@ -49,27 +49,29 @@ def _work(options: Any) -> Work:
 
 
 def _step(model: Any, options: Any) -> list[Case]:
-    found = [arms.resident_arm(), arms.checkpointing_arm(), arms.trainer_arm()]
-    found.append(arms.accelerate_arm())
-    return [Case(arm, _work(options)) for arm in (*found, *_asked(options))]
+    baselines = [arms.resident_arm(), arms.checkpointing_arm(), arms.trainer_arm()]
+    baselines.append(arms.accelerate_arm())
+    return [Case(arm, _work(options)) for arm in (*baselines, *_asked(options))]
 
 
 def _asked(options: Any) -> list[arms.Arm]:
     """Poros as the command line asks for it."""
     size = options.block_sizes[0]
-    found = [
+    poros_arms = [
         arms.poros_arm(f"{slots} slots", slots=slots, block_size=size) for slots in options.slots
     ]
-    found += [
-        arms.poros_arm(f"{slots} slots, {kept} kept", slots=slots, keep_last=kept, block_size=size)
+    poros_arms += [
+        arms.poros_arm(
+            f"{slots} slots, {keep_last} kept", slots=slots, keep_last=keep_last, block_size=size
+        )
         for slots in options.slots[-1:]
-        for kept in options.keep_last
+        for keep_last in options.keep_last
     ]
-    found += [
+    poros_arms += [
         arms.poros_arm(budget, vram_budget=budget, block_size=size) for budget in options.budgets
     ]
     if options.offload_boundaries:
-        found.append(
+        poros_arms.append(
             arms.poros_arm(
                 f"{options.slots[0]} slots, boundaries on the host",
                 slots=options.slots[0],
@@ -77,26 +79,26 @@ def _asked(options: Any) -> list[arms.Arm]:
                 offload_boundaries=True,
             )
         )
-    return found
+    return poros_arms
 
 
 def _block_sizes(model: Any, options: Any) -> list[Case]:
     num_layers = model.config.num_hidden_layers
-    sizes = [each for each in options.block_sizes if each <= num_layers]
-    found = [arms.resident_arm()] + [
+    sizes = [size for size in options.block_sizes if size <= num_layers]
+    compared = [arms.resident_arm()] + [
         arms.poros_arm(f"blocks of {size}", slots=2, block_size=size) for size in sizes
     ]
-    return [Case(arm, _work(options)) for arm in found]
+    return [Case(arm, _work(options)) for arm in compared]
 
 
 def _sequences(model: Any, options: Any) -> list[Case]:
-    found = [
+    compared = [
         arms.resident_arm(),
         arms.checkpointing_arm(),
         arms.poros_arm("2 slots", slots=2),
         arms.poros_arm("2 slots, boundaries on the host", slots=2, offload_boundaries=True),
     ]
-    return [Case(arm, Work(options.batch, seq)) for seq in options.lengths for arm in found]
+    return [Case(arm, Work(options.batch, seq)) for seq in options.lengths for arm in compared]
 
 
 def _slots(model: Any, options: Any) -> list[Case]:
@@ -104,9 +106,13 @@ def _slots(model: Any, options: Any) -> list[Case]:
     numbers = dict.fromkeys(
         [2, *(round(num_layers * share / 4) for share in (1, 2, 3)), num_layers]
     )
-    found = [arms.resident_arm(), arms.checkpointing_arm()]
-    found += [arms.poros_arm(f"{each} slots", slots=each) for each in numbers if each >= 2]
-    return [Case(arm, _work(options)) for arm in found]
+    compared = [arms.resident_arm(), arms.checkpointing_arm()]
+    compared += [
+        arms.poros_arm(f"{num_slots} slots", slots=num_slots)
+        for num_slots in numbers
+        if num_slots >= 2
+    ]
+    return [Case(arm, _work(options)) for arm in compared]
 
 
 def _budgets(model: Any, options: Any) -> list[Case]:
@@ -117,12 +123,12 @@ def _budgets(model: Any, options: Any) -> list[Case]:
     least = poros.plan(model, num_slots=2, **common).total_num_bytes
     most = poros.plan(model, num_slots=num_layers, keep_last=num_layers, **common).total_num_bytes
     budgets = [
-        least + (most - least) * each // (options.points - 1) for each in range(options.points)
+        least + (most - least) * point // (options.points - 1) for point in range(options.points)
     ]
-    found = [arms.resident_arm(), arms.checkpointing_arm()]
-    found += [arms.poros_arm(f"{each / 1e9:.3g} GB", vram_budget=each) for each in budgets]
-    found += [arms.poros_arm(each, vram_budget=each) for each in options.budgets]
-    return [Case(arm, _work(options)) for arm in found]
+    compared = [arms.resident_arm(), arms.checkpointing_arm()]
+    compared += [arms.poros_arm(f"{budget / 1e9:.3g} GB", vram_budget=budget) for budget in budgets]
+    compared += [arms.poros_arm(budget, vram_budget=budget) for budget in options.budgets]
+    return [Case(arm, _work(options)) for arm in compared]
 
 
 TABLES = {

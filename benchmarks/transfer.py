@@ -18,7 +18,7 @@ import torch
 import poros
 from benchmarks import memory
 from benchmarks.loops import make_optimizer
-from benchmarks.report import Summary, TextRow, numbers
+from benchmarks.report import Summary, TextRow, numbers, percentiles
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
 from poros.streams import CudaStreams, EagerStreams, Event, gb_per_s
@@ -62,7 +62,7 @@ class TimedCudaStreams(CudaStreams):
 
 
 class TimedEagerStreams(EagerStreams):
-    """The stand-in for a CPU, with times."""
+    """The streams of a CPU, with times."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -89,25 +89,25 @@ def measure(
     rows: list[dict[str, Any]] = []
     try:
         runtime = poros.runtime(model)
-        blocks = {runtime.host_slab(each).data_ptr(): each for each in range(runtime.num_blocks)}
+        blocks = {runtime.host_slab(block).data_ptr(): block for block in range(runtime.num_blocks)}
         batch = batch_of(model.config.vocab_size, work, device)
         optimizer = make_optimizer(model)
         model.train()
         for number in range(schedule.passes):
-            found = [_plain(runtime, device, is_cuda)]
+            phase_rows = [_plain(runtime, device, is_cuda)]
             for step in range(schedule.warm + schedule.steps):
                 streams.copies.clear()
                 took = _step(model, batch, optimizer, device)
                 if step >= schedule.warm:
                     for row in _phases(streams.copies, blocks, is_cuda):
-                        found.append(row | {"step": step - schedule.warm, "step_ms": took})
+                        phase_rows.append(row | {"step": step - schedule.warm, "step_ms": took})
             own = _own_figures(runtime)
-            for each in found:
-                if each["kind"] == "poros":
-                    each |= own
-            found.append(_plain(runtime, device, is_cuda))
+            for row in phase_rows:
+                if row["kind"] == "poros":
+                    row |= own
+            phase_rows.append(_plain(runtime, device, is_cuda))
             common = {**shape, "batch": work.batch_size, "seq": work.seq_len, "pass": number}
-            rows += [common | each for each in found]
+            rows += [common | row for row in phase_rows]
     finally:
         poros.restore(model)
     return rows
@@ -116,24 +116,24 @@ def measure(
 def summarize(rows: Sequence[TextRow]) -> list[Summary]:
     """One line per phase, with its share of the plain rate."""
     plain = [_rate(row) for row in rows if row["kind"] == "plain"]
-    middle = statistics.median(plain)
+    plain_middle, plain_low, _ = percentiles(plain)
     lines = []
     for phase in ("forward", "backward", "with the turn"):
         own = [row for row in rows if row["phase"] == phase]
         if not own:
             continue
-        rates = sorted(_rate(row) for row in own)
+        middle, low, _ = percentiles([_rate(row) for row in own])
         alone = [_rate(row, "copying_ms") for row in own]
         line = {
             "phase": phase,
             "copies": own[0]["num_copies"],
             "GB": f"{float(own[0]['num_bytes']) / 1e9:.3f}",
-            "plain GB/s": f"{middle:.2f}",
-            "plain p10": f"{sorted(plain)[len(plain) // 10]:.2f}",
-            "achieved GB/s": f"{statistics.median(rates):.2f}",
-            "achieved p10": f"{rates[len(rates) // 10]:.2f}",
+            "plain GB/s": f"{plain_middle:.2f}",
+            "plain p10": f"{plain_low:.2f}",
+            "achieved GB/s": f"{middle:.2f}",
+            "achieved p10": f"{low:.2f}",
             "each copy GB/s": f"{statistics.median(alone):.2f}",
-            "share of plain": f"{statistics.median(rates) / middle:.1%}",
+            "share of plain": f"{middle / plain_middle:.1%}",
             "step ms": f"{statistics.median(numbers(own, 'step_ms')):.1f}",
         }
         for name, key in (("runtime GB/s", "runtime_gb_per_s"), ("stall ms", "stall_ms")):
@@ -164,31 +164,31 @@ def _phases(
 
     All of them together are a third row, which has the gap at the turn in it.
     """
-    numbered = [blocks[each.block] for each in copies]
+    numbered = [blocks[copy.block] for copy in copies]
     turn = next((n for n in range(1, len(copies)) if numbered[n] <= numbered[n - 1]), len(copies))
-    found = []
+    rows = []
     phases = {"forward": copies[:turn], "backward": copies[turn:], "with the turn": copies}
     for phase, own in phases.items():
         if own:
-            found.append({"kind": "poros", "phase": phase, **_span(own, is_cuda)})
-    return found
+            rows.append({"kind": "poros", "phase": phase, **_span(own, is_cuda)})
+    return rows
 
 
 def _span(copies: Sequence[_Copy], is_cuda: bool) -> dict[str, Any]:
-    def between(one: Any, other: Any) -> float:
-        return float(one.elapsed_time(other)) if is_cuda else (other - one) * 1e3
+    def between(begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) if is_cuda else (end - begin) * 1e3
 
     return {
         "num_copies": len(copies),
-        "num_bytes": sum(each.num_bytes for each in copies),
+        "num_bytes": sum(copy.num_bytes for copy in copies),
         "ms": between(copies[0].began, copies[-1].ended),
-        "copying_ms": sum(between(each.began, each.ended) for each in copies),
+        "copying_ms": sum(between(copy.began, copy.ended) for copy in copies),
     }
 
 
 def _plain(runtime: Any, device: torch.device, is_cuda: bool) -> dict[str, Any]:
     """All slabs once, on a stream of their own, queued ahead of time."""
-    slabs = [runtime.host_slab(each) for each in range(runtime.num_blocks)]
+    slabs = [runtime.host_slab(block) for block in range(runtime.num_blocks)]
     streams: Any = TimedCudaStreams(device) if is_cuda else TimedEagerStreams(device)
     target = streams.allocate(max(map(len, slabs)))
     memory.synchronize(device)

@@ -84,16 +84,16 @@ class Recompute(torch.autograd.Function):
         ctx.run = run
         ctx.save_for_backward(hidden, *adapters)
         with torch.enable_grad():
-            found: torch.Tensor = run(hidden.detach().requires_grad_())
-        return found.detach()
+            output: torch.Tensor = run(hidden.detach().requires_grad_())
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         hidden, *adapters = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            found = ctx.run(hidden)
-        return (None, *torch.autograd.grad(found, [hidden, *adapters], gradient))
+            output = ctx.run(hidden)
+        return (None, *torch.autograd.grad(output, [hidden, *adapters], gradient))
 
 
 def recompute(layer: Any, adapters: list[Any], hidden: torch.Tensor, **kwargs: Any) -> Any:
@@ -109,7 +109,9 @@ def arm_of(model: Any, name: str, device: torch.device, num_layers: int) -> Any:
         made.to(device)
         if name == RECOMPUTED:
             for layer in made.base_model.model.model.layers:
-                adapters = [each for each in layer.parameters() if each.requires_grad]
+                adapters = [
+                    parameter for parameter in layer.parameters() if parameter.requires_grad
+                ]
                 layer.forward = partial(recompute, layer, adapters)
         if name == CHECKPOINTED:
             made.gradient_checkpointing_enable({"use_reentrant": False})
@@ -172,23 +174,23 @@ def spread(values: list[float]) -> str:
 
 def report(rounds: dict[str, list[Times]]) -> Iterator[str]:
     """The table, in microseconds per layer."""
-    bare = statistics.median(each.both for each in rounds[BARE])
+    bare = statistics.median(step.both for step in rounds[BARE])
     yield "us per layer, median (quartiles), least"
     for name, times in rounds.items():
-        forward, backward = ([each[i] for each in times] for i in (0, 1))
-        ratio = statistics.median(each.both for each in times) / bare
+        forward, backward = ([step[i] for step in times] for i in (0, 1))
+        ratio = statistics.median(step.both for step in times) / bare
         yield (
             f"{name:>12}  forward {spread(forward):<22} {min(forward) * 1e3:6.0f}  "
             f"backward {spread(backward):<22} {min(backward) * 1e3:6.0f}  {ratio:.3f} x bare"
         )
     least = {name: Times(*map(min, zip(*times, strict=True))) for name, times in rounds.items()}
     for name in (CHECKPOINTED, RECOMPUTED, ALL_SLOTS, TWO_SLOTS):
-        found = [
-            excesses(*each)
-            for each in zip(rounds[BARE], rounds[CHECKPOINTED], rounds[name], strict=True)
+        differences = [
+            excesses(*of_round)
+            for of_round in zip(rounds[BARE], rounds[CHECKPOINTED], rounds[name], strict=True)
         ]
         for key, of_least in excesses(least[BARE], least[CHECKPOINTED], least[name]).items():
-            middle = spread([each[key] for each in found])
+            middle = spread([of_round[key] for of_round in differences])
             yield f"{name:>12}  {key:<36} {middle:<22} {of_least * 1e3:6.0f}"
 
 

@@ -30,10 +30,10 @@ def bits_of(value: torch.Tensor) -> str:
 
 def digest(model: Any) -> str:
     """Of names, dtypes, shapes and bytes of all trained parameters."""
-    found = hashlib.sha256()
-    for name, each in sorted(model.named_parameters(), key=lambda item: item[0]):
-        if each.requires_grad:
-            found.update(f"{name} {each.dtype} {tuple(each.shape)} ".encode())
-            data = each.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            found.update(data.numpy().tobytes())
-    return found.hexdigest()[:16]
+    hasher = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        if parameter.requires_grad:
+            hasher.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} ".encode())
+            data = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            hasher.update(data.numpy().tobytes())
+    return hasher.hexdigest()[:16]

@@ -213,7 +213,7 @@ def _run_gate(
         {"input_ids": batch, "labels": batch}
         for batch in rows.split(settings.batch_size)[: settings.num_gate_steps]
     ]
-    found = parity.run_parity(
+    parity_report = parity.run_parity(
         make_model,
         batches,
         TrainingSpec(num_steps=settings.num_gate_steps, seed=settings.seed),
@@ -221,8 +221,8 @@ def _run_gate(
         subject="the demo's checkpoint",
         settings={"rank": RANK, "dropout": DROPOUT, "device": report.device},
     )
-    render_parity(found, console)
-    return found
+    render_parity(parity_report, console)
+    return parity_report
 
 
 def _fine_tune(

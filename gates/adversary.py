@@ -234,9 +234,9 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not func.is_view:
-            for each in tree_leaves((args, kwargs or {})):
-                if isinstance(each, torch.Tensor):
-                    self._streams.note_read(each)
+            for tensor in tree_leaves((args, kwargs or {})):
+                if isinstance(tensor, torch.Tensor):
+                    self._streams.note_read(tensor)
         return func(*args, **(kwargs or {}))
 
 

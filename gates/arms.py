@@ -154,10 +154,12 @@ def _unstreamed(
     resident = sum(not is_streamed(layer) for layer in layers)
     if resident:
         return f"{resident} of {len(layers)} decoder layers of the streamed arm were not streamed"
-    found = runtime(model)
-    num_loads = found.stats()["num_loads"]
-    if expected_loads is not None and num_loads != expected_loads(found):
-        return f"the streamed arm loaded {num_loads} blocks, the walk {expected_loads(found)}"
+    model_runtime = runtime(model)
+    num_loads = model_runtime.stats()["num_loads"]
+    if expected_loads is not None and num_loads != expected_loads(model_runtime):
+        return (
+            f"the streamed arm loaded {num_loads} blocks, the walk {expected_loads(model_runtime)}"
+        )
     return None
 
 
@@ -165,9 +167,9 @@ def _runtime_stats(model: torch.nn.Module) -> dict[str, Any]:
     """Counters and sizes of the model's runtime."""
     from poros.api import runtime
 
-    found = runtime(model)
-    shape = {"num_blocks": found.num_blocks, "num_slots": found.num_slots}
-    return plain({**shape, **found.stats()})
+    model_runtime = runtime(model)
+    shape = {"num_blocks": model_runtime.num_blocks, "num_slots": model_runtime.num_slots}
+    return plain({**shape, **model_runtime.stats()})
 
 
 def _release_memory() -> None:

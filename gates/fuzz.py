@@ -86,10 +86,10 @@ class Tally:
 
     def known(self, program: Program, verdict: "Verdict") -> Finding | None:
         """The finding of which this failure is one more case."""
-        found = features(program)
-        for each in self.findings:
-            if each.sort == sort_of(verdict) and each.features <= found:
-                return each
+        program_features = features(program)
+        for finding in self.findings:
+            if finding.sort == sort_of(verdict) and finding.features <= program_features:
+                return finding
         return None
 
     def add(self, program: Program, verdict: "Verdict", shrunk: "Shrunk | None") -> None:
@@ -101,14 +101,21 @@ class Tally:
         self.examples.setdefault((verdict.end, verdict.kind), (program, verdict.detail))
         if verdict.end != "failed":
             return
-        smallest, said = shrunk or (program, verdict)
-        known = self.known(program, verdict) or self.known(smallest, said)
+        smallest, shrunk_verdict = shrunk or (program, verdict)
+        known = self.known(program, verdict) or self.known(smallest, shrunk_verdict)
         if known:
             known.count += 1
             return
         seconds = round(self.seconds, 1)
         self.findings.append(
-            Finding(sort_of(said), said.kind, said.detail, smallest, program, seconds)
+            Finding(
+                sort_of(shrunk_verdict),
+                shrunk_verdict.kind,
+                shrunk_verdict.detail,
+                smallest,
+                program,
+                seconds,
+            )
         )
 
     def record(self) -> dict[str, Any]:
@@ -126,14 +133,14 @@ class Tally:
             },
             "findings": [
                 {
-                    "kind": each.kind,
-                    "count": each.count,
-                    "seconds": each.seconds,
-                    "program": repr(each.program),
-                    "drawn": repr(each.drawn),
-                    "detail": each.detail,
+                    "kind": finding.kind,
+                    "count": finding.count,
+                    "seconds": finding.seconds,
+                    "program": repr(finding.program),
+                    "drawn": repr(finding.drawn),
+                    "detail": finding.detail,
                 }
-                for each in self.findings
+                for finding in self.findings
             ],
         }
 
@@ -159,7 +166,7 @@ def draw(seed: int, number: int, *, compiled: bool = True) -> Iterator[Program]:
 def _draw_chunk(strategy: Any, seed: int) -> list[Program]:
     import hypothesis
 
-    found: list[Program] = []
+    drawn: list[Program] = []
 
     @hypothesis.settings(
         max_examples=_CHUNK,
@@ -171,11 +178,11 @@ def _draw_chunk(strategy: Any, seed: int) -> list[Program]:
     @hypothesis.seed(seed)
     @hypothesis.given(strategy)
     def collect(program: Program) -> None:
-        if program not in found:
-            found.append(program)
+        if program not in drawn:
+            drawn.append(program)
 
     collect()
-    return found
+    return drawn
 
 
 def shrunk_failure(
@@ -187,8 +194,8 @@ def shrunk_failure(
     verdicts = {program: verdict}
 
     def fails(smaller: Program) -> bool:
-        found = verdicts[smaller] = judge(smaller)
-        return found.end == "failed" and sort_of(found) == sort_of(verdict)
+        smaller_verdict = verdicts[smaller] = judge(smaller)
+        return smaller_verdict.end == "failed" and sort_of(smaller_verdict) == sort_of(verdict)
 
     smallest = shrink(program, fails, num_tries=_NUM_TRIES)
     return smallest, verdicts[smallest]
@@ -244,9 +251,9 @@ def _fuzz_in_process(
     reason = f"a hang: no end after {_HANG_S:.0f} s"
     try:
         while receiver.poll(_HANG_S):
-            what, *values = receiver.recv()
+            message, *values = receiver.recv()
             done = is_over()
-            if what == "start":
+            if message == "start":
                 if done:
                     return start
                 running = values[0]
@@ -327,9 +334,11 @@ def render(tally: Tally) -> "Group":
         for kind, number in tally.kinds.get(end, Counter()).most_common():
             kinds.add_row(str(number), kind)
         parts.append(kinds)
-    for each in tally.findings:
-        head = f"\nFAILED {each.count} times, first after {each.seconds:.0f} s: {each.kind}"
-        parts.append(Text(f"{head}\n{each.detail}\n{each.program!r}"))
+    for finding in tally.findings:
+        head = (
+            f"\nFAILED {finding.count} times, first after {finding.seconds:.0f} s: {finding.kind}"
+        )
+        parts.append(Text(f"{head}\n{finding.detail}\n{finding.program!r}"))
     return Group(*parts, summary)
 
 

@@ -122,7 +122,7 @@ def _(action: Evaluate, arm: "Arm") -> bool:
     try:
         with around, disabled:
             if action.mode in ("generate", "sample"):
-                found = model.generate(
+                output = model.generate(
                     input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],
                     max_new_tokens=3,
@@ -130,10 +130,10 @@ def _(action: Evaluate, arm: "Arm") -> bool:
                     pad_token_id=0,
                 )
             else:
-                found = model(**batch).logits
+                output = model(**batch).logits
     finally:
         model.train(was_training)
-    arm.record.add(f"evaluation of step {arm.step_index}", found)
+    arm.record.add(f"evaluation of step {arm.step_index}", output)
     return True
 
 
@@ -149,13 +149,13 @@ def _(action: SetMode, arm: "Arm") -> bool:
 @do.register(SetDropout)
 def _(action: SetDropout, arm: "Arm") -> bool:
     target = arm.model if action.layer is None else fuzz_hooks.module_at(arm, action.layer, "")
-    found = False
+    is_changed = False
     for module in target.modules() if target is not None else ():
         if isinstance(module, nn.Dropout):
-            module.p, found = action.p, True
+            module.p, is_changed = action.p, True
         elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout, found = action.p, True
-    return found
+            module.attention_dropout, is_changed = action.p, True
+    return is_changed
 
 
 @do.register(SetAttention)
@@ -181,10 +181,10 @@ def _(action: Random, arm: "Arm") -> bool:
 
 @do.register(EditBase)
 def _(action: EditBase, arm: "Arm") -> bool:
-    found = _base_tensor(action, arm)
-    if found is None:
+    place = _base_tensor(action, arm)
+    if place is None:
         return False
-    owner, key = found
+    owner, key = place
     arm.edits_base = True
     tensor = getattr(owner, key)
     if not tensor.is_floating_point():
@@ -323,7 +323,7 @@ def _adapter_parameters(arm: "Arm", which: str, layer: int | None) -> list[nn.Pa
     if layer is not None:
         if layer >= len(arm.layers):
             return []
-        inside = {id(each) for each in arm.layers[layer].parameters()}
+        inside = {id(parameter) for parameter in arm.layers[layer].parameters()}
     return [
         parameter
         for name, parameter in arm.model.named_parameters()
@@ -341,7 +341,7 @@ def _base_tensor(action: EditBase, arm: "Arm") -> tuple[nn.Module, str] | None:
         if action.layer >= len(arm.layers):
             return None
         top = arm.layers[action.layer]
-    inner = {id(each) for layer in arm.layers for each in layer.modules()}
+    inner = {id(module) for layer in arm.layers for module in layer.modules()}
     for name, module in top.named_modules():
         if "lora" in name or "vblora" in name:
             continue
@@ -395,7 +395,7 @@ _SETTERS: dict[str, Callable[[str], None]] = {
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
+def settings_restored() -> Iterator[None]:
     """Put back every setting of the process that an action may change."""
     sdp, mkldnn = _BACKENDS.cuda, _BACKENDS.mkldnn
     flags = (sdp.flash_sdp_enabled(), sdp.math_sdp_enabled(), mkldnn.enabled)

@@ -17,4 +17,4 @@ def collect() -> None:
 def num_alive() -> int:
     """Tensors that Python knows of, without those that only a cycle keeps."""
     collect()
-    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+    return sum(issubclass(type(instance), torch.Tensor) for instance in gc.get_objects())

@@ -109,8 +109,7 @@ class Arm:
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Copies of all that can be trained, by name."""
-        found = {n: p.detach().clone() for n, p in self.named_trainable()}
-        return found
+        return {name: p.detach().clone() for name, p in self.named_trainable()}
 
     def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
@@ -122,7 +121,7 @@ class Arm:
     def name_of(self, module: nn.Module) -> str:
         """The qualified name of a module of the model."""
         if id(module) not in self._names:
-            self._names = {id(each): name for name, each in self.model.named_modules()}
+            self._names = {id(other): name for name, other in self.model.named_modules()}
         return self._names.get(id(module), "")
 
     def train_on(self, length: int) -> None:
@@ -212,14 +211,14 @@ class Arm:
                 stack.close()
             self._between(step)
             self._backward(losses, step.backward, where)
-        return [each.detach() for each in losses]
+        return [loss.detach() for loss in losses]
 
     def _between(self, step: Step) -> None:
         for action in step.between:
             self._do(action)
 
     def _backward(self, losses: Sequence[torch.Tensor], how: str, where: str) -> None:
-        total = torch.stack([each.float() for each in losses]).sum()
+        total = torch.stack([loss.float() for loss in losses]).sum()
         if how == "sum":
             total.backward()
         elif how in ("in_turn", "reverse"):
@@ -232,8 +231,8 @@ class Arm:
             total.backward()
         elif how == "grad":
             named = list(self.named_trainable())
-            found = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
-            for (_, parameter), gradient in zip(named, found, strict=True):
+            gradients = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
+            for (_, parameter), gradient in zip(named, gradients, strict=True):
                 parameter.grad = gradient
         elif how == "create_graph":
             total.backward(create_graph=True)
@@ -310,7 +309,7 @@ class Arm:
     # Updates.
 
     def _make_optimizer(self) -> None:
-        parameters = [each for _, each in self.named_trainable()]
+        parameters = [parameter for _, parameter in self.named_trainable()]
         kind = self.program.optimizer
         if kind == "sgd":
             self.optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=False)
@@ -349,10 +348,10 @@ class Arm:
         states = self.optimizer.state if self.optimizer is not None else {}
         for name, parameter in trained:
             self.record.add(f"{where}: weight {name}", parameter)
-            found = states.get(parameter) or {}
+            state = states.get(parameter) or {}
             if id(parameter) in self._stepped:
-                found = self._stepped[id(parameter)].state.get(parameter) or {}
-            for key, value in found.items():
+                state = self._stepped[id(parameter)].state.get(parameter) or {}
+            for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     self.record.add(f"{where}: {key} of {name}", value)
         for name, average in self.ema.items():
@@ -391,7 +390,7 @@ def run_arm(
         finish: Called with the arm before its hooks are taken off.
     """
     python_state = random.getstate()
-    with torch.random.fork_rng(devices=[]), fuzz_actions.settings_kept():
+    with torch.random.fork_rng(devices=[]), fuzz_actions.settings_restored():
         random.seed(program.seed)
         torch.manual_seed(program.seed)
         arm = Arm(program, model)

@@ -53,7 +53,7 @@ class Dice:
     def chance(self, percent: int) -> bool:
         return self.below(100) >= 100 - percent
 
-    def one(self, options: Sequence[T]) -> T:
+    def choice(self, options: Sequence[T]) -> T:
         return options[self.below(len(options))]
 
     def weighted(self, options: dict[T, int]) -> T:
@@ -90,13 +90,13 @@ class Draft:
         return self.num_tags - 1
 
     def step(self) -> dict[str, Any]:
-        return self.dice.one(self.steps)
+        return self.dice.choice(self.steps)
 
     def layer(self) -> int:
         return self.dice.below(self.subject.num_layers)
 
     def part(self) -> str:
-        return self.dice.one(PARTS[self.subject.architecture])
+        return self.dice.choice(PARTS[self.subject.architecture])
 
     def place(self, action: Action, *, moments: dict[str, int] | None = None) -> str:
         """Put ``action`` at a moment: the start, before a step, between forward and backward."""
@@ -119,10 +119,10 @@ class Draft:
 
     def finish(self) -> Program:
         steps = []
-        for each in self.steps:
+        for step in self.steps:
             values: dict[str, Any] = {
-                key: tuple(found) if isinstance(found, list) else found
-                for key, found in each.items()
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in step.items()
             }
             steps.append(Step(**values))
         return Program(

@@ -142,7 +142,7 @@ class Hooked:
             return changed
         if not isinstance(values, tuple | list):
             return None
-        index = next(i for i, each in enumerate(values) if each is tensor)
+        index = next(i for i, value in enumerate(values) if value is tensor)
         return type(values)((*values[:index], changed, *values[index + 1 :]))
 
     def _changed(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -189,14 +189,14 @@ def register(hook: Hook, arm: "Arm") -> bool:
     if not targets:
         return False
     unregister(hook.tag, arm)
-    arm.hooks[hook.tag] = [Hooked(hook, arm, each, name) for name, each in targets]
+    arm.hooks[hook.tag] = [Hooked(hook, arm, target, name) for name, target in targets]
     return True
 
 
 def unregister(tag: int, arm: "Arm") -> None:
     """Remove the hook of that tag, if there is one."""
-    for each in arm.hooks.pop(tag, ()):
-        each.remove()
+    for hooked in arm.hooks.pop(tag, ()):
+        hooked.remove()
 
 
 def module_at(arm: "Arm", layer: int, part: str) -> nn.Module | None:
@@ -219,7 +219,7 @@ def _targets(hook: Hook, arm: "Arm") -> Sequence[tuple[str, Any]]:
     if hook.layer >= 0:
         if hook.layer >= len(arm.layers):
             return []
-        inside = {id(each) for each in arm.layers[hook.layer].parameters()}
+        inside = {id(parameter) for parameter in arm.layers[hook.layer].parameters()}
     return [
         (name, parameter)
         for name, parameter in arm.model.named_parameters()
@@ -233,7 +233,7 @@ def _first(values: Any) -> torch.Tensor | None:
     if isinstance(values, torch.Tensor):
         return values
     if isinstance(values, tuple | list):
-        for each in values:
-            if isinstance(each, torch.Tensor) and each.is_floating_point():
-                return each
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return value
     return None

@@ -24,7 +24,7 @@ from poros.gates.fuzz_alive import collect
 from poros.gates.fuzz_arm import Arm, Record, frozen_tensors, run_arm
 from poros.gates.fuzz_models import Models
 from poros.gates.fuzz_program import Program
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.layer.streamed import is_streamed
 from poros.self_check.compare import bits, differing
 from poros.streams import StreamContext, streams_for
@@ -79,10 +79,10 @@ def _accused(program: Program, models: Models, resident: Record, verdict: Verdic
     that is refused for another reason then is refused a little later.
     """
     unchecked = replace(program, policy=replace(program.policy, self_check="off"))
-    found = _compare(unchecked, resident, *_streamed(unchecked, models))
-    if found.end == "equal":
+    without_check = _compare(unchecked, resident, *_streamed(unchecked, models))
+    if without_check.end == "equal":
         return Verdict("failed", f"false accusation: {verdict.kind}", verdict.detail)
-    return found
+    return without_check
 
 
 def _compare(program: Program, resident: Record, streamed: Record, finish: "_Finish") -> Verdict:
@@ -92,10 +92,10 @@ def _compare(program: Program, resident: Record, streamed: Record, finish: "_Fin
     problem = finish.problem
     if resident.error is not None:
         if streamed.error is None:
-            return Verdict("failed", "no error where resident raises", _said(resident.error))
+            return Verdict("failed", "no error where resident raises", _message(resident.error))
         if problem:
             return Verdict("failed", f"restore: {_pattern(problem)}", problem)
-        return Verdict("raised", _kind(resident.error), _said(streamed.error))
+        return Verdict("raised", _kind(resident.error), _message(streamed.error))
     error = streamed.error
     if error is None:
         if problem:
@@ -104,13 +104,13 @@ def _compare(program: Program, resident: Record, streamed: Record, finish: "_Fin
             return Verdict("failed", "false accusation by a warning", finish.warning)
         return Verdict("equal")
     if not isinstance(error, PorosError) or isinstance(error, SlotHazard | SlotStateError):
-        return Verdict("failed", f"foreign {_kind(error)}", _said(error) + "\n" + streamed.trace)
+        return Verdict("failed", f"foreign {_kind(error)}", _message(error) + "\n" + streamed.trace)
     wrong = _wrong_weight(resident, streamed)
     if wrong is not None:
-        return Verdict("failed", f"wrong weights at {_kind(error)}", f"{wrong}; {_said(error)}")
+        return Verdict("failed", f"wrong weights at {_kind(error)}", f"{wrong}; {_message(error)}")
     if problem:
-        return Verdict("failed", f"restore: {_pattern(problem)}", f"{problem}; {_said(error)}")
-    return Verdict("refused", _kind(error), _said(error))
+        return Verdict("failed", f"restore: {_pattern(problem)}", f"{problem}; {_message(error)}")
+    return Verdict("refused", _kind(error), _message(error))
 
 
 class _Finish:
@@ -124,12 +124,12 @@ class _Finish:
 
     def __call__(self, arm: Arm) -> None:
         model = arm.model
-        if not any(is_streamed(each) for each in model.modules()):
+        if not any(is_streamed(module) for module in model.modules()):
             return
         check = runtime(model).self_check
         self.was_warned = check["mode"] == "warn" and check["status"] == "failed"
         self.warning = str(check["message"])
-        base = {name: each.detach().clone() for name, each in frozen_tensors(model)}
+        base = {name: tensor.detach().clone() for name, tensor in frozen_tensors(model)}
         try:
             restore(model)
         except Exception as error:
@@ -152,7 +152,7 @@ class _Finish:
 
 def _num_calls() -> int:
     """Calls of streamed layers that are alive."""
-    return sum(type(each) is LayerCall for each in gc.get_objects())
+    return sum(type(instance) is LayerCall for instance in gc.get_objects())
 
 
 def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
@@ -224,7 +224,7 @@ def _wrong_weight(expected: Record, found: Record) -> str | None:
     states = expected.weights[max(0, number - 1) : number + 1]
     for name, tensor in found.now.items():
         candidates = [state[name] for state in states if name in state]
-        if candidates and not any(_same(each, tensor) for each in candidates):
+        if candidates and not any(_same(candidate, tensor) for candidate in candidates):
             return name
     return None
 
@@ -247,5 +247,5 @@ def _pattern(message: str) -> str:
     return first[:_MAX_MESSAGE]
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[: 4 * _MAX_MESSAGE]

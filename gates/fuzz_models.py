@@ -77,7 +77,7 @@ def num_layers_of(subject: Subject) -> int:
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The decoder layers, in order."""
-    return [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def attach(base: Any, subject: Subject) -> Any:
@@ -131,7 +131,7 @@ def draw_adapters(model: nn.Module, name: str, *, seed: int) -> None:
 
 def _targets(base: Any, subject: Subject) -> list[str]:
     chosen = []
-    layers = {id(each): index for index, each in enumerate(layers_of(base))}
+    layers = {id(layer): index for index, layer in enumerate(layers_of(base))}
     where = {
         id(inner): (layers[id(layer)], name)
         for layer in layers_of(base)
@@ -157,9 +157,9 @@ def _targets(base: Any, subject: Subject) -> list[str]:
 
 
 def _copied(model: Any) -> Any:
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
+    copied = copy.deepcopy(model)
+    for module in copied.modules():
         weight = module._parameters.get("weight")
         if "quant_state" in module.__dict__ and weight is not None:
             own(module, weight)  # a deep copy has two states, and refers to the other module
-    return tiny.without_repacking(twin)
+    return tiny.without_repacking(copied)

@@ -72,10 +72,10 @@ def _hook(draft: Draft) -> None:
     dice = draft.dice
     kind = dice.weighted(_KINDS)
     is_outside = dice.chance(20)
-    part = dice.one(_OUTSIDE) if is_outside else draft.part()
+    part = dice.choice(_OUTSIDE) if is_outside else draft.part()
     layer = -1 if is_outside else draft.layer()
     if kind in ("parameter", "post_accumulate"):
-        layer, part = dice.one((-1, draft.layer())), dice.one(("", "lora_A", "lora_B"))
+        layer, part = dice.choice((-1, draft.layer())), dice.choice(("", "lora_A", "lora_B"))
     hook = Hook(
         kind=kind,
         does=dice.weighted(_DOES[kind.removeprefix("global_")]),
@@ -112,7 +112,7 @@ def _penalty_inside(draft: Draft) -> None:
 def _penalty_on_weights(draft: Draft) -> None:
     dice = draft.dice
     kind = dice.weighted({"gram": 3, "norm": 2, "product": 2})
-    which = "lora_A" if kind != "norm" else dice.one(("lora_A", "lora_B", "vblora"))
+    which = "lora_A" if kind != "norm" else dice.choice(("lora_A", "lora_B", "vblora"))
     draft.term(Term(kind, which=which), everywhere=dice.chance(50))
     if dice.chance(50):
         _autocast(draft)
@@ -129,7 +129,7 @@ def _inputs(draft: Draft) -> None:
     dice = draft.dice
     step = draft.step()
     kind = dice.weighted({"embeds_grad": 3, "embeds": 1})
-    step["forwards"] = [replace(each, inputs=kind) for each in step["forwards"]]
+    step["forwards"] = [replace(forward, inputs=kind) for forward in step["forwards"]]
 
 
 def _autocast(draft: Draft) -> None:
@@ -146,7 +146,7 @@ def _several_forwards(draft: Draft) -> None:
     step["forwards"] = [
         *step["forwards"],
         *(
-            replace(first, batch=1 + index, length=dice.one((6, 4)))
+            replace(first, batch=1 + index, length=dice.choice((6, 4)))
             for index in range(1 + dice.below(2))
         ),
     ]
@@ -168,7 +168,7 @@ def _adapters(draft: Draft) -> None:
     draft.place(Adapter(verb), moments=between)
     if verb in ("add", "load"):
         then = dice.weighted({"set": 3, "both": 2, "delete": 2})
-        name = "second" if then != "set" else dice.one(("default", "second"))
+        name = "second" if then != "set" else dice.choice(("default", "second"))
         draft.place(Adapter(then, name), moments=between)
     elif verb == "disable":
         draft.place(Adapter("enable"), moments=between)
@@ -176,8 +176,8 @@ def _adapters(draft: Draft) -> None:
 
 def _freeze(draft: Draft) -> None:
     dice = draft.dice
-    layer = dice.one((None, draft.layer()))
-    which = dice.one(("lora_A", "lora_B", "lora", "q_proj", "mlp"))
+    layer = dice.choice((None, draft.layer()))
+    which = dice.choice(("lora_A", "lora_B", "lora", "q_proj", "mlp"))
     draft.place(Train(False, which, layer))
     if dice.chance(50):
         draft.place(Train(True, which, layer), moments={"before": 4, "between": 1})
@@ -189,7 +189,7 @@ def _evaluate(draft: Draft) -> None:
         {"eval": 5, "generate": 2, "sample": 1, "disabled": 2, "train": 2, "inference": 1}
     )
     draft.place(
-        Evaluate(dice.one((6, 5, 9)), mode), moments={"before": 4, "between": 2, "start": 1}
+        Evaluate(dice.choice((6, 5, 9)), mode), moments={"before": 4, "between": 2, "start": 1}
     )
 
 
@@ -210,7 +210,7 @@ def _fails(draft: Draft) -> None:
 
 def _weights(draft: Draft) -> None:
     dice = draft.dice
-    what = dice.one(("lora_A", "lora_B", "lora"))
+    what = dice.choice(("lora_A", "lora_B", "lora"))
     how = dice.weighted(
         {"inplace": 4, "data": 3, "numpy": 1, "assign": 2, "cast": 1, "copy": 1, "swap": 3}
     )
@@ -219,7 +219,7 @@ def _weights(draft: Draft) -> None:
     if how in ("inplace", "copy"):
         moments["between"] = 2
     draft.ema = draft.ema or how == "swap"
-    draft.place(EditAdapter(what, how, dice.one((None, draft.layer()))), moments=moments)
+    draft.place(EditAdapter(what, how, dice.choice((None, draft.layer()))), moments=moments)
 
 
 def _base(draft: Draft) -> None:
@@ -268,21 +268,21 @@ def _settings(draft: Draft) -> None:
 
 def _twice(draft: Draft) -> None:
     dice = draft.dice
-    parts = [each for each in PARTS[draft.subject.architecture] if each]
+    parts = [name for name in PARTS[draft.subject.architecture] if name]
     # Attention takes more than a hidden state, and gives more than one back.
-    part = dice.one([each for each in parts if each != "self_attn"])
-    draft.start.append(UseTwice(draft.layer(), part, dice.one(("chain", "beside"))))
+    part = dice.choice([name for name in parts if name != "self_attn"])
+    draft.start.append(UseTwice(draft.layer(), part, dice.choice(("chain", "beside"))))
     if dice.chance(60):
         _autocast(draft)
 
 
 def _tie(draft: Draft) -> None:
-    draft.start.append(Tie(draft.dice.one(("within", "across"))))
+    draft.start.append(Tie(draft.dice.choice(("within", "across"))))
 
 
 def _enable(draft: Draft) -> None:
     draft.place(
-        Enable(draft.dice.one(("input_grads", "checkpointing"))),
+        Enable(draft.dice.choice(("input_grads", "checkpointing"))),
         moments={"start": 3, "before": 1},
     )
 
@@ -302,7 +302,7 @@ def _outputs(draft: Draft) -> None:
     dice = draft.dice
     step = draft.step()
     chosen: dict[str, Any] = {"cache": True} if dice.chance(75) else {"attentions": True}
-    step["forwards"] = [replace(each, **chosen) for each in step["forwards"]]
+    step["forwards"] = [replace(forward, **chosen) for forward in step["forwards"]]
 
 
 def compile_layers(draft: Draft) -> None:

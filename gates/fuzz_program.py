@@ -20,9 +20,9 @@ class Plain:
     def __repr__(self) -> str:
         named: Any = self
         changed = [
-            f"{each.name}={getattr(self, each.name)!r}"
-            for each in fields(named)
-            if getattr(self, each.name) != each.default
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(named)
+            if getattr(self, field.name) != field.default
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
@@ -306,20 +306,20 @@ def _features(node: Any, moment: str) -> Iterator[str]:
         yield f"{kind}@{moment}"
     elif isinstance(node, Term):
         yield kind
-    for each in fields(node):
-        found = getattr(node, each.name)
-        if is_dataclass(found):
-            yield from _features(found, moment)
-        elif isinstance(found, tuple):
-            where = each.name if kind == "Step" else "start" if each.name == "before" else moment
-            for child in found:
+    for field in fields(node):
+        value = getattr(node, field.name)
+        if is_dataclass(value):
+            yield from _features(value, moment)
+        elif isinstance(value, tuple):
+            where = field.name if kind == "Step" else "start" if field.name == "before" else moment
+            for child in value:
                 yield from _features(child, where)
-            if each.name == "forwards" and len(found) > 1:
+            if field.name == "forwards" and len(value) > 1:
                 yield "several forwards"
-        elif each.name in _PLACES:
-            if each.name == "layer" and found == -1:
+        elif field.name in _PLACES:
+            if field.name == "layer" and value == -1:
                 yield f"{kind} outside"
-            elif found != each.default and each.name in ("since", "length"):
-                yield f"{kind}.{each.name}"
-        elif found != each.default or each.name in _KINDS:
-            yield f"{kind}.{each.name}={found}"
+            elif value != field.default and field.name in ("since", "length"):
+                yield f"{kind}.{field.name}"
+        elif value != field.default or field.name in _KINDS:
+            yield f"{kind}.{field.name}={value}"

@@ -36,32 +36,32 @@ def shrink(program: T, fails: Callable[[T], bool], *, num_tries: int = 200) -> T
 
 def simpler(node: Any) -> Iterator[Any]:
     """Programs with one thing less, the largest cuts first."""
-    named = [(each, getattr(node, each.name)) for each in fields(node)]
+    named = [(field, getattr(node, field.name)) for field in fields(node)]
     others = {
-        each.name: each.default
-        for each, found in named
-        if found != each.default and not isinstance(found, tuple)
+        field.name: field.default
+        for field, value in named
+        if value != field.default and not isinstance(value, tuple)
     }
     if len(others) > 1:
         yield replace(node, **others)
-    for each, found in named:
-        if isinstance(found, tuple):
+    for field, value in named:
+        if isinstance(value, tuple):
             # A program keeps a step, and a step a forward.
-            least = len(each.default) if isinstance(each.default, tuple) else 0
-            if len(found) > least + 1 and least == 0:
-                yield replace(node, **{each.name: ()})
-            for index in reversed(range(len(found))):
-                if len(found) > least:
-                    yield replace(node, **{each.name: found[:index] + found[index + 1 :]})
+            least = len(field.default) if isinstance(field.default, tuple) else 0
+            if len(value) > least + 1 and least == 0:
+                yield replace(node, **{field.name: ()})
+            for index in reversed(range(len(value))):
+                if len(value) > least:
+                    yield replace(node, **{field.name: value[:index] + value[index + 1 :]})
     for name, default in others.items():
         yield replace(node, **{name: default})
-    for each, found in named:
-        if isinstance(found, tuple):
-            for index, child in enumerate(found):
+    for field, value in named:
+        if isinstance(value, tuple):
+            for index, child in enumerate(value):
                 if is_dataclass(child):
                     for smaller in simpler(child):
-                        changed = (*found[:index], smaller, *found[index + 1 :])
-                        yield replace(node, **{each.name: changed})
-        elif is_dataclass(found):
-            for smaller in simpler(found):
-                yield replace(node, **{each.name: smaller})
+                        changed = (*value[:index], smaller, *value[index + 1 :])
+                        yield replace(node, **{field.name: changed})
+        elif is_dataclass(value):
+            for smaller in simpler(value):
+                yield replace(node, **{field.name: smaller})

@@ -168,11 +168,11 @@ def attach(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model: PeftModel = peft.get_peft_model(base, config)
-    if kind not in (found := adapter_kinds(model)):
+    if kind not in (attached := adapter_kinds(model)):
         # PEFT passes over options that a layer does not know, and attaches something else.
         raise UnsupportedModelError(
             f"expected adapters of kind {kind!r}, found that PEFT attached "
-            f"{', '.join(map(str, found.values()))} to {type(base).__name__} in its place"
+            f"{', '.join(map(str, attached.values()))} to {type(base).__name__} in its place"
         )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -211,8 +211,8 @@ def linears_in_layers(base: "PreTrainedModel") -> list[str]:
     # Not routers: some are linear layers that return a tuple.
     linears = [
         name
-        for name, each in modules.items()
-        if isinstance(each, torch.nn.Linear | Conv1D) and "Router" not in type(each).__name__
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear | Conv1D) and "Router" not in type(module).__name__
     ]
     layers = tuple(
         f"{name}."
@@ -226,7 +226,11 @@ def linears_in_layers(base: "PreTrainedModel") -> list[str]:
         if (name.startswith(layers) if layers else any(map(str.isdigit, name.split("."))))
     ]
     # PEFT takes the names of separate experts for the fused parameters that replaced them.
-    if any(each.dim() == 3 for name, each in base.named_parameters() if name.startswith(layers)):
+    if any(
+        parameter.dim() == 3
+        for name, parameter in base.named_parameters()
+        if name.startswith(layers)
+    ):
         inside = [name for name in inside if name.split(".")[-1] not in _EXPERTS]
     # PEFT refuses it: a state-space mixer reads this weight without calling the module.
     mixers = tuple(name.removesuffix("conv1d") for name in modules if name.endswith(".conv1d"))
@@ -248,16 +252,16 @@ def linears_in_layers(base: "PreTrainedModel") -> list[str]:
 
 def _norms(base: "PreTrainedModel") -> list[str]:
     """Name the norms: modules that hold one vector of weights and nothing else but its bias."""
-    found = [
+    norms = [
         name
         for name, module in base.named_modules()
         if set(module._parameters) <= {"weight", "bias"}
         and getattr(module._parameters.get("weight"), "ndim", 0) == 1
         and not module._modules
     ]
-    if not found:
+    if not norms:
         raise UnsupportedModelError(f"expected norms in {type(base).__name__}, found none")
-    return found
+    return norms
 
 
 def _tokens(base: "PreTrainedModel") -> list[str]:

@@ -18,15 +18,14 @@ Note: When a record counts. A record is a claim about code that has run. It coun
 import ast
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, Literal, TypeVar
 
 from poros.errors import PorosError
+from poros.output import write_json
 
 PATH = Path(__file__).with_name("registry.json")
 
@@ -57,9 +56,9 @@ _LONG = {**_SHORT, "num_steps": 20, "num_layers": 6}
 # The self-check loads layers of its own accord: one mode runs without, as a fault it hides would.
 _DENSE = {**_LONG, "dtype": "float32", "dropout": 0.0, "block_size": 2, "self_check": "off"}
 
-_KEPT = {**_LONG, "num_steps": 6, "keep_last": 2, "offload_boundaries": True}
+_KEEP_LAST = {**_LONG, "num_steps": 6, "keep_last": 2, "offload_boundaries": True}
 
-PROMISED_MODES: tuple[dict[str, Any], ...] = (_LONG, {**_DENSE, "accumulation": 2}, _KEPT)
+PROMISED_MODES: tuple[dict[str, Any], ...] = (_LONG, {**_DENSE, "accumulation": 2}, _KEEP_LAST)
 """Modes of the architectures that the gates promise."""
 OTHER_MODES: tuple[dict[str, Any], ...] = (_SHORT,)
 """Modes of every other family."""
@@ -88,9 +87,9 @@ _CODE = tuple(
         "poros": "layout nf4 streams",
         "poros.host": "store",
         "poros.slots": "manager ring schedule",
-        "poros.layer": "adapters args arrival attributes audit body casts compiled early frozen "
-        "handover layer_index offload remat retained rng settings side_outputs state staying "
-        "streamed visit within",
+        "poros.layer": "adapters args arrival attributes audit body call casts compiled early "
+        "frozen handover layer_index offload remat retained rng settings side_outputs state "
+        "staying streamed visit within",
         "poros.model": "adoption attach inspect runtime",
         "poros.self_check": "compare",
         "poros.gates": "adversary arms kinds parity reference sweep tiny",
@@ -151,39 +150,39 @@ class Record:
             code: ``code_hash()`` of the code that is there now.
             ranges: Version specifiers by distribution; what it lacks is not checked.
         """
-        found = []
+        problems = []
         if self.seal != self._digest():
-            found.append("it was changed after the gate wrote it")
+            problems.append("it was changed after the gate wrote it")
         if self.code != code:
-            found.append("the code of the gate or of the runtime has changed since")
+            problems.append("the code of the gate or of the runtime has changed since")
         for library, allowed in (ranges or {}).items():
             ran = self.versions.get(library)
             if ran is None or ran.split("+")[0] not in allowed:
-                found.append(f"it ran with {library} {ran}, expected {allowed}")
+                problems.append(f"it ran with {library} {ran}, expected {allowed}")
         if self.outcome not in OUTCOMES:
-            found.append(f"expected an outcome of {', '.join(OUTCOMES)}, found {self.outcome!r}")
+            problems.append(f"expected an outcome of {', '.join(OUTCOMES)}, found {self.outcome!r}")
         if (self.outcome == "exact") is (self.reason is not None):
-            found.append("expected a reason exactly when it is not exact")
+            problems.append("expected a reason exactly when it is not exact")
         if self.outcome == "exact":
-            found.extend(self._unsupported())
-        return found
+            problems.extend(self._unsupported())
+        return problems
 
     def _unsupported(self) -> list[str]:
         """Say what of the measurements does not support the outcome ``exact``."""
-        found = []
+        problems = []
         expected = self.expected_modes()
         settings = [{key: mode.get(key) for key in expected[0]} for mode in self.modes]
         # Some families cannot have dropout in their adapters; the record says which it was.
-        if [{**each, "dropout": None} for each in settings] != [
-            {**each, "dropout": None} for each in expected
+        if [{**mode, "dropout": None} for mode in settings] != [
+            {**mode, "dropout": None} for mode in expected
         ]:
-            found.append("it ran in other modes than the gate runs now")
+            problems.append("it ran in other modes than the gate runs now")
         for index, mode in enumerate(self.modes):
             hashes = mode.get("hashes", {})
             equal = hashes.get("resident") == hashes.get("streamed") is not None
             if not equal or mode.get("num_differing_bits") != 0 or not mode.get("num_elements"):
-                found.append(f"mode {index} did not find the two runs equal")
-        return found
+                problems.append(f"mode {index} did not find the two runs equal")
+        return problems
 
     def _digest(self) -> str:
         # Not asdict, which copies: every poros.prepare reads hundreds of records.
@@ -220,17 +219,19 @@ class Registry:
 
     def exact_model_types(self) -> frozenset[str]:
         """Model types all of whose variants on record are exact."""
-        exact = {each.model_type for each in self.records.values() if each.outcome == "exact"}
-        others = {each.model_type for each in self.records.values() if each.outcome != "exact"}
+        exact = {record.model_type for record in self.records.values() if record.outcome == "exact"}
+        others = {
+            record.model_type for record in self.records.values() if record.outcome != "exact"
+        }
         return frozenset(exact - others)
 
     def exact_adapters(self) -> frozenset[str]:
         """Kinds of adapters that are exact on record, on every family where PEFT can train them."""
         outcomes: dict[str, set[Outcome]] = {}
-        for each in self.adapters.values():
-            outcomes.setdefault(each.adapter, set()).add(each.outcome)
+        for record in self.adapters.values():
+            outcomes.setdefault(record.adapter, set()).add(record.outcome)
         return frozenset(
-            kind for kind, found in outcomes.items() if "exact" in found <= {"exact", "untested"}
+            kind for kind, seen in outcomes.items() if "exact" in seen <= {"exact", "untested"}
         )
 
     def including(self, record: Record) -> "Registry":
@@ -249,24 +250,11 @@ class Registry:
 
     def write(self, path: Path | None = None) -> None:
         """Write all records; a reader sees the old file or all of the new one."""
-        path = path or PATH
         content = {
-            "records": [asdict(each) for each in self.records.values()],
-            "adapters": [asdict(each) for each in self.adapters.values()],
+            "records": [asdict(record) for record in self.records.values()],
+            "adapters": [asdict(record) for record in self.adapters.values()],
         }
-        with NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
-        ) as part:
-            try:
-                json.dump(content, part, indent=1)
-                part.write("\n")
-                part.flush()
-                os.fsync(part.fileno())
-                os.chmod(part.name, 0o644)
-                os.replace(part.name, path)
-            except BaseException:
-                os.unlink(part.name)
-                raise
+        write_json(path or PATH, content)
 
 
 def read_registry(path: Path | None = None) -> Registry:
@@ -280,24 +268,26 @@ def read_registry(path: Path | None = None) -> Registry:
         return Registry({})
     try:
         content = json.loads(path.read_text())
-        records = [_read(Record, each) for each in content["records"]]
-        adapters = [_read(AdapterRecord, each) for each in content.get("adapters", ())]
+        records = [_read(Record, raw) for raw in content["records"]]
+        adapters = [_read(AdapterRecord, raw) for raw in content.get("adapters", ())]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RegistryError(
             f"expected records of the gate in {path}, found {type(error).__name__}: {error}; "
             "restore the file, or remove it and run `python -m poros.gates.sweep`"
         ) from error
-    for each in (*records, *adapters):
-        if each.seal != each._digest():
+    for record in (*records, *adapters):
+        if record.seal != record._digest():
             raise RegistryError(
-                f"expected the record of {each.key!r} in {path} as the gate wrote it, found it "
-                f"changed; run `{each.command} --record`"
+                f"expected the record of {record.key!r} in {path} as the gate wrote it, found it "
+                f"changed; run `{record.command} --record`"
             )
-    return Registry({each.key: each for each in records}, {each.key: each for each in adapters})
+    return Registry(
+        {record.key: record for record in records}, {record.key: record for record in adapters}
+    )
 
 
 def _read(kind: type[_Kind], raw: Mapping[str, Any]) -> _Kind:
-    names = {each.name for each in fields(kind)}
+    names = {field.name for field in fields(kind)}
     return kind(**{key: value for key, value in raw.items() if key in names})
 
 
@@ -350,7 +340,7 @@ def _canonical(node: Any) -> str:
         return f"{type(node).__name__}({','.join(parts)})"
     if isinstance(node, list):
         # A text that stands alone does nothing: it is a docstring.
-        return f"[{','.join(_canonical(each) for each in node if not _is_docstring(each))}]"
+        return f"[{','.join(_canonical(item) for item in node if not _is_docstring(item))}]"
     return repr(node)
 
 

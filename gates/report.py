@@ -1,19 +1,17 @@
 """What a parity check found, as a record for machines and as a table for people."""
 
-import json
-import os
 import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from poros.errors import quoted
+from poros.output import write_json
 from poros.self_check.compare import Difference
 
 if TYPE_CHECKING:
@@ -129,17 +127,7 @@ class ParityReport:
         """Write ``record()`` to ``path`` as JSON; a reader sees the old file or all of the new."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
-        ) as part:
-            try:
-                json.dump(self.record(), part, indent=1)
-                part.flush()
-                os.fsync(part.fileno())
-                os.replace(part.name, path)
-            except BaseException:
-                os.unlink(part.name)
-                raise
+        write_json(path, self.record())
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -186,7 +174,7 @@ def render(report: ParityReport, console: "Console | None" = None) -> None:
 
     def line(text: str) -> str:
         return escape(
-            "\n".join(quoted(each, is_bare=True, limit=4000) for each in text.split("\n"))
+            "\n".join(quoted(part, is_bare=True, limit=4000) for part in text.split("\n"))
         )
 
     table = Table(title=line(f"resident against streamed: {report.subject}"))

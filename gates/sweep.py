@@ -87,15 +87,15 @@ def _sealed(
     modes: Sequence[Mapping[str, Any]],
     code: str,
 ) -> Record:
-    found = environment(torch.device("cpu"))
+    machine = environment(torch.device("cpu"))
     values: dict[str, Any] = {
         "name": name,
         "model_type": tiny.model_type_of(name),
         "outcome": outcome,
         "reason": reason and " ".join(reason.split())[:_MAX_REASON],
         "modes": modes,
-        "versions": found.pop("versions"),
-        "environment": found,
+        "versions": machine.pop("versions"),
+        "environment": machine,
         "date": datetime.now(UTC).date().isoformat(),
         "code": code,
     }
@@ -163,7 +163,7 @@ def architectures() -> list[str]:
     promised = tiny.ARCHITECTURES
     # A promised name may also be the model type of a larger model around it, such as with images.
     taken = {*promised, *promised.values()}
-    return [*promised, *(each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if each not in taken)]
+    return [*promised, *(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in taken)]
 
 
 def adapters() -> list[tuple[str, str]]:
@@ -238,15 +238,15 @@ def main() -> None:
     import poros.api  # noqa: F401  before the first fork
 
     sweep(_subjects(options.names, options.adapters), time_limit_s=options.time_limit)
-    found = read_registry()
-    for what, records in (("families", found.records), ("adapters", found.adapters)):
-        outcomes = [each.outcome for each in records.values()]
+    registry = read_registry()
+    for subjects, records in (("families", registry.records), ("adapters", registry.adapters)):
+        outcomes = [record.outcome for record in records.values()]
         counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in OUTCOMES)
-        print(f"{what}: {counts}")
+        print(f"{subjects}: {counts}")
 
 
 def _subjects(names: Sequence[str], adapters_alone: bool) -> list[tuple[str, str | None]]:
-    kinds = [each for each in adapters() if not names or each[1] in names]
+    kinds = [pair for pair in adapters() if not names or pair[1] in names]
     families: list[tuple[str, str | None]] = [(name, None) for name in names or architectures()]
     if adapters_alone:
         return [*kinds]

@@ -7,8 +7,6 @@ norm weights and biases differ from layer to layer, so a tensor of the wrong lay
 windows are shorter than the sequences, so a wrong mask is seen.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ import torch
 
 from poros.errors import UnsupportedModelError
 from poros.gates.kinds import attach
+from poros.nf4 import double_quantization
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -215,7 +214,9 @@ def write_checkpoint(
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]), _no_progress_bars():
+    from poros.loaders.build import quiet
+
+    with torch.random.fork_rng(devices=[]), quiet():
         torch.default_generator.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -240,7 +241,7 @@ def _refuse_large(config: "PreTrainedConfig") -> None:
             model = AutoModelForCausalLM.from_config(config)
     except Exception:  # the model that is made next says better why
         return
-    num_parameters = sum(each.numel() for each in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters > _MAX_PARAMETERS:
         raise UnsupportedModelError(
             f"expected a {config.model_type!r} configuration that takes small sizes, found "
@@ -266,19 +267,16 @@ def load_base(
         quantize: False loads dense weights.
         attn_implementation: As in ``from_pretrained``; None is its default.
     """
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
+
+    from poros.loaders.build import quiet
 
     options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
     if quantize:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+        options["quantization_config"] = double_quantization(dtype)
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    with _no_progress_bars():
+    with quiet():
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
     return without_repacking(model)
 
@@ -384,17 +382,3 @@ def make_batches(
         labels = input_ids.masked_fill(attention_mask == 0, -100)
         batches.append({"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels})
     return batches
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Silence transformers' bars for loading and saving, and put them back as they were."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""A model that transformers builds and an intake fills."""
+"""A model that transformers builds and a slab writer fills."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from poros.errors import HostMemoryError, PorosError, quoted
 from poros.loaders.checkpoint import Checkpoint, CheckpointSlice
 from poros.loaders.header import defect, shown
 from poros.loaders.settings import said
-from poros.loaders.slab_writer import Intake
+from poros.loaders.slab_writer import SlabWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,16 +23,16 @@ _REMEDY = "check that config.json and weights belong together"
 
 def fill(
     model_class: Any,
-    intake: Intake,
+    writer: SlabWriter,
     quantization: Any,
     tensors: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> "PreTrainedModel":
-    """Have transformers build a model and hand its tensors to ``intake``.
+    """Have transformers build a model and hand its tensors to ``writer``.
 
     Args:
         model_class: Of the model.
-        intake: Known to transformers already.
+        writer: Known to transformers already.
         quantization: What ``poros.loaders.hf_quantizer.reading_into`` yielded.
         tensors: Slices by name.
         options: Of ``from_pretrained``.
@@ -56,26 +56,26 @@ def fill(
     except (PorosError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise _unfit(intake, error) from error
-    _require_complete(intake.path, info, intake.layers_name)
+        raise _unfit(writer, error) from error
+    _require_complete(writer.path, info, writer.layers_name)
     return model
 
 
-def _unfit(intake: Intake, error: Exception) -> PorosError:
+def _unfit(writer: SlabWriter, error: Exception) -> PorosError:
     """What an error of transformers means: of the configuration until the plan, then of tensors."""
     if "allocate memory" in str(error):
         return HostMemoryError(
-            f"{shown(intake.path)}: expected host memory for what the configuration asks for, "
+            f"{shown(writer.path)}: expected host memory for what the configuration asks for, "
             f"found {said(error)}; check its sizes, or free memory"
         )
-    if intake.store is None:
+    if writer.store is None:
         return defect(
-            intake.path / "config.json",
+            writer.path / "config.json",
             f"expected settings that transformers builds a model from, found {said(error)}",
             remedy="check the file, and the release of transformers",
         )
     return defect(
-        intake.path,
+        writer.path,
         "expected tensors that fit the configuration, found that transformers could not convert "
         f"them: {quoted(str(error), is_bare=True, limit=1000)}",
         remedy=_REMEDY,
@@ -92,20 +92,20 @@ def _require_complete(path: Path, info: dict[str, Any], layers_name: str) -> Non
             tensor=name,
             remedy=_REMEDY,
         )
-    surplus = [each for each in info["unexpected_keys"] if each.startswith(f"{layers_name}.")]
-    for names, what in ((info["missing_keys"], "none of"), (surplus, "tensors without use:")):
+    surplus = [name for name in info["unexpected_keys"] if name.startswith(f"{layers_name}.")]
+    for names, problem in ((info["missing_keys"], "none of"), (surplus, "tensors without use:")):
         if names:
             first = sorted(names)[:_MAX_NAMED]
-            named = ", ".join(quoted(each, is_bare=True) for each in first)
+            named = ", ".join(quoted(name, is_bare=True) for name in first)
             more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             raise defect(
                 path,
-                f"expected the tensors of the configuration, found {what} {named}{more}",
+                f"expected the tensors of the configuration, found {problem} {named}{more}",
                 remedy=_REMEDY,
             )
 
 
-class _Noted:
+class _NotedSlice:
     """A slice of the checkpoint that says when it has been read."""
 
     def __init__(self, slice: CheckpointSlice, note: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ class _Noted:
 @contextmanager
 def progress(
     checkpoint: Checkpoint, taken: set[str]
-) -> Iterator[tuple[dict[str, _Noted], Callable[[], None]]]:
+) -> Iterator[tuple[dict[str, _NotedSlice], Callable[[], None]]]:
     """A progress bar in bytes in place of transformers' own in tensors.
 
     Args:
@@ -158,7 +158,13 @@ def progress(
         ) as bar,
     ):
         slices = checkpoint.slices()
-        yield {name: _Noted(each, _bind(note, name)) for name, each in slices.items()}, after_each
+        yield (
+            {
+                name: _NotedSlice(tensor_slice, _bind(note, name))
+                for name, tensor_slice in slices.items()
+            },
+            after_each,
+        )
 
 
 _PROCESS = threading.RLock()

@@ -7,20 +7,18 @@ Nothing of a checkpoint is executed: pickle files are refused by their name, and
 opened than configuration, index and the shards that the index names.
 """
 
-import hashlib
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from xxhash import xxh3_128
 
-from poros.digests import num_threads
+from poros.digests import num_threads, sha256
 from poros.errors import quoted
-from poros.loaders.header import DTYPES, TensorEntry, defect, shown
+from poros.loaders.header import DTYPE_NAMES, TensorEntry, defect, shown
 from poros.loaders.limits import Limits
 from poros.loaders.shard import Shard
 from poros.loaders.source import CONFIG, Place, Source, find_source
@@ -30,8 +28,6 @@ AHEAD_NUM_BYTES = 128 * 2**20
 
 NUM_READERS = 2
 """Threads that do it."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Checkpoint:
@@ -90,13 +86,13 @@ class Checkpoint:
             UnsupportedModelError: If it is an adapter, or has one beside it.
                 Nothing is left open in either case.
         """
-        found = find_source(source, place, limits)
+        located = find_source(source, place, limits)
         shards: list[Shard] = []
         try:
-            for file in found.files:
+            for file in located.files:
                 shards.append(Shard.open(file))
-            _check_shards(found, shards)
-            return cls(found, shards)
+            _check_shards(located, shards)
+            return cls(located, shards)
         except BaseException:
             # At once, not when the error's traceback goes; no tensor has been handed out yet.
             for shard in shards:
@@ -144,12 +140,12 @@ class Checkpoint:
         entry = self.entry(name)
         shard = self._shard(name)
         asked = self._asked.pop(name, None)
-        found = asked.result() if asked is not None else shard.read(name, entry)
+        tensor = asked.result() if asked is not None else shard.read(name, entry)
         shard.check_unchanged()
-        return found
+        return tensor
 
     def slices(self, *, ahead_num_bytes: int = AHEAD_NUM_BYTES) -> dict[str, "CheckpointSlice"]:
-        """A stand-in for every tensor, to pass to transformers as a ``state_dict``.
+        """Every tensor as a slice to be read later, to pass to transformers as a ``state_dict``.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
         ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before
@@ -220,7 +216,7 @@ class Checkpoint:
             _, inode, size, modified, changed = shard.identity
             shards.append([size, modified, changed, inode])
         return {
-            "config": hashlib.sha256(self.texts[CONFIG]).hexdigest(),
+            "config": sha256(self.texts[CONFIG]),
             "shards": shards,
         }
 
@@ -263,12 +259,7 @@ class Checkpoint:
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_open(self) -> None:
@@ -298,7 +289,7 @@ class CheckpointSlice:
 
     def get_dtype(self) -> str:
         """As in safetensors: the name in the file, such as ``BF16``."""
-        return _NAMES[self.dtype]
+        return DTYPE_NAMES[self.dtype]
 
     @property
     def shape(self) -> torch.Size:

@@ -43,9 +43,9 @@ def read_extras(path: Path, limits: Limits) -> dict[str, bytes]:
             than any model has.
     """
     try:
-        names = sorted(each.name for each in path.iterdir() if not each.is_dir())
+        names = sorted(entry.name for entry in path.iterdir() if not entry.is_dir())
         if (path / TEMPLATES).is_dir():
-            names += sorted(f"{TEMPLATES}/{each.name}" for each in (path / TEMPLATES).iterdir())
+            names += sorted(f"{TEMPLATES}/{entry.name}" for entry in (path / TEMPLATES).iterdir())
     except OSError as error:
         raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
     wanted = [name for name in names if is_extra(name)]

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
+from poros.digests import as_bytes
 from poros.errors import CheckpointFormatError, quoted
+from poros.reads import read_into
 
 MAX_HEADER_NUM_BYTES = 100_000_000
 """The reference reader's own limit."""
@@ -52,6 +54,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 """Names in a header. The format also has types of 4 and 6 bits; no tensor is made of them here."""
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+"""The other way round."""
 
 _LENGTH_NUM_BYTES = 8
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
@@ -85,7 +90,7 @@ class Header:
 
 
 def defect(
-    file: Path | str, found: str, *, tensor: str | None = None, remedy: str = "fetch it again"
+    file: Path | str, problem: str, *, tensor: str | None = None, remedy: str = "fetch it again"
 ) -> CheckpointFormatError:
     """The error for one defect: file, tensor where there is one, expected and found, what to do.
 
@@ -98,7 +103,7 @@ def defect(
     where = shown(file) if isinstance(file, Path) else file
     if tensor is not None:
         where = f"{where}: tensor {quoted(tensor)}"
-    return CheckpointFormatError(f"{where}: {found}; {remedy}")
+    return CheckpointFormatError(f"{where}: {problem}; {remedy}")
 
 
 def shown(path: Path) -> str:
@@ -140,25 +145,25 @@ def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
     Raises:
         CheckpointFormatError: If the system reports an error or the file ends too early.
     """
-    pieces = []
-    missing = num_bytes
-    while missing:
-        try:
-            piece = os.pread(descriptor, missing, offset)
-        except OSError as error:
-            raise defect(
-                file, f"expected to read {missing} bytes at {offset}, found: {error.strerror}"
-            ) from error
-        if not piece:
-            raise defect(
-                file,
-                f"expected {missing} more bytes at {offset}, found the end of the file: "
-                "it is cut off, or shrank while it was read",
-            )
-        pieces.append(piece)
-        missing -= len(piece)
-        offset += len(piece)
-    return b"".join(pieces)
+    return bytes(read_buffer(descriptor, num_bytes, offset, file))
+
+
+def read_buffer(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
+    """As ``read_at``, not copied into an immutable object."""
+    target = as_bytes(torch.empty(num_bytes, dtype=torch.uint8))
+    try:
+        done = read_into(descriptor, target, offset)
+    except OSError as error:
+        raise defect(
+            file, f"expected to read {num_bytes} bytes at {offset}, found: {error.strerror}"
+        ) from error
+    if done < num_bytes:
+        raise defect(
+            file,
+            f"expected {num_bytes - done} more bytes at {offset + done}, found the end of the "
+            "file: it is cut off, or shrank while it was read",
+        )
+    return target
 
 
 def read_header(descriptor: int, file: Path) -> Header:
@@ -216,14 +221,14 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
             raise defect(file, f"expected each key once, found {quoted(twice)} more than once")
-        for key in found:
+        for key in members:
             if not key.isascii():
                 key.encode()  # UnicodeEncodeError, a ValueError, for an unpaired surrogate
-        return found
+        return members
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
@@ -321,7 +326,7 @@ def _entry(name: str, value: Any, file: Path, data_offset: int) -> TensorEntry:
 def _are_sizes(value: Any) -> bool:
     """Whether it is a list of whole numbers that fit a size; True and 1.0 are none."""
     return isinstance(value, list) and all(
-        type(each) is int and 0 <= each <= _MAX_INT for each in value
+        type(size) is int and 0 <= size <= _MAX_INT for size in value
     )
 
 

@@ -1,4 +1,4 @@
-"""Has transformers load a model whose tensors an ``Intake`` takes in.
+"""Has transformers load a model whose tensors go through a ``SlabWriter``.
 
 transformers' own loading decides everything: names, conversions, dtypes, what is tied, what is
 missing. It has one place where a tensor, renamed and converted, passes through code of a
@@ -26,14 +26,14 @@ from transformers.utils.quantization_config import (
     QuantizationMethod,
 )
 
-from poros.loaders.slab_writer import Intake
-from poros.loaders.states import require_state
-from poros.loaders.store_reader import KeptIntake
+from poros.loaders.quant_state import require_state
+from poros.loaders.slab_writer import SlabWriter
+from poros.loaders.store_reader import StoreReader
 from poros.nf4 import Format, is_params4bit, own, parts_of, places
 
 
 class LoadAborted(BaseException):
-    """Carries an error of the intake through transformers, which would collect an ``Exception``.
+    """Carries an error of ours through transformers, which would collect an ``Exception``.
 
     Args:
         error: What ``reading_into`` raises in its place.
@@ -46,17 +46,17 @@ class LoadAborted(BaseException):
 
 @contextmanager
 def reading_into(
-    intake: Intake,
+    writer: SlabWriter,
     config: BitsAndBytesConfig | None,
     *,
     is_quantized: bool = False,
     after_each: Callable[[], None] = lambda: None,
 ) -> Iterator[QuantizationConfigMixin]:
-    """Make ``intake`` known to transformers inside the body.
+    """Make ``writer`` known to transformers inside the body.
 
     Args:
-        intake: Its ``plan`` is called with the model on the meta device, and then ``take``,
-            ``quantize`` or ``keep`` for each tensor of a layer.
+        writer: Its ``plan`` is called with the model on the meta device, and then ``write``,
+            ``quantize`` or ``copy_part`` for each tensor of a layer.
         config: Of the 4-bit weights; None loads dense weights.
         is_quantized: Whether the checkpoint holds 4-bit weights already.
         after_each: Called when a tensor has been taken.
@@ -66,11 +66,11 @@ def reading_into(
         model that it returns.
 
     Raises:
-        CheckpointFormatError, HostMemoryError, UnsupportedModelError: Of the intake, as they are.
+        CheckpointFormatError, HostMemoryError, UnsupportedModelError: The writer's, as they are.
     """
-    method = f"poros-{id(intake):x}"
+    method = f"poros-{id(writer):x}"
     kind: Any
-    if isinstance(intake, KeptIntake):
+    if isinstance(writer, StoreReader):
         kind = _Dense if config is None else _Quantizing
         kind = type(kind.__name__, (_Fetching, kind), {})
     elif config is None:
@@ -78,16 +78,16 @@ def reading_into(
     else:
         kind = _Prequantized if is_quantized else _Quantizing
 
-    def make(given: QuantizationConfigMixin, **_: Any) -> HfQuantizer:
-        made: HfQuantizer = kind(intake, given, after_each)
-        return made
+    def make(settings: QuantizationConfigMixin, **_: Any) -> HfQuantizer:
+        quantizer: HfQuantizer = kind(writer, settings, after_each)
+        return quantizer
 
-    given = config or QuantizationConfigMixin(quant_method=method)
-    given.quant_method = method
+    quantization = config or QuantizationConfigMixin(quant_method=method)
+    quantization.quant_method = method
     AUTO_QUANTIZER_MAPPING[method] = make
     failure: Exception | None = None
     try:
-        yield given
+        yield quantization
     except LoadAborted as aborted:
         failure, aborted.error, aborted.__cause__ = aborted.error, None, None  # type: ignore[assignment]
     finally:
@@ -100,7 +100,7 @@ def reading_into(
 
 
 def clean(model: Any) -> None:
-    """Leave on the model what ``from_pretrained`` without an intake would have left."""
+    """Leave on the model what ``from_pretrained`` without a slab writer would have left."""
     ours = model.hf_quantizer
     if isinstance(ours, _Fetching):
         # Nothing was converted; without this, save_pretrained would not convert back either.
@@ -110,25 +110,25 @@ def clean(model: Any) -> None:
         del model.config.quantization_config
         return
     plain = Bnb4BitHfQuantizer(ours.quantization_config, pre_quantized=ours.pre_quantized)
-    for each in getattr(model, "_weight_conversions", None) or ():
-        operations = getattr(each, "operations", None)
-        if operations and any(isinstance(one, _Deserialize) for one in operations):
-            each.operations = [one.plain(plain) for one in operations]
-    ours_only = ("_intake", "_after_each", "_dtype")
-    plain.__dict__ |= {key: each for key, each in vars(ours).items() if key not in ours_only}
+    for conversion in getattr(model, "_weight_conversions", None) or ():
+        operations = getattr(conversion, "operations", None)
+        if operations and any(isinstance(operation, _Deserialize) for operation in operations):
+            conversion.operations = [operation.plain(plain) for operation in operations]
+    ours_only = ("_writer", "_after_each", "_dtype")
+    plain.__dict__ |= {key: value for key, value in vars(ours).items() if key not in ours_only}
     model.hf_quantizer = plain
 
 
 class _Receiving:
     """What the three methods have in common."""
 
-    _intake: Intake
+    _writer: SlabWriter
     _after_each: Callable[[], None]
     _dtype: torch.dtype
 
     def _plan(self, model: Any, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._intake.plan(model, model._get_dtype_plan(dtype))
+        self._writer.plan(model, model._get_dtype_plan(dtype))
 
     def _is_placed(self, model: Any, name: str) -> bool:
         """Whether a dense tensor is taken as it comes.
@@ -137,22 +137,25 @@ class _Receiving:
         load in first.
         """
         return (
-            self._intake.has_place(name, self._dtype)
+            self._writer.has_place(name, self._dtype)
             and model.get_parameter_or_buffer(name).dtype == self._dtype
         )
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Take(self._intake, self._after_each)
+        return _Write(self._writer, self._after_each)
 
 
 class _Dense(_Receiving, HfQuantizer):
     """No quantization: tensors of the layers are written to their places."""
 
     def __init__(
-        self, intake: Intake, config: QuantizationConfigMixin, after_each: Callable[[], None]
+        self,
+        writer: SlabWriter,
+        config: QuantizationConfigMixin,
+        after_each: Callable[[], None],
     ) -> None:
         super().__init__(config, pre_quantized=False)
-        self._intake, self._after_each = intake, after_each
+        self._writer, self._after_each = writer, after_each
 
     def preprocess_model(self, model: Any, dtype: Any = None, **_: Any) -> None:
         # Without the marks of a quantized model that the base class would put on it.
@@ -178,11 +181,11 @@ class _Quantizing(_Receiving, Bnb4BitHfQuantizer):
     _is_pre_quantized = False
 
     def __init__(
-        self, intake: Intake, config: BitsAndBytesConfig, after_each: Callable[[], None]
+        self, writer: SlabWriter, config: BitsAndBytesConfig, after_each: Callable[[], None]
     ) -> None:
         super().__init__(config, pre_quantized=self._is_pre_quantized)
         config.quant_method = QuantizationMethod.BITS_AND_BYTES
-        self._intake, self._after_each = intake, after_each
+        self._writer, self._after_each = writer, after_each
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         super().preprocess_model(model, dtype=dtype, **kwargs)
@@ -205,9 +208,10 @@ class _Prequantized(_Quantizing):
 
     def get_weight_conversions(self) -> list[Any]:
         conversions: list[Any] = super().get_weight_conversions()
-        for each in conversions:
-            each.operations = [
-                _Deserialize(inner, self._intake, self._after_each) for inner in each.operations
+        for conversion in conversions:
+            conversion.operations = [
+                _Deserialize(inner, self._writer, self._after_each)
+                for inner in conversion.operations
             ]
         return conversions
 
@@ -222,62 +226,62 @@ class _Fetching(_Receiving):
         return []
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Fetch(self._intake, self._after_each)
+        return _Fetch(self._writer, self._after_each)
 
 
 class _Operation(ConversionOps):
-    """An operation with an intake. transformers makes deep copies of operations."""
+    """An operation with a slab writer. transformers makes deep copies of operations."""
 
-    def __init__(self, intake: Intake, after_each: Callable[[], None]) -> None:
-        self._intake = intake
+    def __init__(self, writer: SlabWriter, after_each: Callable[[], None]) -> None:
+        self._writer = writer
         self._after_each = after_each
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Operation":
         return self
 
 
-class _Take(_Operation):
+class _Write(_Operation):
     """Quantizes or writes the tensors that it is given."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
         try:
-            taken = {name: self._take(name, each, model) for name, each in input_dict.items()}
+            taken = {name: self._write(name, tensor, model) for name, tensor in input_dict.items()}
             self._after_each()
             return taken
         except Exception as error:
             raise LoadAborted(error) from error
 
-    def _take(self, name: str, value: Any, model: Any) -> torch.Tensor:
+    def _write(self, name: str, value: Any, model: Any) -> torch.Tensor:
         tensor: torch.Tensor = value[0] if isinstance(value, list) else value
         module_name, _, key = name.rpartition(".")
         module = model.get_submodule(module_name)
         planned = getattr(module, key)
         if not is_params4bit(planned):
-            return self._intake.take(name, tensor) if self._intake.has_place(name) else tensor
+            return self._writer.write(name, tensor) if self._writer.has_place(name) else tensor
         if issubclass(module.source_cls, Conv1D):
             tensor = tensor.T
-        packed, state = self._intake.quantize(name, tensor, planned.shape)
+        packed, state = self._writer.quantize(name, tensor, planned.shape)
         return _loaded(Format.of(planned), packed, state, module)
 
 
 class _Fetch(_Operation):
-    """Takes a tensor from a store in place of the stand-in that it is given."""
+    """Takes a tensor from a store in place of the placeholder that it is given."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Any]:
         try:
-            found = {name: self._fetch(name, model) for name in input_dict}
+            tensors = {name: self._fetch(name, model) for name in input_dict}
             self._after_each()
-            return found
+            return tensors
         except Exception as error:
             raise LoadAborted(error) from error
 
     def _fetch(self, name: str, model: Any) -> torch.Tensor:
         planned = model.get_parameter_or_buffer(name)
-        if not isinstance(self._intake, KeptIntake):
-            raise TypeError(f"expected an intake from a store, found a {type(self._intake)}")
-        tensor, state = self._intake.fetch(name, planned)
+        if not isinstance(self._writer, StoreReader):
+            raise TypeError(f"expected a StoreReader, found a {type(self._writer)}")
+        tensor, state = self._writer.fetch(name, planned)
         if state is None:
             return tensor
         format = replace(Format.of(planned), blocksize=state.blocksize, double_quant=state.nested)
@@ -287,8 +291,8 @@ class _Fetch(_Operation):
 class _Deserialize(_Operation):
     """Moves what bitsandbytes' own operation makes to its place."""
 
-    def __init__(self, inner: Any, intake: Intake, after_each: Callable[[], None]) -> None:
-        super().__init__(intake, after_each)
+    def __init__(self, inner: Any, writer: SlabWriter, after_each: Callable[[], None]) -> None:
+        super().__init__(writer, after_each)
         self._inner = inner
         self.hf_quantizer = inner.hf_quantizer
         """transformers leaves the dtypes of tensors alone that go to an operation with one."""
@@ -305,13 +309,13 @@ class _Deserialize(_Operation):
             input_dict, full_layer_name=full_layer_name, model=model, **kwargs
         )
         try:
-            for each in made.values():
-                if is_params4bit(each):
+            for weight in made.values():
+                if is_params4bit(weight):
                     planned = model.get_parameter_or_buffer(full_layer_name)
-                    self._intake.require_packed(
-                        full_layer_name, parts_of(each), each.quant_state, planned.shape
+                    self._writer.require_packed(
+                        full_layer_name, parts_of(weight), weight.quant_state, planned.shape
                     )
-                    self._keep(full_layer_name, each)
+                    self._move(full_layer_name, weight)
             self._after_each()
             return dict(made)
         except Exception as error:
@@ -321,25 +325,25 @@ class _Deserialize(_Operation):
         planned = model.get_parameter_or_buffer(name)
         if not is_params4bit(planned):
             if len(parts) > 1:
-                raise self._intake.packed(name)
+                raise self._writer.packed(name)
             return
-        tensors = {key: each[0] if isinstance(each, list) else each for key, each in parts.items()}
+        tensors = {key: part[0] if isinstance(part, list) else part for key, part in parts.items()}
         if len(tensors) == 1:
-            raise self._intake.dense(name, *tensors.values())
+            raise self._writer.dense(name, *tensors.values())
         quant_type = str(self.hf_quantizer.quantization_config.bnb_4bit_quant_type)
-        require_state(self._intake.path, name, tensors, quant_type)
+        require_state(self._writer.path, name, tensors, quant_type)
 
     def plain(self, quantizer: Any) -> Any:
         """Bitsandbytes' own operation."""
         self._inner.hf_quantizer = quantizer
         return self._inner
 
-    def _keep(self, name: str, weight: Any) -> None:
+    def _move(self, name: str, weight: Any) -> None:
         for part, place in places(name, weight).items():
             if part != "offset":
                 # Packed bytes may be stored as floats, and as floats they mean nothing.
                 is_packed = part == "packed"
-                place.put(self._intake.keep_part(place.name, place.get(), is_packed=is_packed))
+                place.put(self._writer.copy_part(place.name, place.get(), is_packed=is_packed))
 
 
 def _loaded(format: Format, packed: torch.Tensor, state: Any, module: Any) -> torch.Tensor:

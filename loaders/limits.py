@@ -111,6 +111,17 @@ class Limits:
             )
 
 
+def checked_limits(limits: object) -> Limits:
+    """The bounds that were given, or the defaults.
+
+    Raises:
+        PolicyError: If it is something else.
+    """
+    if limits is not None and not isinstance(limits, Limits):
+        raise PolicyError(f"limits: expected poros.Limits, found {quoted(limits)}")
+    return limits or Limits()
+
+
 def _or_raise(limit: str) -> str:
     return f", or raise the bound with limits=poros.Limits({limit}=...)"
 

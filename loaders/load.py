@@ -15,33 +15,34 @@ from poros.config import parse_num_bytes
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.host.disk import DiskStore
 from poros.host.limits import require_host_memory
-from poros.host.store import HostStore, leave_store
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
-from poros.loaders.agreed import Settled, limits_of, maker_of, set_generation, settle
+from poros.host.store import HostStore, attach_store
+from poros.layout import BlockLayout, slab_offsets
 from poros.loaders.build import fill, one_at_a_time, progress, quiet
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.header import defect, shown
-from poros.loaders.limits import Limits
+from poros.loaders.limits import Limits, checked_limits
 from poros.loaders.options import (
     DTYPES,
-    UNSAID,
+    UNSET,
     LoadOptions,
-    Unsaid,
+    Unset,
+    dtype_name,
     format_of,
     quantizing_device,
 )
 from poros.loaders.quantize import Quantizer
+from poros.loaders.resolved import ResolvedLoad, resolve, set_generation
 from poros.loaders.settings import (
     configuration,
     generation_settings,
     model_class_of,
     stored_quantization,
 )
-from poros.loaders.slab_writer import Allocate, Intake
+from poros.loaders.slab_writer import Allocate, SlabWriter
 from poros.loaders.soundness import require_floats, require_whole_experts
 from poros.loaders.source import CONFIG, GENERATION
 from poros.loaders.store import OpenStore, is_store, open_store
-from poros.loaders.store_reader import KeptIntake, contents, small_files
+from poros.loaders.store_reader import StoreReader, contents, small_files
 from poros.model.inspect import find_layers
 from poros.model.saving import watch_saving
 from poros.nf4 import QUANT_TYPES
@@ -58,8 +59,8 @@ logger = logging.getLogger(__name__)
 def load(
     source: str | os.PathLike[str],
     *,
-    quantization: "str | BitsAndBytesConfig | Unsaid | None" = UNSAID,
-    dtype: torch.dtype | str | Unsaid = UNSAID,
+    quantization: "str | BitsAndBytesConfig | Unset | None" = UNSET,
+    dtype: torch.dtype | str | Unset = UNSET,
     device: torch.device | str | None = None,
     store: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
@@ -120,9 +121,9 @@ def load(
     Source:
         Poros technical report, section 4.2.
     """
-    asked = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs)
-    asked.refuse_for_a_folder(source)
-    bounds = limits_of(limits)
+    options = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs)
+    options.refuse_for_a_folder(source)
+    bounds = checked_limits(limits)
     budget = (
         None if host_budget is None else parse_num_bytes(host_budget, "host_budget", at_least=0)
     )
@@ -134,17 +135,17 @@ def load(
                     "store: expected none with a source that is one, found "
                     f"{quoted(os.fspath(store))}"
                 )
-            return _open(source, budget, asked, bounds, True, allow_nonfinite)
+            return _open(source, budget, options, bounds, True, allow_nonfinite)
         if store is None and budget is not None:
             raise PolicyError(
                 "host_budget: expected a store on disk for the layers beyond it, found none; pass "
                 "store=, a folder on a fast disk"
             )
-        reading = _Reading(source, asked, quantizing_device(device), allow_nonfinite, bounds)
+        reading = _Reading(source, options, quantizing_device(device), allow_nonfinite, bounds)
         if store is None:
             return reading.into_memory()
         reading.into_store_unless_there(store)
-        model = _open(store, budget, asked, bounds, False, allow_nonfinite)
+        model = _open(store, budget, options, bounds, False, allow_nonfinite)
     model.name_or_path = model.config.name_or_path = os.fspath(source)
     return model
 
@@ -155,13 +156,13 @@ class _Reading:
     def __init__(
         self,
         source: "str | os.PathLike[str]",
-        asked: LoadOptions,
+        options: LoadOptions,
         device: torch.device,
         allow_nonfinite: bool,
         limits: Limits,
     ) -> None:
         self._source = source
-        self._asked = asked
+        self._options = options
         self._quantizer = Quantizer(device, allow_nonfinite=allow_nonfinite)
         self._limits = limits
 
@@ -169,16 +170,16 @@ class _Reading:
         """The model, in new memory."""
         with self._checkpoint() as checkpoint:
             try:
-                settled = settle(checkpoint, self._asked, self._limits)
-                model, intake, _ = self._read(checkpoint, settled)
+                resolved = resolve(checkpoint, self._options, self._limits)
+                model, slab_writer, _ = self._read(checkpoint, resolved)
             except _NotStreamableError as error:
-                model = self._load_standard(checkpoint, settled, error)
+                model = self._load_standard(checkpoint, resolved, error)
                 store = HostStore([], fallbacks=[f"loaded by transformers: {error}"])
             else:
-                store = intake.finished
-                store.fallbacks += intake.fallbacks
+                store = slab_writer.finished
+                store.fallbacks += slab_writer.fallbacks
         model.name_or_path = model.config.name_or_path = os.fspath(self._source)
-        leave_store(model, store)
+        attach_store(model, store)
         return model
 
     def into_store_unless_there(self, directory: "str | os.PathLike[str]") -> None:
@@ -198,7 +199,7 @@ class _Reading:
 
     def into_store(self, directory: "str | os.PathLike[str]") -> Path:
         """The model, in a store on disk; in memory is only what lies outside its layers."""
-        from poros.loaders.writer import StoreWriter
+        from poros.loaders.store_writer import StoreWriter, provenance
 
         with ExitStack() as stack:
             hashing = stack.enter_context(ThreadPoolExecutor(1))  # ends when the checkpoint closes
@@ -211,42 +212,42 @@ class _Reading:
 
             # What is hashed comes from the cache that loading fills, or the other way round.
             fingerprint = hashing.submit(checkpoint.fingerprint)
-            settled = settle(checkpoint, self._asked, self._limits)
-            model, intake, used = self._read(checkpoint, settled, allocate)
-            rest, names = contents(model, intake)
+            resolved = resolve(checkpoint, self._options, self._limits)
+            model, slab_writer, used = self._read(checkpoint, resolved, allocate)
+            rest, names = contents(model, slab_writer)
             about = {
                 "source": fingerprint.result(),
                 "source_seen": checkpoint.seen(),
                 "quantization": used and used.to_dict(),
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
-                "dtype": _name(settled.dtype),
+                "dtype": dtype_name(resolved.dtype),
                 "allow_nonfinite": self._quantizer.allow_nonfinite,
                 **names,
-                **maker_of(self._quantizer.device),
+                **provenance(self._quantizer.device),
             }
             return writers[0].commit(rest, about, small_files(checkpoint, self._limits))
 
     def require_made_of_it(self, directory: "str | os.PathLike[str]") -> None:
         """Refuse a store of another checkpoint, or one made with other options."""
-        with self._checkpoint() as checkpoint, open_store(directory, limits=self._limits) as it:
-            about = it.manifest.about
+        with self._checkpoint() as checkpoint, open_store(directory, limits=self._limits) as opened:
+            about = opened.manifest.about
             if about.get("source_seen") != checkpoint.seen():
-                it.require_source(checkpoint.fingerprint())
-            dtype = settle(checkpoint, self._asked, self._limits).dtype
-        asked = self._asked.of_dtype(dtype)
-        asked.require_store(about, quoted(os.fspath(directory)), is_source=False)
+                opened.require_source(checkpoint.fingerprint())
+            dtype = resolve(checkpoint, self._options, self._limits).dtype
+        options = self._options.of_dtype(dtype)
+        options.require_store(about, quoted(os.fspath(directory)), is_source=False)
 
     def _checkpoint(self) -> Checkpoint:
-        return Checkpoint.open(self._source, self._asked.place, self._limits)
+        return Checkpoint.open(self._source, self._options.place, self._limits)
 
     def _read(
-        self, checkpoint: Checkpoint, settled: Settled, allocate: "Allocate | None" = None
-    ) -> "tuple[PreTrainedModel, Intake, BitsAndBytesConfig | None]":
+        self, checkpoint: Checkpoint, resolved: ResolvedLoad, allocate: "Allocate | None" = None
+    ) -> "tuple[PreTrainedModel, SlabWriter, BitsAndBytesConfig | None]":
         from poros.loaders.hf_quantizer import clean, reading_into
 
         require_whole_experts(checkpoint)
-        used = copy.deepcopy(settled.wanted)
-        intake = Intake(
+        used = copy.deepcopy(resolved.quantization)
+        slab_writer = SlabWriter(
             checkpoint.path,
             find_layers,
             self._quantizer,
@@ -255,32 +256,35 @@ class _Reading:
             allocate,
         )
         taken: set[str] = set()
-        is_quantized = settled.found is not None
         with (
             one_at_a_time(),
             progress(checkpoint, taken) as (slices, after_each),
             reading_into(
-                intake, used, is_quantized=is_quantized, after_each=after_each
+                slab_writer, used, is_quantized=resolved.is_quantized, after_each=after_each
             ) as quantization,
         ):
-            options = {"config": settled.config, "dtype": settled.dtype, **self._asked.handed_on}
+            arguments = {
+                "config": resolved.config,
+                "dtype": resolved.dtype,
+                **self._options.handed_on,
+            }
             try:
-                model = fill(settled.model_class, intake, quantization, slices, options)
+                model = fill(resolved.model_class, slab_writer, quantization, slices, arguments)
             except UnsupportedModelError as error:  # of the plan
-                raise _NotStreamableError(str(error), intake.num_bytes) from error
+                raise _NotStreamableError(str(error), slab_writer.num_bytes) from error
         clean(model)
         require_floats(checkpoint, taken, model)
         # A file that was cut off would end the process when what is left of it is copied.
         checkpoint.check_unchanged()
-        intake.finish(model)
+        slab_writer.finish(model)
         checkpoint.check_unchanged()
-        set_generation(model, settled.generation, self._asked)
-        return model, intake, used
+        set_generation(model, resolved.generation, self._options)
+        return model, slab_writer, used
 
     def _load_standard(
-        self, checkpoint: Checkpoint, settled: Settled, why: "_NotStreamableError"
+        self, checkpoint: Checkpoint, resolved: ResolvedLoad, why: "_NotStreamableError"
     ) -> "PreTrainedModel":
-        """What transformers does without an intake, loudly."""
+        """What transformers does without a slab writer, loudly."""
         from transformers import AutoModelForCausalLM
 
         logger.warning(
@@ -291,7 +295,7 @@ class _Reading:
             why.num_bytes / 1e9,
         )
         what = f"the weights of {quoted(os.fspath(self._source), is_bare=True)}"
-        quantization = settled.found or settled.wanted
+        quantization = resolved.quantization
         if getattr(quantization, "llm_int8_enable_fp32_cpu_offload", False):
             raise UnsupportedModelError(
                 f"{what}: expected llm_int8_enable_fp32_cpu_offload=False for a model that cannot "
@@ -299,28 +303,30 @@ class _Reading:
                 f"memory, which is all. It cannot be streamed because: {why}"
             )
         require_host_memory(why.num_bytes, what)
-        asked = self._asked
+        options = self._options
         # As it was read, with the quantization that was taken out of the other one.
-        config = configuration(checkpoint.path, checkpoint.texts, asked.fields, given=asked.config)
-        options = dict(asked.handed_on)
-        if settled.found is None and settled.wanted is not None:
-            options["quantization_config"] = copy.deepcopy(settled.wanted)
+        config = configuration(
+            checkpoint.path, checkpoint.texts, options.fields, given=options.config
+        )
+        arguments = dict(options.handed_on)
+        if not resolved.is_quantized and resolved.quantization is not None:
+            arguments["quantization_config"] = copy.deepcopy(resolved.quantization)
         if checkpoint.source.is_named:
             config.transformers_weights = checkpoint.source.files[0].name
         with one_at_a_time():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 checkpoint.path,
                 config=config,
-                dtype=settled.dtype,
+                dtype=resolved.dtype,
                 device_map={"": "cpu"},
                 local_files_only=True,
                 variant=checkpoint.source.variant,
-                **options,
+                **arguments,
             )
         checkpoint.check_unchanged()
         if checkpoint.source.is_named:
             del model.config.transformers_weights
-        set_generation(model, settled.generation, asked)
+        set_generation(model, resolved.generation, options)
         return model
 
 
@@ -335,7 +341,7 @@ class _NotStreamableError(UnsupportedModelError):
 def _open(
     directory: "str | os.PathLike[str]",
     budget: int | None,
-    asked: LoadOptions,
+    options: LoadOptions,
     limits: Limits,
     is_source: bool,
     allow_nonfinite: bool,
@@ -346,7 +352,7 @@ def _open(
     with open_store(directory, limits=limits) as opened:
         about = opened.manifest.about
         if is_source:
-            asked.require_store(about, quoted(os.fspath(directory)), is_source=True)
+            options.require_store(about, quoted(os.fspath(directory)), is_source=True)
         dtype, used = _made(opened)
         if about["allow_nonfinite"] and not allow_nonfinite:
             raise PolicyError(
@@ -359,24 +365,26 @@ def _open(
             for name in (CONFIG, GENERATION)
             if name in opened.manifest.files
         }
-        config = configuration(opened.path, texts, asked.fields, given=asked.config, limits=limits)
+        config = configuration(
+            opened.path, texts, options.fields, given=options.config, limits=limits
+        )
         stored_quantization(opened.path, config)
         model_class, config = model_class_of(config)
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
-        intake = KeptIntake(opened, host, find_layers, format_of(used))
-        stand_ins = {name: torch.empty(0, dtype=dtype) for name in intake.names()}
-        with one_at_a_time(), quiet(), reading_into(intake, used) as quantization:
-            options = {"config": config, "dtype": dtype, **asked.handed_on}
-            model = fill(model_class, intake, quantization, stand_ins, options)
+        reader = StoreReader(opened, host, find_layers, format_of(used))
+        placeholders = {name: torch.empty(0, dtype=dtype) for name in reader.names()}
+        with one_at_a_time(), quiet(), reading_into(reader, used) as quantization:
+            arguments = {"config": config, "dtype": dtype, **options.handed_on}
+            model = fill(model_class, reader, quantization, placeholders, arguments)
         clean(model)
         if used is not None:
             model.hf_quantizer.pre_quantized = about["is_prequantized"]
         opened.check()  # what follows may write to slabs
-        intake.finish(model)
-        set_generation(model, generation, asked)
+        reader.finish(model)
+        set_generation(model, generation, options)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)
-    leave_store(model, host)
+    attach_store(model, host)
     if isinstance(host, DiskStore):
         watch_saving(model, host)
     return model
@@ -409,10 +417,7 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
     """The slabs of a store: in memory those that ``budget`` has room for, the others mapped."""
     layouts = opened.layouts
     starts = slab_offsets(layouts)
-    ends = [
-        start + align(each.num_bytes, PAGE_NUM_BYTES)
-        for start, each in zip(starts, layouts, strict=True)
-    ]
+    ends = [start + layout.padded_num_bytes for start, layout in zip(starts, layouts, strict=True)]
     first = len(layouts) if budget is None else sum(end <= budget for end in ends)
     require_host_memory(
         ends[first - 1] if first else 0, f"the first layers of {shown(opened.path)}"
@@ -437,7 +442,3 @@ def _slabs(opened: OpenStore, budget: int | None) -> HostStore:
         opened.manifest.slab_digests,
         opened.identity,
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -4,7 +4,6 @@ A manifest is a JSON object with a SHA-256 of its own text, so no bit of it can 
 it says is checked all the same before anything is sized or placed by it.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +12,11 @@ from typing import Any
 
 import torch
 
+from poros.digests import sha256
 from poros.errors import quoted
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align
 from poros.loaders.extras import is_extra
-from poros.loaders.header import DTYPES, TensorEntry, defect, parse_json
+from poros.loaders.header import DTYPE_NAMES, DTYPES, TensorEntry, defect, parse_json
 from poros.loaders.limits import Limits
 
 SLABS, REST, MANIFEST = "slabs.safetensors", "rest.safetensors", "manifest.json"
@@ -28,8 +28,8 @@ FORMAT = "poros store"
 VERSION = 3
 
 _MAX_INT = 2**62
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_REMEDY = "write the store again"
+
+REMEDY = "write the store again"
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def write_manifest(manifest: Manifest) -> bytes:
                 "num_bytes": layout.num_bytes,
                 "digest": digest,
                 "tensors": [
-                    [each.name, _NAMES[each.dtype], list(each.shape), each.offset]
-                    for each in layout.tensors
+                    [spec.name, DTYPE_NAMES[spec.dtype], list(spec.shape), spec.offset]
+                    for spec in layout.tensors
                 ],
             }
             for layout, digest in zip(manifest.layouts, manifest.slab_digests, strict=True)
@@ -83,7 +83,7 @@ def write_manifest(manifest: Manifest) -> bytes:
         "about": dict(manifest.about),
     }
     text = _canonical(store)
-    return _canonical({"sha256": sha256([text]), "store": store})
+    return _canonical({"sha256": sha256(text), "store": store})
 
 
 def read_manifest(file: Path, limits: Limits | None = None) -> Manifest:
@@ -96,7 +96,7 @@ def read_manifest(file: Path, limits: Limits | None = None) -> Manifest:
     document = parse_json((limits or Limits()).read(file, "manifest_num_bytes"), file)
     store = document.get("store")
     if document.keys() != {"sha256", "store"} or not isinstance(store, dict):
-        raise defect(file, "expected the manifest of a store, found other JSON", remedy=_REMEDY)
+        raise defect(file, "expected the manifest of a store, found other JSON", remedy=REMEDY)
     if store.get("format") != FORMAT or store.get("version") != VERSION:
         raise defect(
             file,
@@ -104,9 +104,9 @@ def read_manifest(file: Path, limits: Limits | None = None) -> Manifest:
             f"version {quoted(store.get('version'))}",
             remedy="open it with the release of Poros that wrote it, or write it again",
         )
-    if sha256([_canonical(store)]) != document["sha256"]:
+    if sha256(_canonical(store)) != document["sha256"]:
         raise defect(
-            file, "expected the text that was written, found it changed since", remedy=_REMEDY
+            file, "expected the text that was written, found it changed since", remedy=REMEDY
         )
     try:
         return _parse(store)
@@ -114,7 +114,7 @@ def read_manifest(file: Path, limits: Limits | None = None) -> Manifest:
         raise defect(
             file,
             f"expected a manifest that makes sense, found {quoted(str(error))}",
-            remedy=_REMEDY,
+            remedy=REMEDY,
         ) from error
 
 
@@ -122,7 +122,7 @@ def describe_rest(
     rest: Mapping[str, torch.Tensor | TensorEntry],
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of each tensor, as the manifest keeps them."""
-    return {name: (_NAMES[each.dtype], tuple(each.shape)) for name, each in rest.items()}
+    return {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in rest.items()}
 
 
 def safetensors_header(
@@ -146,7 +146,7 @@ def safetensors_header(
 
 def slabs_header(layouts: Sequence[BlockLayout]) -> bytes:
     """The header of ``slabs.safetensors``; the first slab follows it, on a page."""
-    sizes = [align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts]
+    sizes = [layout.padded_num_bytes for layout in layouts]
     return safetensors_header(
         {slab_name(index): ("U8", [size], size) for index, size in enumerate(sizes)},
         to=PAGE_NUM_BYTES,
@@ -157,8 +157,8 @@ def rest_header(rest: Mapping[str, torch.Tensor]) -> bytes:
     """The header of ``rest.safetensors``."""
     return safetensors_header(
         {
-            name: (_NAMES[each.dtype], each.shape, each.numel() * each.element_size())
-            for name, each in rest.items()
+            name: (DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.numel() * tensor.element_size())
+            for name, tensor in rest.items()
         }
     )
 
@@ -168,30 +168,27 @@ def slab_name(index: int) -> str:
     return f"slab.{index:05d}"
 
 
+def padding(layout: BlockLayout) -> memoryview:
+    """The zeros behind a slab, up to the end of its last page."""
+    return memoryview(bytearray(layout.padded_num_bytes - layout.num_bytes))
+
+
 def data_num_bytes(layouts: Sequence[BlockLayout]) -> int:
     """Bytes of all slabs, each padded to a page."""
-    return sum(align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts)
-
-
-def sha256(pieces: Iterable[bytes]) -> str:
-    """Hexadecimal SHA-256 of byte strings, one after the other."""
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
+    return sum(layout.padded_num_bytes for layout in layouts)
 
 
 def _parse(store: dict[str, Any]) -> Manifest:
     expected = {"format", "version", "slabs", "rest", "rest_digest", "files", "about"}
     if store.keys() != expected:
         raise ValueError(f"the keys {sorted(store)}")
-    layouts = [_layout(each) for each in store["slabs"]]
+    layouts = [_layout(slab) for slab in store["slabs"]]
     names = [spec.name for layout in layouts for spec in layout.tensors]
     if len(set(names)) != len(names):
         raise ValueError("a tensor in two places")
     if data_num_bytes(layouts) > _MAX_INT:
         raise ValueError("more bytes than can be addressed")
-    rest = {name: _form(*each) for name, each in store["rest"].items()}
+    rest = {name: _form(*form) for name, form in store["rest"].items()}
     for name in store["files"]:
         # Of folders only the one that extras may have; nothing here leads out of the store.
         if not is_extra(name) and (Path(name).name != name or name in ("", ".", "..")):
@@ -200,8 +197,8 @@ def _parse(store: dict[str, Any]) -> Manifest:
         raise TypeError("no description")
     return Manifest(
         layouts,
-        [_text(each["digest"]) for each in store["slabs"]],
-        {name: (_NAMES[dtype], shape) for name, (dtype, shape) in rest.items()},
+        [_text(slab["digest"]) for slab in store["slabs"]],
+        {name: (DTYPE_NAMES[dtype], shape) for name, (dtype, shape) in rest.items()},
         _text(store["rest_digest"]),
         {name: _text(digest) for name, digest in store["files"].items()},
         store["about"],
@@ -225,7 +222,7 @@ def _layout(value: dict[str, Any]) -> BlockLayout:
 
 
 def _form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    sizes = tuple(_size(each) for each in shape)
+    sizes = tuple(_size(length) for length in shape)
     num_bytes = DTYPES[dtype].itemsize
     for size in sizes:
         num_bytes = _size(num_bytes * size)

@@ -1,6 +1,6 @@
 """What ``poros.load`` was asked for: every option is honoured, or refused by its name.
 
-An option that nobody said differs from one that says the default: only what was said can
+An option that is not set differs from one that is set to the default: only what was set can
 contradict the store or the checkpoint that is opened.
 """
 
@@ -16,22 +16,22 @@ import torch
 from poros.devices import default_device, usable_device
 from poros.errors import PolicyError, quoted
 from poros.loaders.source import Place
-from poros.nf4 import QUANT_TYPES, Format
+from poros.nf4 import QUANT_TYPES, Format, double_quantization
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedConfig
 
 
-class Unsaid(Enum):
-    """The kind of ``UNSAID``."""
+class Unset(Enum):
+    """The kind of ``UNSET``."""
 
-    UNSAID = "default"
+    UNSET = "default"
 
     def __repr__(self) -> str:
         return "<default>"
 
 
-UNSAID: Final = Unsaid.UNSAID
+UNSET: Final = Unset.UNSET
 """The default of an option that a store or a checkpoint may answer."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -56,7 +56,7 @@ class LoadOptions:
     """The options of one call, taken apart and checked as far as that needs no file."""
 
     quantization: Any
-    dtype: "torch.dtype | str | Unsaid"
+    dtype: "torch.dtype | str | Unset"
     device: torch.device | str | None
     place: Place
     config: "PreTrainedConfig | None"
@@ -80,7 +80,7 @@ class LoadOptions:
         """
         left = dict(others)
         if "quantization_config" in left:
-            if quantization is not UNSAID:
+            if quantization is not UNSET:
                 raise PolicyError(
                     "quantization_config: expected it or quantization, found both; leave one out"
                 )
@@ -95,18 +95,18 @@ class LoadOptions:
         config = left.pop("config", None)
         handed_on = {key: left.pop(key) for key in _HANDED_ON if left.get(key) is not None}
         _require_generation_config(handed_on.get("generation_config"))
-        asked = cls(quantization, _dtype(dtype), device, place, config, left, handed_on)
-        if quantization is not UNSAID:
-            asked.wanted(torch.bfloat16)  # refused here if it makes no sense
-        return asked
+        options = cls(quantization, _dtype(dtype), device, place, config, left, handed_on)
+        if quantization is not UNSET:
+            options.wanted(torch.bfloat16)  # refused here if it makes no sense
+        return options
 
-    def of_dtype(self, found: Any) -> "LoadOptions":
+    def of_dtype(self, dtype: Any) -> "LoadOptions":
         """The same with the dtype that "auto" turned out to mean.
 
         Raises:
             PolicyError: If nothing can be loaded in it.
         """
-        return replace(self, dtype=_dtype(found))
+        return replace(self, dtype=_dtype(dtype))
 
     @property
     def chosen_dtype(self) -> torch.dtype:
@@ -115,26 +115,26 @@ class LoadOptions:
 
     def wanted(self, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
         """How to quantize a checkpoint that is dense."""
-        said = "nf4" if self.quantization is UNSAID else self.quantization
-        return _bits_and_bytes(said, dtype)
+        quantization = "nf4" if self.quantization is UNSET else self.quantization
+        return _bits_and_bytes(quantization, dtype)
 
-    def require_format(self, found: "BitsAndBytesConfig | None", where: str) -> None:
+    def require_format(self, stored: "BitsAndBytesConfig | None", where: str) -> None:
         """Refuse another quantization than a checkpoint has already, if one was asked for.
 
         Raises:
             PolicyError: If it was.
         """
-        if self.quantization is UNSAID:
+        if self.quantization is UNSET:
             return
         wanted = self.wanted(self.chosen_dtype)
-        if isinstance(self.quantization, str) or wanted is None or found is None:
-            same = format_of(wanted) == format_of(found)
+        if isinstance(self.quantization, str) or wanted is None or stored is None:
+            same = format_of(wanted) == format_of(stored)
         else:
-            same = _comparable(wanted) == _comparable(found)
+            same = _comparable(wanted) == _comparable(stored)
         if not same:
             raise PolicyError(
                 f"quantization: expected that of {where}, which is quantized already "
-                f"({format_of(found)}), found {quoted(self.quantization)}; leave it out, or load "
+                f"({format_of(stored)}), found {quoted(self.quantization)}; leave it out, or load "
                 "the checkpoint that it was made from"
             )
 
@@ -144,7 +144,7 @@ class LoadOptions:
         Args:
             about: What it says of itself.
             where: It lies.
-            is_source: It is what is loaded; then what nobody said is as it is there. Otherwise a
+            is_source: It is what is loaded; then what is not set is as it is there. Otherwise a
                 checkpoint is, whose defaults count.
 
         Raises:
@@ -153,14 +153,14 @@ class LoadOptions:
         if is_source:
             self._refuse_for_a_folder(where)
         is_given = not about.get("is_prequantized")
-        dtype = str(self.chosen_dtype).removeprefix("torch.")
-        said_dtype = isinstance(self.dtype, torch.dtype)
-        if is_source and not said_dtype:
+        dtype = dtype_name(self.chosen_dtype)
+        has_dtype = isinstance(self.dtype, torch.dtype)
+        if is_source and not has_dtype:
             dtype = str(about.get("dtype"))
         expected: dict[str, Any] = {}
-        if said_dtype or not is_source:
+        if has_dtype or not is_source:
             expected["dtype"] = dtype
-        if is_given and (self.quantization is not UNSAID or not is_source):
+        if is_given and (self.quantization is not UNSET or not is_source):
             made_in = getattr(torch, dtype, None)
             wanted = self.wanted(made_in if made_in in DTYPES else torch.bfloat16)
             expected["quantization"] = wanted and wanted.to_dict()
@@ -171,8 +171,9 @@ class LoadOptions:
             if found == value:
                 continue
             if isinstance(found, dict) and isinstance(value, dict):
-                keys = [each for each in value if value[each] != found.get(each)]
-                found, value = ({each: of.get(each) for each in keys} for of in (found, value))
+                keys = [key for key in value if value[key] != found.get(key)]
+                found = {key: found.get(key) for key in keys}
+                value = {key: value[key] for key in keys}
             raise PolicyError(
                 f"store: expected one with {name} {quoted(value)}, found {where} with "
                 f"{quoted(found)}; choose another folder, or pass what it was made with"
@@ -198,11 +199,11 @@ class LoadOptions:
 
     def _refuse_hub(self, of: str) -> None:
         hub = self.place.hub
-        for name, said in (
+        for name, is_set in (
             ("revision", hub.get("revision") not in (None, "main")),
             ("force_download", bool(hub.get("force_download"))),
         ):
-            if said:
+            if is_set:
                 raise PolicyError(
                     f"{name}: expected it with {of}, found {quoted(hub[name])}; leave it out"
                 )
@@ -226,6 +227,11 @@ def quantizing_device(device: torch.device | str | None) -> torch.device:
         PolicyError: If there is no such device.
     """
     return default_device() if device is None else usable_device(device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a store and a user call a dtype, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:
@@ -301,13 +307,13 @@ def _text(name: str, value: Any) -> str | None:
     return value or None
 
 
-def _dtype(value: Any) -> "torch.dtype | str | Unsaid":
-    if value is UNSAID or value == "auto":
-        return "auto" if value == "auto" else UNSAID
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if isinstance(found, torch.dtype) and found in DTYPES:
-        return found
-    names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+def _dtype(value: Any) -> "torch.dtype | str | Unset":
+    if value is UNSET or value == "auto":
+        return "auto" if value == "auto" else UNSET
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES:
+        return dtype
+    names = ", ".join(map(dtype_name, DTYPES))
     raise PolicyError(f"dtype: expected {names} or 'auto', found {quoted(value)}")
 
 
@@ -328,12 +334,7 @@ def _bits_and_bytes(quantization: Any, dtype: torch.dtype) -> "BitsAndBytesConfi
     from transformers import BitsAndBytesConfig
 
     if isinstance(quantization, str) and quantization in QUANT_TYPES:
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantization,
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+        return double_quantization(dtype, quantization)
     if isinstance(quantization, BitsAndBytesConfig) and quantization.load_in_4bit:
         return copy.deepcopy(quantization)
     if isinstance(quantization, BitsAndBytesConfig):

@@ -79,9 +79,9 @@ def remove_partial(partial: Path) -> None:
     The mark goes last, so that whoever is killed meanwhile leaves what is known as ours.
     """
     with suppress(OSError):
-        for each in partial.iterdir():
-            if each.name != MARK:
-                each.unlink()
+        for entry in partial.iterdir():
+            if entry.name != MARK:
+                entry.unlink()
         (partial / MARK).unlink()
     with suppress(OSError):
         partial.rmdir()

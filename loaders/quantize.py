@@ -65,8 +65,8 @@ class _Buffer:
         """Until what came back is hashed and where it belongs."""
         pending, self.pending = self.pending, []
         wait_for_all(pending)
-        for each in pending:
-            each.result()
+        for future in pending:
+            future.result()
 
 
 class Quantizer:
@@ -166,11 +166,11 @@ class Quantizer:
                 made = {"absmax": nested, "nested_absmax": state2.absmax}
                 made |= {"offset": offset, "nested_code": state2.code}
             if digests is not None:
-                for part, each in made.items():
-                    digests.add(f"{name}.{part}", each)
+                for part, data in made.items():
+                    digests.add(f"{name}.{part}", data)
             parts = {"code": bnb.get_4bit_type(format.quant_type, device="cpu")}
-            for part, each in made.items():
-                parts[part] = targets[part].copy_(each) if part in MOVING else each.cpu()
+            for part, data in made.items():
+                parts[part] = targets[part].copy_(data) if part in MOVING else data.cpu()
             return format.state(parts, tensor.shape, tensor.dtype)
 
     def _quantize_pieces(
@@ -232,7 +232,7 @@ class Quantizer:
             return
         buffer = self._buffers[index % 2]
         buffer.wait()
-        packed, again = (each[: values.numel()] for each in (buffer.packed, buffer.again))
+        packed, again = (memory[: values.numel()] for memory in (buffer.packed, buffer.again))
         packed.copy_(values, non_blocking=True)
         if hash is not None:
             again.copy_(values, non_blocking=True)

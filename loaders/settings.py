@@ -70,26 +70,26 @@ def configuration(
         _refuse_fields(
             options.keys() - _BESIDE_A_CONFIG, "beside config=; set them on that configuration"
         )
-        found = copy.deepcopy(given)
+        config = copy.deepcopy(given)
         if "attn_implementation" in options:
-            found._attn_implementation = options["attn_implementation"]
+            config._attn_implementation = options["attn_implementation"]
         if "experts_implementation" in options:
-            found._experts_implementation = options["experts_implementation"]
-        return found
+            config._experts_implementation = options["experts_implementation"]
+        return config
     fields = parse_json(texts[CONFIG], path / CONFIG, strict=False)
     (limits or Limits()).require_config({**fields, **options}, path / CONFIG)
     with _folder_of(texts) as folder:
-        found = _parsed(path, folder, {})
+        config = _parsed(path, folder, {})
         if options:
-            known = found.to_dict().keys() | found.attribute_map.keys() | _ALWAYS_FIELDS
+            known = config.to_dict().keys() | config.attribute_map.keys() | _ALWAYS_FIELDS
             _refuse_fields(
                 options.keys() - known,
-                f"found neither an option of poros.load nor a field of {type(found).__name__}; "
+                f"found neither an option of poros.load nor a field of {type(config).__name__}; "
                 "leave it out",
             )
-            found = _parsed(path, folder, options)
-    found.name_or_path = str(path)
-    return found
+            config = _parsed(path, folder, options)
+    config.name_or_path = str(path)
+    return config
 
 
 def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationConfig":
@@ -106,14 +106,14 @@ def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationCo
     options = {} if name == GENERATION else {"config_file_name": CONFIG, "_from_model_config": True}
     with _folder_of(texts) as folder:
         try:
-            found = GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
         except Exception as error:
             raise defect(
                 path / name,
                 f"expected settings of generation that transformers takes, found {said(error)}",
                 remedy="mend the file, or remove it: then its defaults are taken",
             ) from error
-    return found
+    return generation
 
 
 def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
@@ -125,42 +125,42 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
     """
     from transformers import BitsAndBytesConfig
 
-    found: Any = None
-    for each in (config, config.get_text_config(decoder=True)):
-        stored = getattr(each, "quantization_config", None)
-        if stored is not None:
-            found = found or stored
-            del each.quantization_config
-    if not found:
+    stored: Any = None
+    for owner in (config, config.get_text_config(decoder=True)):
+        settings = getattr(owner, "quantization_config", None)
+        if settings is not None:
+            stored = stored or settings
+            del owner.quantization_config
+    if not stored:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(stored, dict):
         try:
-            found = found.to_dict()
+            stored = stored.to_dict()
         except AttributeError as error:
             raise defect(
-                path / CONFIG, f"expected a quantization_config, found {quoted(found)}"
+                path / CONFIG, f"expected a quantization_config, found {quoted(stored)}"
             ) from error
-    method = found.get("quant_method")
-    if method not in (None, "bitsandbytes") or not found.get("load_in_4bit"):
-        kind = "8 bits of bitsandbytes" if found.get("load_in_8bit") else quoted(method)
+    method = stored.get("quant_method")
+    if method not in (None, "bitsandbytes") or not stored.get("load_in_4bit"):
+        kind = "8 bits of bitsandbytes" if stored.get("load_in_8bit") else quoted(method)
         raise UnsupportedModelError(
             f"{shown(path / CONFIG)}: expected weights that are dense or 4-bit of bitsandbytes, "
             f"found quantization_config of {kind}; load the checkpoint that it was made from, "
             "which Poros quantizes itself"
         )
     try:
-        made = BitsAndBytesConfig.from_dict(found)
+        quantization = BitsAndBytesConfig.from_dict(stored)
     except Exception as error:
         raise defect(
             path / CONFIG, f"expected a quantization_config, found {said(error)}"
         ) from error
-    if made.bnb_4bit_quant_type not in QUANT_TYPES:
+    if quantization.bnb_4bit_quant_type not in QUANT_TYPES:
         raise defect(
             path / CONFIG,
             "expected bnb_4bit_quant_type 'nf4' or 'fp4', found "
-            f"{quoted(made.bnb_4bit_quant_type)}",
+            f"{quoted(quantization.bnb_4bit_quant_type)}",
         )
-    return made
+    return quantization
 
 
 def model_class_of(config: Any) -> tuple[Any, Any]:
@@ -174,7 +174,9 @@ def model_class_of(config: Any) -> tuple[Any, Any]:
         )
     chosen = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if isinstance(chosen, list | tuple):
-        named = [each for each in chosen if each.__name__ in (config.architectures or ())]
+        named = [
+            candidate for candidate in chosen if candidate.__name__ in (config.architectures or ())
+        ]
         chosen = (named or list(chosen))[0]
     text_class = getattr(config, "sub_configs", {}).get("text_config")
     if text_class is not None and chosen.config_class == text_class:
@@ -212,8 +214,8 @@ def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedC
             f"expected the configuration of a model that transformers knows, found {what}",
             remedy="check the file, and the release of transformers",
         ) from error
-    found: PreTrainedConfig = config
-    return found
+    parsed: PreTrainedConfig = config
+    return parsed
 
 
 @contextmanager

@@ -17,19 +17,18 @@ import torch
 
 from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
 from poros.errors import HostMemoryError
-from poros.loaders.filling import new_bytes
+from poros.layout import align
+from poros.loaders.checked_reader import new_bytes
 from poros.loaders.header import (
     Header,
     TensorEntry,
     defect,
     open_regular,
-    read_at,
+    read_buffer,
     read_header,
     shown,
 )
-from poros.reads import read_into
-
-_MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
+from poros.reads import mapping_flags, read_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,8 @@ class Shard:
 
     def drop_pages(self, entry: TensorEntry) -> None:
         """Take the pages that a tensor fills from this process."""
-        begin, end = _pages(entry, inward=True)
+        begin = align(entry.offset, mmap.PAGESIZE)
+        end = (entry.offset + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
@@ -122,16 +122,16 @@ class Shard:
             CheckpointFormatError: If its name leads to another file, or size or times differ.
         """
         try:
-            found = identity_of(os.stat(self.file))
+            current = identity_of(os.stat(self.file))
         except OSError as error:
             raise defect(
                 self.file, f"expected the file that was opened, found: {error.strerror}"
             ) from error
-        if found != self.identity:
+        if current != self.identity:
             raise defect(
                 self.file,
                 "expected device, inode, size and times of modification and change "
-                f"{self.identity} as when it was opened, found {found}: it changed while it was "
+                f"{self.identity} as when it was opened, found {current}: it changed while it was "
                 "read",
                 remedy="let nothing write to the checkpoint and load it again",
             )
@@ -148,15 +148,16 @@ class Shard:
             if is_over.is_set():
                 raise ValueError(f"expected an open checkpoint, found {self.file} closed")
             num_bytes = min(PIECE_NUM_BYTES, self.num_bytes - offset)
-            return hash_piece([memoryview(read_at(descriptor, num_bytes, offset, self.file))])
+            return hash_piece([read_buffer(descriptor, num_bytes, offset, self.file)])
 
         descriptor, _ = open_regular(self.file)
         try:
             self.check_unchanged()
             places = range(0, self.num_bytes, PIECE_NUM_BYTES)
-            found = join([each.result() for each in [pool.submit(hash_at, at) for at in places]])
+            hashes = [pool.submit(hash_at, offset) for offset in places]
+            digest = join([piece_hash.result() for piece_hash in hashes])
             self.check_unchanged()
-            return found
+            return digest
         finally:
             os.close(descriptor)
 
@@ -165,13 +166,10 @@ def _map(descriptor: int, header: Header) -> mmap.mmap:
     """Map a file privately: what is written to a page stays in this process.
 
     Writable all the same, because torch code may write to what it loaded, and a read-only page
-    would end the process. Nothing is reserved for that: a checkpoint may be larger than memory.
+    would end the process.
     """
     try:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            reserve = _MAP_NORESERVE if os.uname().sysname == "Linux" else 0
-            return mmap.mmap(descriptor, header.num_bytes, flags=mmap.MAP_PRIVATE | reserve)
-        return mmap.mmap(descriptor, header.num_bytes, access=mmap.ACCESS_COPY)
+        return mmap.mmap(descriptor, header.num_bytes, **mapping_flags(private=True))
     except ValueError as error:  # mmap compares the length with the file's
         raise defect(
             header.file,
@@ -183,12 +181,3 @@ def _map(descriptor: int, header: Header) -> mmap.mmap:
             f"space but no memory, found: {error.strerror}; raise the limit of the process "
             "(ulimit -v, ulimit -d)"
         ) from error
-
-
-def _pages(entry: TensorEntry, *, inward: bool) -> tuple[int, int]:
-    """First byte and end of the pages that a tensor touches, or of those that it fills."""
-    size = mmap.PAGESIZE
-    begin, end = entry.offset, entry.offset + entry.num_bytes
-    if inward:
-        return -(-begin // size) * size, end // size * size
-    return begin // size * size, end

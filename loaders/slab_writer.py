@@ -3,7 +3,7 @@
 The plan is made on the model without memory that transformers has built, before anything is read:
 for each decoder layer the parts that move, in the order in which ``poros.prepare`` lists them, with
 the dtypes they will have. Then each tensor is taken as it comes, converted and renamed, and written
-to its place; the few that come another way (norms kept in float32, buffers computed from the
+to its place; the few that come another way (norms that stay float32, buffers computed from the
 configuration) are moved to theirs at the end.
 
 Nothing here knows how transformers reads a checkpoint; see ``poros.loaders.hf_quantizer`` for that.
@@ -23,8 +23,8 @@ from poros.host.limits import require_host_memory
 from poros.host.store import HostSlab, HostStore
 from poros.layout import BlockLayout, TensorSpec, is_small
 from poros.loaders.header import shown
+from poros.loaders.quant_state import require_codes
 from poros.loaders.quantize import Quantizer, require_finite
-from poros.loaders.states import require_codes
 from poros.nf4 import (
     BLOCKSIZES,
     DTYPES,
@@ -42,8 +42,8 @@ Allocate = Callable[[Sequence[BlockLayout]], HostStore]
 FindLayers = Callable[[nn.Module], tuple[str, Sequence[nn.Module]]]
 
 
-class Intake:
-    """Takes the tensors of one model in.
+class SlabWriter:
+    """Writes the tensors of one model into its slabs, as they are read.
 
     Args:
         path: Of what is loaded, for messages.
@@ -87,12 +87,12 @@ class Intake:
         self._checked: set[str] = set()
         """Names of what is finite, or need not be: buffers that are computed (masks)."""
 
-    def plan(self, model: nn.Module, kept: Mapping[str, torch.dtype]) -> None:
+    def plan(self, model: nn.Module, own_dtypes: Mapping[str, torch.dtype]) -> None:
         """Lay out the layers of ``model``, which is on the meta device, and reserve their memory.
 
         Args:
             model: With its 4-bit modules in place.
-            kept: Dtypes of parameters that keep one of their own, by patterns of their names.
+            own_dtypes: Dtypes of parameters that keep one of their own, by patterns of their names.
 
         Raises:
             UnsupportedModelError: If it has no decoder layers that can be streamed.
@@ -104,8 +104,10 @@ class Intake:
         self.num_bytes = _num_bytes(everything)
         self.layers_name, layers = self._find_layers(model)
         self._shapes = {name: tensor.shape for name, tensor in _named_tensors(model)}
-        self._is_float = {n for n, each in _named_tensors(model) if each.is_floating_point()}
-        self._is_4bit = {n for n, each in _named_tensors(model) if is_params4bit(each)}
+        self._is_float = {
+            name for name, tensor in _named_tensors(model) if tensor.is_floating_point()
+        }
+        self._is_4bit = {name for name, tensor in _named_tensors(model) if is_params4bit(tensor)}
         loaded = model.state_dict().keys()
         self._checked = self._shapes.keys() - loaded
         layouts = []
@@ -115,7 +117,7 @@ class Intake:
                 model, f"{self.layers_name}.{index}", layer
             ):
                 if name in loaded:
-                    tensor = tensor.to(_kept_dtype(name, kept) or tensor.dtype)
+                    tensor = tensor.to(_own_dtype(name, own_dtypes) or tensor.dtype)
                 parts += self._streamed_parts(name, tensor, is_buffer)
             layouts.append(BlockLayout.pack(parts))
         in_layers = {spec.name for layout in layouts for spec in layout.tensors}
@@ -134,7 +136,7 @@ class Intake:
             return False
         return dtype is None or self._places[name][1].dtype == dtype
 
-    def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def write(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Write a tensor that is not quantized to its place.
 
         Returns:
@@ -188,7 +190,7 @@ class Intake:
         )
         return targets["packed"], state
 
-    def keep(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
+    def copy(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
         """A copy of ``tensor`` in its place; in memory of its own if it has none or does not fit.
 
         Packed bytes are taken as they are, whatever dtype they are stored as.
@@ -200,13 +202,13 @@ class Intake:
             self._require_finite(name, tensor)
         return _copied(tensor, self._target(name, tensor))
 
-    def keep_part(
+    def copy_part(
         self, name: str, tensor: torch.Tensor, *, is_packed: bool = False
     ) -> torch.Tensor:
-        """As ``keep``, for a part of a 4-bit weight: hashed while it is copied."""
+        """As ``copy``, for a part of a 4-bit weight: hashed while it is copied."""
         hashed = self._packed.add(name, tensor)
         try:
-            return self.keep(name, tensor, is_packed=is_packed)
+            return self.copy(name, tensor, is_packed=is_packed)
         finally:
             hashed.result()  # the checkpoint may take the pages back
 
@@ -258,7 +260,7 @@ class Intake:
             if is_packed or self.is_placed(name, tensor):
                 continue
             if name in self._places or self._is_mapped(tensor):
-                tensor.data = self.keep(name, tensor.data)
+                tensor.data = self.copy(name, tensor.data)
             else:
                 self._require_finite(name, tensor)
         self._note_digests(model)
@@ -271,9 +273,9 @@ class Intake:
         """Leave them on the store, for ``poros.prepare`` and for whoever writes it to a disk."""
         digests, noted = self.packed_digests(), self.finished.as_packed
         for name, tensor in _named_tensors(model):
-            for part, each in part_tensors(name, tensor, with_constants=True).items():
+            for part, data in part_tensors(name, tensor, with_constants=True).items():
                 if part in digests:
-                    noted.note(part, tensor if part == name else each, digests[part])
+                    noted.note(part, tensor if part == name else data, digests[part])
 
     def dense(self, name: str, tensor: torch.Tensor) -> CheckpointFormatError:
         """The error for a weight that came without the state that its packed form needs."""
@@ -296,7 +298,7 @@ class Intake:
         if not is_params4bit(tensor):
             return [(name, tensor)]
         form = self._require_format().form(tensor.shape).items()
-        return [(part_name(name, part), each) for part, each in form if part in MOVING]
+        return [(part_name(name, part), like) for part, like in form if part in MOVING]
 
     def _streamed_parts(
         self, name: str, tensor: torch.Tensor, is_buffer: bool
@@ -305,7 +307,7 @@ class Intake:
         if not is_params4bit(tensor):
             return [] if is_small(tensor, is_buffer=is_buffer) else [(name, tensor)]
         form = self._require_format().form(tensor.shape).items()
-        return [(part_name(name, part), each) for part, each in form if streams(part, each)]
+        return [(part_name(name, part), like) for part, like in form if streams(part, like)]
 
     def _target(self, name: str, like: torch.Tensor) -> torch.Tensor:
         if name in self._places:
@@ -347,7 +349,7 @@ class Intake:
 
 
 def _num_bytes(parts: Iterable[tuple[str, torch.Tensor]]) -> int:
-    return sum(each.numel() * each.element_size() for _, each in parts)
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in parts)
 
 
 def _copied(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -370,12 +372,12 @@ def _own_tensors(
         for owner in (module._parameters, module._buffers)
         for tensor in owner.values()
     }
-    found: set[int] = set()
+    seen: set[int] = set()
     for module_name, module in layer.named_modules(prefix=prefix):
         for owner in (module._parameters, module._buffers):
             for key, tensor in owner.items():
-                if tensor is not None and id(tensor) not in elsewhere | found:
-                    found.add(id(tensor))
+                if tensor is not None and id(tensor) not in elsewhere | seen:
+                    seen.add(id(tensor))
                     yield f"{module_name}.{key}", tensor, owner is module._buffers
 
 
@@ -384,8 +386,8 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _kept_dtype(name: str, kept: Mapping[str, torch.dtype]) -> torch.dtype | None:
-    for pattern, dtype in kept.items():
+def _own_dtype(name: str, own_dtypes: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    for pattern, dtype in own_dtypes.items():
         if re.search(pattern.replace("*", ".*"), name):
             return dtype
     return None

@@ -24,12 +24,12 @@ def require_whole_experts(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointFormatError: If a number is missing or left over; the message names a tensor.
     """
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    experts: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in checkpoint.names:
         match = _EXPERT.fullmatch(name)
         if match:
-            found[match[1], match[3]].append(match[2])
-    for (prefix, suffix), numbers in found.items():
+            experts[match[1], match[3]].append(match[2])
+    for (prefix, suffix), numbers in experts.items():
         expected = {str(number) for number in range(len(numbers))}
         surplus = sorted(set(numbers) - expected)
         if surplus:
@@ -61,13 +61,13 @@ def require_floats(checkpoint: Checkpoint, taken: Iterable[str], model: Any) -> 
         if not checkpoint.entry(name).dtype.is_floating_point
         and not (packed and _weight_of(name) in packed)
     ]
-    kept = {
+    model_whole = {
         name
-        for name, each in (*model.named_parameters(), *model.named_buffers())
-        if not each.is_floating_point() and state_of(each) is None
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not tensor.is_floating_point() and state_of(tensor) is None
     }
-    if len(whole) > len(kept):
-        name = next((each for each in whole if each not in kept), whole[0])
+    if len(whole) > len(model_whole):
+        name = next((candidate for candidate in whole if candidate not in model_whole), whole[0])
         raise defect(
             checkpoint.entry(name).file,
             "expected weights in floating point for this configuration, found "

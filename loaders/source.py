@@ -100,7 +100,7 @@ def find_source(
     if not _is_index(name):
         return Source(path, config, texts, [path / name], None, {}, place.variant, is_named)
     weight_map = _read_index(path / name, limits)
-    files = [path / each for each in sorted(set(weight_map.values()))]
+    files = [path / shard for shard in sorted(set(weight_map.values()))]
     return Source(path, config, texts, files, path / name, weight_map, place.variant)
 
 
@@ -143,8 +143,8 @@ def _refuse_adapter(path: Path, place: Place, limits: Limits) -> None:
     file = path / ADAPTER
     if not os.path.lexists(file):
         return
-    found = parse_json(limits.read(file, "config_num_bytes"), file, strict=False)
-    base = quoted(found.get("base_model_name_or_path"))
+    adapter = parse_json(limits.read(file, "config_num_bytes"), file, strict=False)
+    base = quoted(adapter.get("base_model_name_or_path"))
     inside = path / place.subfolder
     if os.path.lexists(inside / CONFIG) and _has_weights(inside, place.variant):
         raise UnsupportedModelError(
@@ -197,7 +197,7 @@ def _weights_name(path: Path, config: dict[str, Any], variant: str | None) -> st
     raise defect(
         path,
         f"expected {quoted(names[0], is_bare=True)} or {quoted(names[1], is_bare=True)}, found "
-        f"{quoted([each.name for each in others])}",
+        f"{quoted([other.name for other in others])}",
         remedy="pass the folder that holds them, or the one .safetensors file to read",
     )
 
@@ -205,7 +205,7 @@ def _weights_name(path: Path, config: dict[str, Any], variant: str | None) -> st
 def _others(path: Path) -> list[Path]:
     """What lies in a folder beside JSON files."""
     try:
-        return sorted(each for each in path.iterdir() if each.suffix != ".json")
+        return sorted(entry for entry in path.iterdir() if entry.suffix != ".json")
     except OSError as error:
         raise defect(path, f"expected a readable folder, found: {error.strerror}") from error
 
@@ -213,21 +213,21 @@ def _others(path: Path) -> list[Path]:
 def _refuse_other_formats(files: Iterable[Path], path: Path) -> None:
     """Name the formats that hold weights elsewhere, if there are files of one and no others."""
     files = list(files)
-    if any(each.suffix == ".safetensors" for each in files):
+    if any(file.suffix == ".safetensors" for file in files):
         return
-    found = [each.name for each in files if each.suffix.lower() in _PICKLES]
-    if found:
+    pickles = [file.name for file in files if file.suffix.lower() in _PICKLES]
+    if pickles:
         raise defect(
             path,
-            f"expected safetensors, found only {quoted(found)}: a pickle can run code and is never "
-            "opened",
+            f"expected safetensors, found only {quoted(pickles)}: a pickle can run code and is "
+            "never opened",
             remedy="convert the checkpoint to safetensors",
         )
-    found = [each.name for each in files if each.suffix.lower() == ".gguf"]
-    if found:
+    ggufs = [file.name for file in files if file.suffix.lower() == ".gguf"]
+    if ggufs:
         raise defect(
             path,
-            f"expected safetensors, found another file format, GGUF: {quoted(found)}",
+            f"expected safetensors, found another file format, GGUF: {quoted(ggufs)}",
             remedy="load the safetensors checkpoint that it was made from; Poros quantizes it "
             "itself",
         )

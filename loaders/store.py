@@ -11,7 +11,7 @@ The data of ``slabs.safetensors`` are the bytes of the host store, page by page 
 on pages" in ``poros.layout``): they are read into memory, or mapped, without being looked at.
 
 Note: Nothing is used that was not checked
-    Whatever is read is hashed meanwhile (``poros.loaders.filling``), and ``OpenStore.check``
+    Whatever is read is hashed meanwhile (``poros.loaders.checked_reader``), and ``OpenStore.check``
     compares it with the manifest before the model is given out. What happens to 4-bit weights in
     memory after that, ``poros.prepare`` sees by the digests of their parts. Slabs that stay in the
     file are hashed when they are first read (``poros.host.disk``). A file that the manifest does
@@ -25,28 +25,28 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join
+from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join, sha256
 from poros.errors import quoted
 from poros.host.store import HostStore
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align, slab_offsets
-from poros.loaders.filling import REMEDY, Filling, Run, new_bytes, require_digest
-from poros.loaders.header import Header, defect, open_regular, read_at, read_header
+from poros.layout import BlockLayout, slab_offsets
+from poros.loaders.checked_reader import CheckedReader, Run, new_bytes, require_digest
+from poros.loaders.header import Header, defect, open_regular, read_at, read_buffer, read_header
 from poros.loaders.limits import Limits
 from poros.loaders.manifest import (
     FORMAT,
     MANIFEST,
     PARTIAL,
+    REMEDY,
     REST,
     SLABS,
     Manifest,
     data_num_bytes,
     describe_rest,
+    padding,
     read_manifest,
-    sha256,
     slab_name,
     slabs_header,
 )
@@ -70,7 +70,7 @@ class OpenStore:
     """Descriptors of slabs and rest."""
     _undo: ExitStack
     _limits: Limits
-    _filling: Filling | None = field(default=None, init=False)
+    _reader: CheckedReader | None = field(default=None, init=False)
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -90,14 +90,14 @@ class OpenStore:
         """
         _, descriptor = self._require_open()
         file, entries = self.path / REST, self._header.tensors
-        found = {
-            name: new_bytes(each.num_bytes).view(each.dtype).view(each.shape)
-            for name, each in entries.items()
+        tensors = {
+            name: new_bytes(entry.num_bytes).view(entry.dtype).view(entry.shape)
+            for name, entry in entries.items()
         }
         header = memoryview(bytearray(self._header.data_offset))
-        parts = [header, *map(as_bytes, found.values())]
+        parts = [header, *map(as_bytes, tensors.values())]
         self._reading().read(descriptor, file, [Run(0, parts, self.manifest.rest_digest)])
-        return found
+        return tensors
 
     def text(self, name: str) -> bytes:
         """A small file of the source, such as ``config.json``.
@@ -107,7 +107,7 @@ class OpenStore:
         """
         file = self.path / name
         text = self._limits.read(file, "extra_num_bytes")
-        require_digest(file, self.manifest.files[name], sha256([text]))
+        require_digest(file, self.manifest.files[name], sha256(text))
         return text
 
     def read_into(self, host: HostStore) -> None:
@@ -123,7 +123,7 @@ class OpenStore:
         runs = [
             Run(
                 self.data_offset + start,
-                [as_bytes(slab.bytes), memoryview(bytearray(_padding(slab.layout)))],
+                [as_bytes(slab.bytes), padding(slab.layout)],
                 digest,
                 slab_name(index),
             )
@@ -144,16 +144,16 @@ class OpenStore:
         Raises:
             CheckpointFormatError: At the first slab or file that differs, by name.
         """
-        if self._filling is not None:
-            self._filling.check()
+        if self._reader is not None:
+            self._reader.check()
 
     def require_source(self, fingerprint: str) -> None:
         """Raise ``CheckpointFormatError`` unless the store was made from that checkpoint."""
-        found = self.manifest.about.get("source")
-        if found != fingerprint:
+        source = self.manifest.about.get("source")
+        if source != fingerprint:
             raise defect(
                 self.path / MANIFEST,
-                f"expected a store of the checkpoint {fingerprint}, found one of {quoted(found)}",
+                f"expected a store of the checkpoint {fingerprint}, found one of {quoted(source)}",
                 remedy="open it without a source, or write a store of this checkpoint elsewhere",
             )
 
@@ -169,13 +169,13 @@ class OpenStore:
             def digest(descriptor: int, file: Path, start: int, size: int) -> str:
                 def hash_at(offset: int) -> bytes:
                     num_bytes = min(PIECE_NUM_BYTES, start + size - offset)
-                    return hash_piece([memoryview(read_at(descriptor, num_bytes, offset, file))])
+                    return hash_piece([read_buffer(descriptor, num_bytes, offset, file)])
 
                 return join(pool.map(hash_at, range(start, start + size, PIECE_NUM_BYTES)))
 
             file = self.path / REST
-            found = digest(rest, file, 0, os.fstat(rest).st_size)
-            require_digest(file, self.manifest.rest_digest, found)
+            actual = digest(rest, file, 0, os.fstat(rest).st_size)
+            require_digest(file, self.manifest.rest_digest, actual)
             for index, (start, layout, expected) in enumerate(
                 zip(
                     slab_offsets(self.layouts),
@@ -184,26 +184,21 @@ class OpenStore:
                     strict=True,
                 )
             ):
-                size = align(layout.num_bytes, PAGE_NUM_BYTES)
-                found = digest(slabs, self.slabs, self.data_offset + start, size)
-                require_digest(self.slabs, expected, found, slab_name(index))
+                size = layout.padded_num_bytes
+                actual = digest(slabs, self.slabs, self.data_offset + start, size)
+                require_digest(self.slabs, expected, actual, slab_name(index))
 
     def close(self) -> None:
         """Let go of the files. Idempotent."""
         self._files = None
-        if self._filling is not None:
-            self._filling.close()
+        if self._reader is not None:
+            self._reader.close()
         self._undo.close()
 
     def __enter__(self) -> "OpenStore":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_open(self) -> tuple[int, int]:
@@ -211,10 +206,10 @@ class OpenStore:
             raise defect(self.path, "expected an open store, found a closed one", remedy="open it")
         return self._files
 
-    def _reading(self) -> Filling:
-        if self._filling is None:
-            self._filling = Filling()
-        return self._filling
+    def _reading(self) -> CheckedReader:
+        if self._reader is None:
+            self._reader = CheckedReader()
+        return self._reader
 
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
@@ -324,7 +319,3 @@ def _what(path: Path) -> str:
     if not path.is_dir():
         return "a file"
     return "a checkpoint" if (path / "config.json").exists() else "another folder"
-
-
-def _padding(layout: BlockLayout) -> int:
-    return align(layout.num_bytes, PAGE_NUM_BYTES) - layout.num_bytes

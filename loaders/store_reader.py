@@ -1,6 +1,6 @@
-"""A model and its store on disk: what of a model is kept there, and a model made of it again.
+"""A model and its store on disk: what of a model goes there, and a model made of it again.
 
-The slabs are kept as they are. The rest of the model goes by name: everything outside the layers,
+The slabs are stored as they are. The rest of the model goes by name: everything outside the layers,
 and of each 4-bit weight the few constants that stay on the device. Buffers that transformers
 computes from the configuration are computed again.
 """
@@ -19,17 +19,20 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
+from poros.loaders.manifest import REMEDY
+from poros.loaders.options import dtype_name
 from poros.loaders.quantize import Quantizer
-from poros.loaders.slab_writer import FindLayers, Intake
+from poros.loaders.slab_writer import FindLayers, SlabWriter
 from poros.loaders.store import OpenStore
 from poros.nf4 import DTYPES, PARTS, Format, part_name, part_tensors, state_of
 
-_REMEDY = "write the store again"
 PARTS_DIGESTS = "parts_digests"
 """What a store calls the digests of the parts of its 4-bit weights."""
 
 
-def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def contents(
+    model: nn.Module, slab_writer: SlabWriter
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What of a loaded model is in no slab, and how to put it together again.
 
     Returns:
@@ -47,11 +50,11 @@ def contents(model: nn.Module, intake: Intake) -> tuple[dict[str, torch.Tensor],
         if state is None:
             dense.append(name)
         else:
-            weights[name] = [str(state.dtype).removeprefix("torch."), state.blocksize]
-        for part, each in part_tensors(name, tensor, with_constants=True).items():
-            if not intake.is_placed(part, each):
-                rest[part] = each.detach()
-    digests = {name: each.hex() for name, each in intake.packed_digests().items()}
+            weights[name] = [dtype_name(state.dtype), state.blocksize]
+        for part, data in part_tensors(name, tensor, with_constants=True).items():
+            if not slab_writer.is_placed(part, data):
+                rest[part] = data.detach()
+    digests = {name: digest.hex() for name, digest in slab_writer.packed_digests().items()}
     return rest, {"dense": dense, "weights": weights, PARTS_DIGESTS: digests}
 
 
@@ -60,13 +63,13 @@ def small_files(checkpoint: Checkpoint, limits: Limits) -> dict[str, bytes]:
     return {**read_extras(checkpoint.path, limits), **checkpoint.texts}
 
 
-class KeptIntake(Intake):
+class StoreReader(SlabWriter):
     """Puts a model together from an open store, whose slabs have been read or mapped.
 
     Args:
         opened: The store.
         host: Its slabs.
-        find_layers: As in ``Intake``.
+        find_layers: As in ``SlabWriter``.
         format: Of 4-bit weights; None if nothing is quantized.
     """
 
@@ -102,13 +105,13 @@ class KeptIntake(Intake):
             CheckpointFormatError: If the store has not what the model needs.
         """
         if name not in self._weights:
-            found = self._part(name)
-            self._require_shape(name, found.shape, planned.shape)
-            if found.is_floating_point() != planned.is_floating_point():
+            tensor = self._part(name)
+            self._require_shape(name, tensor.shape, planned.shape)
+            if tensor.is_floating_point() != planned.is_floating_point():
                 raise self._defect(
-                    f"expected a tensor like {planned.dtype}, found {found.dtype}", tensor=name
+                    f"expected a tensor like {planned.dtype}, found {tensor.dtype}", tensor=name
                 )
-            return found, None
+            return tensor, None
         dtype, blocksize = self._weights[name]
         names = sorted(PARTS[f"{name}.offset" in self._rest])
         parts = {part: self._part(part_name(name, part)) for part in names}
@@ -117,13 +120,13 @@ class KeptIntake(Intake):
         self.require_packed(name, parts, state, planned.shape)
         return parts["packed"], state
 
-    def keep(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
-        """As in ``Intake``; what lies there already is not written again.
+    def copy(self, name: str, tensor: torch.Tensor, *, is_packed: bool = False) -> torch.Tensor:
+        """As in ``SlabWriter``; what lies there already is not written again.
 
         A page of a mapped slab that is written to is no longer the file's.
         """
         target = self._target(name, tensor)
-        as_bytes = [each.reshape(-1).view(torch.uint8) for each in (tensor, target)]
+        as_bytes = [side.reshape(-1).view(torch.uint8) for side in (tensor, target)]
         return target if torch.equal(*as_bytes) else target.copy_(tensor)
 
     def _named(self, about: Mapping[str, Any]) -> tuple[set[str], Mapping[str, tuple[Any, Any]]]:
@@ -146,15 +149,15 @@ class KeptIntake(Intake):
     def _hashed(self, about: Mapping[str, Any]) -> Mapping[str, bytes]:
         """Digests of the parts of 4-bit weights; those that the store has."""
         try:
-            found = about.get(PARTS_DIGESTS, {})
-            return {str(name): bytes.fromhex(digest) for name, digest in found.items()}
+            digests = about.get(PARTS_DIGESTS, {})
+            return {str(name): bytes.fromhex(digest) for name, digest in digests.items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise self._defect(
                 f"expected digests of the parts of its weights, found {quoted(error)}"
             ) from error
 
     def _part(self, name: str) -> torch.Tensor:
-        # What did not fit its planned place is kept with the rest.
+        # What did not fit its planned place lies with the rest.
         if name in self._rest:
             return self._rest[name]
         if name not in self._places:
@@ -166,7 +169,7 @@ class KeptIntake(Intake):
         for index, (expected, found) in enumerate(zip(layouts, self._opened.layouts, strict=False)):
             if expected != found:
                 differing = set(expected.tensors) ^ set(found.tensors)
-                names = sorted({each.name for each in differing})[:3]
+                names = sorted({spec.name for spec in differing})[:3]
                 raise self._defect(
                     f"expected layer {index} as this configuration and this release of "
                     f"transformers have it, found another form of "
@@ -177,4 +180,4 @@ class KeptIntake(Intake):
         return self._host
 
     def _defect(self, found: str, tensor: str | None = None) -> Exception:
-        return defect(self._opened.path, found, tensor=tensor, remedy=_REMEDY)
+        return defect(self._opened.path, found, tensor=tensor, remedy=REMEDY)

@@ -13,7 +13,7 @@ from poros.errors import PreparedModelError
 from poros.layer.adapters import is_adapter_module
 from poros.layer.settings import settle
 from poros.model.inspect import Inventory, take_inventory
-from poros.model.runtime import Runtime, find_runtime, runtime_of
+from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
 from poros.slots.schedule import Action
 from poros.streams import StreamContext, streams_for
@@ -138,11 +138,12 @@ def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
         shape: Shape, budget: int | None, wanted: Wanted, is_checking: bool
     ) -> "MemoryPlan":
         from poros.planning.planner import Planner
+        from poros.planning.request import PlanRequest
 
         living = reference()
         if not planner and living is not None:
             planner.append(Planner(living))
-        return planner[0].plan(
+        request = PlanRequest(
             **shape._asdict(),
             # With its unit: bytes are meant, however few they are.
             vram_budget=None if budget is None else f"{budget}B",
@@ -154,6 +155,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
         )
+        return planner[0].plan(request)
 
     return estimate
 
@@ -174,7 +176,7 @@ def restore(model: ModelT) -> ModelT:
         CheckpointFormatError: If somebody has written to that file.
         PreparedModelError: If the model is not prepared.
     """
-    existing = runtime_of(model)
+    existing = runtime(model)
     existing.host.require_intact()
     existing.detach()
     return model
@@ -186,7 +188,13 @@ def runtime(model: nn.Module) -> Runtime:
     Raises:
         PreparedModelError: If the model is not prepared.
     """
-    return runtime_of(model)
+    existing = find_runtime(model)
+    if existing is None:
+        raise PreparedModelError(
+            f"expected a prepared model, found a {type(model).__name__} that is not; call "
+            "poros.prepare(model) first"
+        )
+    return existing
 
 
 def _choose_device(model: nn.Module, policy: StreamingPolicy) -> torch.device:

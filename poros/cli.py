@@ -150,7 +150,7 @@ def check(
     Exit code: 0 if no bit differs, 1 if one does (or a listed record is stale), 2 for bad input.
     """
     if registered:
-        if record or any(each is not None for each in (model_dir, architecture, adapter)):
+        if record or any(option is not None for option in (model_dir, architecture, adapter)):
             raise typer.BadParameter("--registered lists what is on record and takes no other")
         _list_registered()
     if fuzz:
@@ -284,8 +284,8 @@ def plan(
 ) -> None:
     """Say what a training step needs, before anything is downloaded."""
     _quieten_libraries()  # what follows imports them
-    from poros.planning.formula import Speeds
     from poros.planning.planner import Planner, render
+    from poros.planning.request import PlanRequest, Speeds
 
     if (copy_gb_per_s is None) != (tflop_per_s is None):
         raise typer.BadParameter("give both --copy-gb-per-s and --tflop-per-s, or neither")
@@ -300,7 +300,7 @@ def plan(
             speeds = planner.measure(seq_len=seq, batch_size=batch, device=device)
         elif copy_gb_per_s is not None and tflop_per_s is not None:
             speeds = Speeds(copy_gb_per_s, tflop_per_s)
-        found = planner.plan(
+        request = PlanRequest(
             seq_len=seq,
             batch_size=batch,
             vram_budget=vram,
@@ -311,12 +311,13 @@ def plan(
             self_check=self_check,
             speeds=speeds,
         )
+        estimate = planner.plan(request)
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
+        typer.echo(json.dumps(estimate.as_dict(), indent=1))
         return
     from rich.console import Console
 
-    Console().print(render(found))
+    Console().print(render(estimate))
 
 
 def _list_registered() -> NoReturn:
@@ -349,7 +350,7 @@ def _limits(values: list[str] | None) -> "Limits | None":
 
     if not values:
         return None
-    names = {each.name for each in fields(Limits)}
+    names = {field.name for field in fields(Limits)}
     chosen: dict[str, int] = {}
     for value in values:
         name, _, number = value.partition("=")

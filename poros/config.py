@@ -22,18 +22,18 @@ class StreamingPolicy:
 
     Args:
         block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.
-        vram_budget: Device memory of a training step, in bytes or such as ``"8GiB"``. At the first
-            step, when the batch is known, slots and kept layers are planned to fill it. None, with
-            ``slots`` and ``keep_last`` None as well, takes what is free on a GPU less a margin (see
-            ``poros.budget``), and plans nothing on a CPU.
+        vram_budget: Device memory of training, in bytes or such as ``"8GiB"``. Slots and kept
+            layers are chosen to fill it: on a GPU by measuring the first steps, on a CPU by an
+            estimate (see ``poros.model.sizing``). None, with ``slots`` and ``keep_last`` None as
+            well, takes what is free on a GPU less a margin, and chooses nothing on a CPU.
         slots: Device slots, at least 2; more than there are blocks means all of them. None is
-            planned, or 2 where nothing is.
+            chosen, or 2 where nothing is.
         keep_last: Layers at the end that keep their graph instead of being recomputed, rounded
             down to whole blocks; more than there are means all of them. Their blocks stay on the
             device and count among the slots, of which the others still have at least 2. None is
-            planned, or 0 where nothing is.
+            chosen, or 0 where nothing is.
         offload_boundaries: Keep the inputs of recomputed layers in page-locked host memory between
-            forward and backward, for long sequences. None is planned (if nothing else makes the
+            forward and backward, for long sequences. None is chosen (if nothing else makes the
             step fit), or False where nothing is.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.

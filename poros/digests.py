@@ -16,6 +16,7 @@ Note: Sources, not copies
     runs beside the copies.
 """
 
+import hashlib
 import os
 import weakref
 from collections import deque
@@ -92,6 +93,11 @@ def digest_of(parts: Sequence[memoryview], pool: ThreadPoolExecutor | None = Non
     return join((pool.map if pool is not None else map)(hash_piece, cut(parts)))
 
 
+def sha256(text: bytes) -> str:
+    """The SHA-256 of a small file or of a text, in hexadecimal."""
+    return hashlib.sha256(text).hexdigest()
+
+
 def num_threads() -> int:
     """How many threads are worth hashing with."""
     return min(os.cpu_count() or 1, 8)
@@ -142,13 +148,13 @@ class SourceDigests:
         finally:
             self.close()
 
-    def damaged(self, found: Mapping[str, bytes]) -> tuple[str, bytes] | None:
+    def damaged(self, digests: Mapping[str, bytes]) -> tuple[str, bytes] | None:
         """The name of a tensor that is not, in ``results``, what it was expected to be.
 
         And what was expected.
         """
         for name, expected in self._expected.items():
-            if found[name] != expected:
+            if digests[name] != expected:
                 return name, expected
         return None
 
@@ -228,13 +234,15 @@ class AsPacked:
         known = self._known.get(id(tensor))
         if known is None:
             return None
-        reference, pointer, version, found = known
+        reference, pointer, version, known_digest = known
         is_same = reference() is tensor and tensor.data_ptr() == pointer
-        return found if is_same and tensor._version == version else None
+        return known_digest if is_same and tensor._version == version else None
 
     def damaged(self, tensors: Mapping[str, torch.Tensor], pool: ThreadPoolExecutor) -> str | None:
         """The name of one, by the names of the loader, that is not what it was."""
         known = [name for name in tensors if name in self.digests]
-        found = pool.map(digest, (tensors[name] for name in known))
-        pairs = zip(known, found, strict=True)
-        return next((name for name, each in pairs if each != self.digests[name]), None)
+        current = pool.map(digest, (tensors[name] for name in known))
+        pairs = zip(known, current, strict=True)
+        return next(
+            (name for name, current_digest in pairs if current_digest != self.digests[name]), None
+        )

@@ -52,6 +52,11 @@ class BlockLayout:
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
 
+    @property
+    def padded_num_bytes(self) -> int:
+        """To the end of its last page: what the slab takes where others follow it."""
+        return align(self.num_bytes, PAGE_NUM_BYTES)
+
     @classmethod
     def pack(cls, tensors: Iterable[tuple[str, torch.Tensor]]) -> "BlockLayout":
         """Lay tensors out one after the other, each aligned to ``ALIGNMENT`` bytes.

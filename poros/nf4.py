@@ -21,12 +21,15 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from poros.layout import is_small
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
 
 QUANT_TYPES = ("nf4", "fp4")
 """The code books that there are."""
@@ -40,7 +43,7 @@ NESTED_BLOCKSIZE = 256
 NUM_CODES, NUM_NESTED_CODES = 16, 256
 """Entries of the code books, which kernels do not count."""
 
-DTYPES = {each: getattr(torch, each) for each in ("float16", "bfloat16", "float32")}
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32")}
 """What a weight is quantized from, by the names that states have for them."""
 
 STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
@@ -82,7 +85,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """How bitsandbytes holds a 4-bit weight. Nothing is checked: see ``loaders.states``."""
+    """How bitsandbytes holds a 4-bit weight. Nothing is checked: see ``loaders.quant_state``."""
 
     quant_type: str
     double_quant: bool
@@ -113,8 +116,8 @@ class Format:
             "offset": ((), torch.float32),
             "nested_code": ((NUM_NESTED_CODES,), torch.float32),
         }
-        found = ((part, *forms[part]) for part in PARTS[self.double_quant])
-        return {part: torch.empty(size, dtype=dtype, device="meta") for part, size, dtype in found}
+        chosen = ((part, *forms[part]) for part in PARTS[self.double_quant])
+        return {part: torch.empty(size, dtype=dtype, device="meta") for part, size, dtype in chosen}
 
     def state(self, parts: Parts, shape: Sequence[int], dtype: torch.dtype) -> Any:
         """A ``QuantState`` of these very tensors, double if nested ones are among them.
@@ -161,6 +164,20 @@ class Format:
         )
 
 
+def double_quantization(
+    compute_dtype: torch.dtype, quant_type: str = "nf4"
+) -> "BitsAndBytesConfig":
+    """What transformers is told, so that it quantizes as Poros does where nobody says otherwise."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+
+
 def is_params4bit(tensor: object) -> bool:
     """Whether ``tensor`` is a 4-bit parameter of bitsandbytes, quantized yet or not."""
     return type(tensor).__name__ == "Params4bit"
@@ -203,7 +220,7 @@ def places(name: str, weight: Any) -> dict[str, Part]:
 
 def parts_of(weight: Any) -> Parts:
     """The parts of a quantized weight, themselves."""
-    return {part: each.get() for part, each in places("", weight).items()}
+    return {part: place.get() for part, place in places("", weight).items()}
 
 
 def part_tensors(
@@ -212,8 +229,8 @@ def part_tensors(
     """The parts of any loaded tensor by name: what moves, and on request what stays on a device."""
     if state_of(tensor) is None:
         return {name: tensor.data}
-    found = places(name, tensor).items()
-    return {each.name: each.get() for part, each in found if with_constants or part in MOVING}
+    parts = places(name, tensor).items()
+    return {place.name: place.get() for part, place in parts if with_constants or part in MOVING}
 
 
 def streams(part: str, tensor: torch.Tensor) -> bool:
@@ -237,9 +254,9 @@ def rebound(weight: Any, parts: Parts) -> Any:
     state = copy.copy(weight.quant_state)
     state.state2 = copy.copy(state.state2)
     made = Format.of(weight).weight(parts.get("packed", weight.data), state, weight.module)
-    found = places("", made)
+    targets = places("", made)
     for part in parts.keys() - {"packed"}:
-        found[part].put(parts[part])
+        targets[part].put(parts[part])
     return made
 
 

@@ -1,7 +1,10 @@
 """Where results are to be written: checked before the work, not found out after it."""
 
+import json
+import os
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
+from typing import Any
 
 from poros.errors import PolicyError, quoted
 
@@ -37,6 +40,23 @@ def require_folder(path: Path, option: str) -> None:
             f"{option}: expected a folder to write to, found {_shown(path)}: "
             f"{quoted(reason, is_bare=True)}; choose another"
         ) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content``; a reader sees the old file or all of the new one."""
+    with NamedTemporaryFile(
+        "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
+    ) as part:
+        try:
+            json.dump(content, part, indent=1)
+            part.write("\n")
+            part.flush()
+            os.fsync(part.fileno())
+            os.chmod(part.name, 0o644)
+            os.replace(part.name, path)
+        except BaseException:
+            os.unlink(part.name)
+            raise
 
 
 def _shown(path: Path) -> str:

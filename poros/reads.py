@@ -1,8 +1,11 @@
-"""Reading a part of an open file into memory that is there."""
+"""Parts of open files in memory: read into memory that is there, or mapped."""
 
+import mmap
 import os
+import sys
 
 _AT_ONCE_NUM_BYTES = 64 * 2**20
+_MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
 
 
 def read_into(descriptor: int, target: memoryview, offset: int) -> int:
@@ -22,3 +25,23 @@ def read_into(descriptor: int, target: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
+    """As ``read_into``, where there have to be enough bytes.
+
+    Raises:
+        EOFError: If the file ends before.
+        OSError: If the system reports an error.
+    """
+    done = read_into(descriptor, target, offset)
+    if done < len(target):
+        raise EOFError(f"the end of the file at {offset + done}")
+
+
+def mapping_flags(private: bool) -> dict[str, int]:
+    """Options of ``mmap`` for a file; private, what is written to a page stays in this process."""
+    if not private or not hasattr(mmap, "MAP_PRIVATE"):
+        return {"access": mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE}
+    # Nothing is reserved for pages that may be written: the file may be larger than memory.
+    return {"flags": mmap.MAP_PRIVATE | (_MAP_NORESERVE if sys.platform == "linux" else 0)}

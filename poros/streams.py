@@ -231,7 +231,7 @@ def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 class EagerStreams(StreamContext):
-    """The stand-in for a CPU: one queue, every copy done before ``copy`` returns."""
+    """Streams of a CPU: one queue, every copy done before ``copy`` returns."""
 
     def beside(self) -> "EagerStreams":
         return EagerStreams(self.device)
@@ -268,5 +268,5 @@ class EagerStreams(StreamContext):
 
 
 def streams_for(device: torch.device) -> StreamContext:
-    """The context for ``device``: CUDA streams on a GPU, the eager stand-in on a CPU."""
+    """The context for ``device``: CUDA streams on a GPU, eager ones on a CPU."""
     return CudaStreams(device) if device.type == "cuda" else EagerStreams(device)

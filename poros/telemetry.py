@@ -40,8 +40,8 @@ def log_streaming(trainer: "Trainer", events: str | os.PathLike[str] | None = No
     Raises:
         PreparedModelError: If the model is not prepared.
     """
-    found = runtime(trainer.accelerator.unwrap_model(trainer.model))
-    callback = _Telemetry(found, None if events is None else Path(events))
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    callback = _Telemetry(runtime(model), None if events is None else Path(events))
     # Before the callbacks that hand the values on.
     trainer.callback_handler.callbacks.insert(0, callback)
 
@@ -86,7 +86,7 @@ class _Telemetry(TrainerCallback):
             file.write(json.dumps(event, default=str) + "\n")
 
 
-def _start(found: Runtime) -> dict[str, Any]:
+def _start(runtime: Runtime) -> dict[str, Any]:
     import bitsandbytes
     import peft
     import transformers
@@ -100,8 +100,8 @@ def _start(found: Runtime) -> dict[str, Any]:
             "peft": peft.__version__,
             "bitsandbytes": bitsandbytes.__version__,
         },
-        "device": str(found.device),
-        "policy": vars(found.policy),
-        "num_blocks": found.num_blocks,
-        **found.stats(),
+        "device": str(runtime.device),
+        "policy": vars(runtime.policy),
+        "num_blocks": runtime.num_blocks,
+        **runtime.stats(),
     }

@@ -8,9 +8,9 @@ import ctypes
 from typing import Any
 
 import torch
-from hostile_streams import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, POISON
 
 from poros.streams import CudaStreams, Event
+from tests.hostile_streams import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, POISON
 
 _EQUAL_OR_GREATER = 0
 

@@ -33,21 +33,17 @@ CORE = tuple(
     for folder, names in {
         "": "streams",
         "slots": "manager ring schedule",
-        "layer": "adapters args arrival attributes audit body casts early frozen handover offload "
-        "layer_index refused_calls remat retained rng settings side_outputs state staying streamed "
-        "visit within",
+        "layer": "adapters args arrival attributes audit body call casts early frozen handover "
+        "layer_index offload refused_calls remat retained rng settings side_outputs state staying "
+        "streamed visit within",
     }.items()
     for name in names.split()
 )
-QUICK = ("exact/test_refused", "exact/test_programs", "test_arrival", "test_manager")
-OTHERS = (
-    *("exact/test_cells", "test_sabotage", "test_controls", "test_boundaries"),
-    *("test_interrupted_visits", "test_interruptions", "test_settings"),
-    *("test_small", "test_layer_index", "test_walk"),
-    *("test_cuda_hazards", "test_hazards", "test_manager_faults", "test_mutations", "test_arena"),
-    *("exact/test_added", "test_refusals", "test_refused_calls", "exact/test_fuzzed_programs"),
-    *("test_strangers", "test_visits", "test_leaks", "test_restore"),
-)
+QUICK = ("refused", "programs", "arrival", "manager")
+"""Test files that run first, by name, wherever they are."""
+OTHERS = ("exact/test_*.py", "faults/test_*.py", "unit/test_*.py")
+WITHOUT = ("benchmarks", "cli", "imports", "packaging", "registry", "registry_adapters")
+"""Test files that see nothing of a step."""
 TIMEOUT_S = 900
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -174,8 +170,8 @@ def judge(mutant: Mutant, copies: "Queue[Path]") -> dict[str, object]:
     by = ""
     try:
         (copy / mutant.file).write_text(mutated(mutant))
-        for files in (QUICK, OTHERS):
-            by = _failing(copy, files)
+        for tests in files():
+            by = _failing(copy, tests)
             if by:
                 break
     finally:
@@ -184,9 +180,21 @@ def judge(mutant: Mutant, copies: "Queue[Path]") -> dict[str, object]:
     return {**asdict(mutant), "by": by, "seconds": round(time.monotonic() - begin)}
 
 
-def _failing(copy: Path, files: tuple[str, ...]) -> str:
+def files() -> tuple[list[str], list[str]]:
+    """The test files that run first, and those that run then."""
+    tests = ROOT / "tests"
+    first = sorted(file for name in QUICK for file in tests.rglob(f"test_{name}.py"))
+    left_out = {*first, *(file for name in WITHOUT for file in tests.rglob(f"test_{name}.py"))}
+    others = sorted({file for pattern in OTHERS for file in tests.glob(pattern)} - left_out)
+    return _relative(first), _relative(others)
+
+
+def _relative(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def _failing(copy: Path, tests: list[str]) -> str:
     """The first test that fails; empty if none does."""
-    tests = [f"tests/{name}.py" for name in files]
     options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu and not slow")
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     try:
@@ -225,7 +233,7 @@ def main() -> None:
             shutil.copytree(ROOT, copy, ignore=ignored)
             copies.put(copy)
         unchanged = copies.get()
-        broken = _failing(unchanged, QUICK)
+        broken = _failing(unchanged, files()[0])
         copies.put(unchanged)
         if broken:
             raise SystemExit(f"expected tests that pass without a mutant, found {broken}")

@@ -36,8 +36,8 @@ from poros.digests import Identity, identity_of, num_threads
 from poros.errors import CheckpointFormatError
 from poros.host.mapped import SlabFile, Stretch, is_same_file, num_written_pages, require_digests
 from poros.host.store import Arena, HostSlab, HostStore, NamedTensor
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
-from poros.reads import read_into
+from poros.layout import BlockLayout
+from poros.reads import read_exactly
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class DiskStore(HostStore):
             CheckpointFormatError: If it is shorter than the slabs, or another one.
         """
         first = len(resident.slabs)
-        if not any(each.num_bytes for each in layouts[first:]):
+        if not any(layout.num_bytes for layout in layouts[first:]):
             return cls(list(resident.slabs))
         opened = SlabFile(file, data_offset, layouts, first, digests, identity)
         behind = HostStore.over(opened.arena, layouts[first:])
@@ -143,8 +143,8 @@ class DiskStore(HostStore):
         slab = self.slabs[block]
         if self.behind is None or not self._is_on_disk(slab) or not slab.layout.num_bytes:
             return slab.bytes
-        found = self.behind.read(slab.offset, slab.layout.num_bytes).bytes
-        return found[: slab.layout.num_bytes]
+        memory = self.behind.read(slab.offset, slab.layout.num_bytes).bytes
+        return memory[: slab.layout.num_bytes]
 
     def at_rest(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         return iter(tensors) if self.behind is None else self.behind.at_rest(tensors)
@@ -173,8 +173,8 @@ class DiskStore(HostStore):
         if not self._is_on_disk(self.slabs[block]):
             return self.slabs[block].bytes
         begin = time.perf_counter()
-        for each in self._staging:
-            each.is_lent = False  # a copy that was never queued has failed
+        for other in self._staging:
+            other.is_lent = False  # a copy that was never queued has failed
         staging = self._find(block)
         if staging is None:
             staging = self._claim()
@@ -202,7 +202,7 @@ class DiskStore(HostStore):
                 break
         for block in self._wanted:
             if self._find(block) is None:
-                free = [each for each in self._unwanted() if self._is_free(each)]
+                free = [staging for staging in self._unwanted() if self._is_free(staging)]
                 if not free:
                     return
                 self._read(free[0], block)
@@ -210,8 +210,8 @@ class DiskStore(HostStore):
     def pin(self, device: torch.device) -> None:
         """Page-lock the staging buffers, and then the blocks in memory."""
         self._make_staging()
-        staged = [each.slab for each in self._staging]
-        both = HostStore([*staged, *(each for each in self.slabs if not self._is_on_disk(each))])
+        staged = [staging.slab for staging in self._staging]
+        both = HostStore([*staged, *(slab for slab in self.slabs if not self._is_on_disk(slab))])
         both.pin(device)
         self.fallbacks += both.fallbacks
 
@@ -224,22 +224,22 @@ class DiskStore(HostStore):
             if self._reader.is_alive():
                 logger.error("poros: a read of %s does not end; its buffer is kept", self.file)
                 return
-        for each in self._staging:
-            each.slab.unpin()
+        for staging in self._staging:
+            staging.slab.unpin()
         self._staging, self._reader, self._jobs, self._stop = [], None, None, None
         super().unpin()
 
     @property
     def num_bytes(self) -> int:
         """Frozen bytes in host memory, staging buffers included."""
-        resident = (each for each in self.slabs if not self._is_on_disk(each))
-        staged = (each.slab for each in self._staging)
-        return sum(each.layout.num_bytes for each in (*resident, *staged))
+        resident = (slab for slab in self.slabs if not self._is_on_disk(slab))
+        staged = (staging.slab for staging in self._staging)
+        return sum(slab.layout.num_bytes for slab in (*resident, *staged))
 
     @property
     def pinned_num_bytes(self) -> int:
-        slabs = (*self.slabs, *(each.slab for each in self._staging))
-        return sum(each.layout.num_bytes for each in slabs if each.is_pinned)
+        slabs = (*self.slabs, *(staging.slab for staging in self._staging))
+        return sum(slab.layout.num_bytes for slab in slabs if slab.is_pinned)
 
     def _is_on_disk(self, slab: HostSlab) -> bool:
         return slab.arena is self.mapped
@@ -253,12 +253,12 @@ class DiskStore(HostStore):
 
     def _make_staging(self) -> None:
         on_disk = self._on_disk()
-        self.disk_num_bytes = sum(self.slabs[each].layout.num_bytes for each in on_disk)
+        self.disk_num_bytes = sum(self.slabs[index].layout.num_bytes for index in on_disk)
         if self._staging or not on_disk or self.behind is None:
             return
-        largest = max(align(self.slabs[each].layout.num_bytes, PAGE_NUM_BYTES) for each in on_disk)
+        largest = max(self.slabs[index].layout.padded_num_bytes for index in on_disk)
         buffers = HostStore.allocate([BlockLayout((), largest)] * min(NUM_STAGING, len(on_disk)))
-        self._staging = [_Staging(each) for each in buffers.slabs]
+        self._staging = [_Staging(slab) for slab in buffers.slabs]
         self._jobs = queue.SimpleQueue()
         # The thread must not keep this store alive, and must end with it.
         self._reader = threading.Thread(
@@ -271,10 +271,10 @@ class DiskStore(HostStore):
         self._stop = weakref.finalize(self, self._jobs.put, None)
 
     def _find(self, block: int) -> _Staging | None:
-        return next((each for each in self._staging if each.block == block), None)
+        return next((staging for staging in self._staging if staging.block == block), None)
 
     def _unwanted(self) -> list[_Staging]:
-        return [each for each in self._staging if each.block not in self._wanted]
+        return [staging for staging in self._staging if staging.block not in self._wanted]
 
     def _is_free(self, staging: _Staging) -> bool:
         """Whether nothing is read into it, and nothing copied out of it any more."""
@@ -290,7 +290,9 @@ class DiskStore(HostStore):
         """
         wanted = filter(None, map(self._find, reversed(self._wanted)))
         in_order = [*self._unwanted(), *wanted]
-        staging = next((each for each in in_order if self._is_free(each)), in_order[0])
+        staging = next(
+            (candidate for candidate in in_order if self._is_free(candidate)), in_order[0]
+        )
         if staging.block is not None:
             self._await(staging)
             if self._streams is not None and staging.is_copied is not None:
@@ -304,7 +306,7 @@ class DiskStore(HostStore):
         slab = self.slabs[block]
         staging.block, staging.error, staging.is_copied = block, None, None
         staging.is_read.clear()
-        size = align(slab.layout.num_bytes, PAGE_NUM_BYTES)
+        size = slab.layout.padded_num_bytes
         if self._jobs is None or self.behind is None:
             raise CheckpointFormatError(f"{self.file}: its reader has been stopped")
         self._jobs.put(
@@ -386,17 +388,15 @@ def _open(file: Path) -> tuple[int, bool]:
 
 def _fill(descriptor: int, job: _Job) -> None:
     array: Any = job.staging.slab.bytes.numpy()
-    done = read_into(descriptor, memoryview(array)[: job.num_bytes], job.offset)
-    if done < job.num_bytes:
-        raise EOFError(f"the end of the file at {job.offset + done}")
+    read_exactly(descriptor, memoryview(array)[: job.num_bytes], job.offset)
 
 
 def _check(file: Path, descriptor: int, job: _Job) -> None:
     """Compare what was read with what it has to be, by its bytes if there is any doubt."""
-    found = identity_of(os.fstat(descriptor))
-    if not is_same_file(found, job.identity):
+    identity = identity_of(os.fstat(descriptor))
+    if not is_same_file(identity, job.identity):
         raise ValueError("another file, or one that was written to since it was opened")
-    if job.is_checked and found == job.identity:
+    if job.is_checked and identity == job.identity:
         return
     array: Any = job.staging.slab.bytes.numpy()
     with ThreadPoolExecutor(num_threads()) as pool:

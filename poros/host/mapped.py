@@ -29,7 +29,7 @@ from poros.digests import Identity, digest_of, identity_of, num_threads
 from poros.errors import CheckpointFormatError
 from poros.host.store import Arena, HostSlab
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
-from poros.reads import read_into
+from poros.reads import read_exactly
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _REMEDY = (
@@ -73,7 +73,7 @@ class SlabFile:
     ) -> None:
         self.path = path
         starts = slab_offsets(layouts)
-        sizes = [align(each.num_bytes, PAGE_NUM_BYTES) for each in layouts]
+        sizes = [layout.padded_num_bytes for layout in layouts]
         self.offset = data_offset + starts[first]
         """Where in the file the mapping starts."""
         self._stretches = [
@@ -90,17 +90,17 @@ class SlabFile:
             )
         self.identity = identity_of(status)
         if identity is not None:
-            found, self.identity = self.identity, identity
-            self._require(found)
+            current, self.identity = self.identity, identity
+            self._require(current)
         self.arena = Arena(size, file=self._descriptor, offset=self.offset, private=True)
         self._address = torch.frombuffer(self.arena.memory, dtype=torch.uint8).data_ptr()
 
     def within(self, start: int, num_bytes: int) -> list[Stretch]:
         """The slabs that begin in a part of the mapping, with starts in that part."""
         return [
-            each._replace(start=each.start - start)
-            for each in self._stretches
-            if each.num_bytes and start <= each.start < start + num_bytes
+            stretch._replace(start=stretch.start - start)
+            for stretch in self._stretches
+            if stretch.num_bytes and start <= stretch.start < start + num_bytes
         ]
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -149,10 +149,12 @@ class SlabFile:
                 yield tensor
                 continue
             if last is None or not 0 <= place - last[0].start < last[0].num_bytes:
-                found = next(
-                    each for each in self._stretches if each.start + each.num_bytes > place
+                stretch = next(
+                    candidate
+                    for candidate in self._stretches
+                    if candidate.start + candidate.num_bytes > place
                 )
-                last = (found, self.read(found.start, found.num_bytes))
+                last = (stretch, self.read(stretch.start, stretch.num_bytes))
             stretch, slab = last
             spec = TensorSpec("", tuple(tensor.shape), tensor.dtype, offset=place - stretch.start)
             yield slab.tensor(spec)
@@ -163,12 +165,12 @@ class SlabFile:
         Raises:
             CheckpointFormatError: If it is not.
         """
-        found = identity_of(os.fstat(self._descriptor))
-        self._require(found)
-        if found != self.identity:
-            for each in self._stretches:
-                self.read(each.start, each.num_bytes)
-            self.identity = found
+        current = identity_of(os.fstat(self._descriptor))
+        self._require(current)
+        if current != self.identity:
+            for stretch in self._stretches:
+                self.read(stretch.start, stretch.num_bytes)
+            self.identity = current
 
     def _require(self, found: Identity) -> None:
         if not is_same_file(found, self.identity):
@@ -179,11 +181,8 @@ class SlabFile:
             )
 
     def _read_into(self, target: memoryview, start: int) -> None:
-        at = self.offset + start
         try:
-            done = read_into(self._descriptor, target, at)
-            if done < len(target):
-                raise EOFError(f"the end of the file at {at + done}")
+            read_exactly(self._descriptor, target, self.offset + start)
         except (OSError, EOFError) as error:
             raise CheckpointFormatError(
                 f"{self.path}: expected to read a layer of the frozen base, found: {error}. "

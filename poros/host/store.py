@@ -9,7 +9,7 @@ Note: Authoritative host copy
     over the slab's memory, so that no saver takes two neighbours for one shared tensor.
 
 Note: Adoption
-    A loader writes into one slab per layer and leaves the store on the model (``leave_store``).
+    A loader writes into one slab per layer and leaves the store on the model (``attach_store``).
     ``poros.prepare`` then finds each frozen tensor at an address of that store, and takes whole
     runs of slabs over as blocks (``HostStore.adopt``; see "Layers start on pages" in
     ``poros.layout``) instead of copying a byte. Addresses decide, nothing else: a block whose
@@ -20,7 +20,6 @@ import errno
 import logging
 import mmap
 import os
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,12 +34,12 @@ from poros.digests import AsPacked
 from poros.errors import HostMemoryError
 from poros.host.limits import explain_pin_budget
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
+from poros.reads import mapping_flags
 from poros.streams import Event, StreamContext, gb_per_s
 
 logger = logging.getLogger(__name__)
 
-_MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
-_LEFT_ON_MODEL = "_poros_store"
+_ATTACHED = "_poros_store"
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -75,7 +74,9 @@ class Arena:
                 weakref.finalize(self, os.close, file)
                 os.ftruncate(file, max(num_bytes, 1))
             where = -1 if file is None else file
-            self.memory = mmap.mmap(where, max(num_bytes, 1), offset=offset, **_flags(private))
+            self.memory = mmap.mmap(
+                where, max(num_bytes, 1), offset=offset, **mapping_flags(private)
+            )
         except (OSError, OverflowError) as error:
             if getattr(error, "errno", None) == errno.EFBIG:  # a memory file is a file too
                 found = "the limit of this process on the size of a file; raise it (ulimit -f)"
@@ -206,7 +207,7 @@ class HostStore:
     def over(cls, arena: Arena, layouts: Sequence[BlockLayout]) -> "HostStore":
         """The slabs of ``layouts``, one after the other, over an arena that holds them."""
         offsets = slab_offsets(layouts)
-        slabs = [HostSlab(each, arena, at) for each, at in zip(layouts, offsets, strict=True)]
+        slabs = [HostSlab(layout, arena, at) for layout, at in zip(layouts, offsets, strict=True)]
         return cls(slabs)
 
     def adopt(self, blocks: Sequence[Sequence[Sequence[NamedTensor]]]) -> "HostStore | None":
@@ -228,20 +229,20 @@ class HostStore:
         if sum(map(len, blocks)) != len(self.slabs):
             return None
         slabs = iter(self.slabs)
-        found = []
+        adopted = []
         for block in blocks:
             run = [next(slabs) for _ in block]
-            found.append(self._find_run(block, run))
-        if not any(found):
+            adopted.append(self._find_run(block, run))
+        if not any(adopted):
             return None
         layouts = [
             BlockLayout.join([BlockLayout.pack(layer) for layer in block]) for block in blocks
         ]
         store = HostStore(
-            [old or HostSlab(layout) for old, layout in zip(found, layouts, strict=True)],
+            [old or HostSlab(layout) for old, layout in zip(adopted, layouts, strict=True)],
             list(self.fallbacks),
         )
-        copied = [index for index, old in enumerate(found) if old is None]
+        copied = [index for index, old in enumerate(adopted) if old is None]
         if copied:
             num_bytes = sum(layouts[index].num_bytes for index in copied)
             store.fallbacks.append(f"blocks {copied} copied to new host memory")
@@ -288,7 +289,7 @@ class HostStore:
     def _find_run(
         self, block: Sequence[Sequence[NamedTensor]], run: Sequence[HostSlab]
     ) -> HostSlab | None:
-        if len({each.arena for each in run}) != 1 or not all(map(self.is_untouched, run)):
+        if len({slab.arena for slab in run}) != 1 or not all(map(self.is_untouched, run)):
             return None
         specs: list[TensorSpec] = []
         for tensors, slab in zip(block, run, strict=True):
@@ -304,7 +305,7 @@ class HostStore:
         """Page-lock slab after slab until the driver refuses; what remains is pageable, loudly."""
         for index, slab in enumerate(self.slabs):
             if not slab.pin(device):
-                pageable = sum(each.layout.num_bytes for each in self.slabs[index:])
+                pageable = sum(other.layout.num_bytes for other in self.slabs[index:])
                 self.fallbacks.append(
                     f"pageable host memory for blocks {index} to {len(self.slabs) - 1}"
                 )
@@ -334,7 +335,7 @@ class HostStore:
         return sum(slab.layout.num_bytes for slab in self.slabs if slab.is_pinned)
 
 
-class _LeftStore:
+class _Attached:
     """Holds a store in a module's ``__dict__``; copies of the module hold None instead."""
 
     def __init__(self, store: HostStore) -> None:
@@ -351,24 +352,24 @@ def _nothing() -> None:
     return None
 
 
-def leave_store(model: nn.Module, store: HostStore) -> None:
-    """Leave ``store``, one slab per decoder layer, on the model whose tensors lie in it.
+def attach_store(model: nn.Module, store: HostStore) -> None:
+    """Put ``store``, one slab per decoder layer, on the model whose tensors lie in it.
 
     ``poros.prepare`` adopts it. A deep copy or a pickle of the model has tensors of its own, and no
     store.
     """
-    model.__dict__[_LEFT_ON_MODEL] = _LeftStore(store)
+    model.__dict__[_ATTACHED] = _Attached(store)
 
 
-def left_store(model: nn.Module) -> HostStore | None:
-    """The store that ``leave_store`` left on ``model``, if any."""
-    left = model.__dict__.get(_LEFT_ON_MODEL)
-    return left.store if isinstance(left, _LeftStore) else None
+def attached_store(model: nn.Module) -> HostStore | None:
+    """The store that ``attach_store`` has put on ``model``, if any."""
+    found = model.__dict__.get(_ATTACHED)
+    return found.store if isinstance(found, _Attached) else None
 
 
-def drop_store(model: nn.Module) -> None:
-    """Forget what ``leave_store`` left on ``model``: its tensors have moved away."""
-    model.__dict__.pop(_LEFT_ON_MODEL, None)
+def detach_store(model: nn.Module) -> None:
+    """Forget what ``attach_store`` has put on ``model``: its tensors have moved away."""
+    model.__dict__.pop(_ATTACHED, None)
 
 
 def _num_bytes(layouts: Sequence[BlockLayout]) -> int:
@@ -394,18 +395,11 @@ def _find_places(tensors: Sequence[NamedTensor], slab: HostSlab) -> list[TensorS
                 return None
             spec = replace(spec, offset=offset)
         placed.append(spec)
-    in_order = sorted((each for each in placed if each.num_bytes), key=lambda each: each.offset)
+    in_order = sorted((spec for spec in placed if spec.num_bytes), key=lambda spec: spec.offset)
     for left, right in pairwise(in_order):
         if left.offset + left.num_bytes > right.offset:
             return None
     return placed
-
-
-def _flags(private: bool) -> dict[str, int]:
-    if not private or not hasattr(mmap, "MAP_PRIVATE"):
-        return {"access": mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE}
-    # Nothing is reserved for pages that may be written: the file may be larger than memory.
-    return {"flags": mmap.MAP_PRIVATE | (_MAP_NORESERVE if sys.platform == "linux" else 0)}
 
 
 def _compare_rates(pinned: Sequence[HostSlab], pageable: HostSlab, device: torch.device) -> str:

@@ -41,7 +41,7 @@ def tree_flatten(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
         return LeafSpec(len(tensors) - 1)
     if isinstance(value, tuple):
         return _like(
-            value, [tree_flatten(each, f"{where}[{i}]", tensors) for i, each in enumerate(value)]
+            value, [tree_flatten(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
         )
     if isinstance(value, _PLAIN):
         return value
@@ -57,7 +57,7 @@ def tree_unflatten(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(template, LeafSpec):
         return tensors[template.number]
     if isinstance(template, tuple):
-        return _like(template, [tree_unflatten(each, tensors) for each in template])
+        return _like(template, [tree_unflatten(item, tensors) for item in template])
     return template
 
 

@@ -63,23 +63,23 @@ def arrivals(
         ends: Tensors that pass for leaves although the graph goes on behind them.
         first_casts: Numbers of the first cast, by id of the leaf; see "Casts that a region shares".
     """
-    by_node = {id(each.grad_fn): each for each in ends if each.grad_fn is not None}
+    by_node = {id(tensor.grad_fn): tensor for tensor in ends if tensor.grad_fn is not None}
 
     def leaf_of(node: Any) -> torch.Tensor | None:
-        found = by_node.get(id(node))
-        return found if found is not None else getattr(node, "variable", None)
+        end = by_node.get(id(node))
+        return end if end is not None else getattr(node, "variable", None)
 
-    roots = {n: _root(each) for n, each in enumerate(results) if each.requires_grad}
+    roots = {number: _root(result) for number, result in enumerate(results) if result.requires_grad}
     edges, missing, origins = _survey(roots, leaf_of)
     ready = _ReadyQueue(by_node, _numbers(edges, leaf_of, first_casts or {}))
     complete: dict[int, list[Use]] = {}
-    found: list[Use] = []
+    uses: list[Use] = []
 
     def arrive(node: Any, use: Use | None) -> None:
         missing[id(node)] -= 1
         is_ready = missing[id(node)] == 0
         if use is not None and not is_ready:
-            found.append(use)
+            uses.append(use)
         elif use is not None:
             complete[id(node)] = [use]
         if is_ready:
@@ -91,13 +91,13 @@ def arrivals(
     while ready:
         node = ready.pop()
         if id(node) in complete:
-            found += complete[id(node)]
+            uses += complete[id(node)]
         for number, following in enumerate(edges.get(id(node), ())):
             if following is not None:
                 leaf = leaf_of(following)
                 use = leaf if leaf is None else Use(leaf, node, number, _path(node, origins))
                 arrive(following, use)
-    return found
+    return uses
 
 
 def operator_at(path: Path, results: Sequence[torch.Tensor]) -> Any:
@@ -146,7 +146,7 @@ def _survey(
         node = queue.popleft()
         if id(node) in edges or leaf_of(node) is not None:
             continue
-        following = edges[id(node)] = [each for each, _ in node.next_functions]
+        following = edges[id(node)] = [follower for follower, _ in node.next_functions]
         for number, follower in enumerate(following):
             if follower is not None:
                 missing[id(follower)] += 1
@@ -161,14 +161,14 @@ def _numbers(
     first_casts: Mapping[int, int],
 ) -> dict[int, int]:
     """The numbers of casts made anew that a resident run would have made before, by node."""
-    found = {}
+    numbers = {}
     if first_casts:
-        for each in {id(node): node for following in edges.values() for node in following}.values():
-            if each is not None and each.name() == CAST and leaf_of(each) is None:
-                leaf = leaf_of(each.next_functions[0][0])
+        for node in {id(node): node for following in edges.values() for node in following}.values():
+            if node is not None and node.name() == CAST and leaf_of(node) is None:
+                leaf = leaf_of(node.next_functions[0][0])
                 if id(leaf) in first_casts:
-                    found[id(each)] = first_casts[id(leaf)]
-    return found
+                    numbers[id(node)] = first_casts[id(leaf)]
+    return numbers
 
 
 _OF_LEAVES = 2**64 - 1

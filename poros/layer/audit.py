@@ -86,7 +86,7 @@ class GraphAudit:
         Raises:
             UnsupportedModelError: If a leaf is neither an input nor a stand-in.
         """
-        ends = [each.requires_grad for each in (*inputs, *results)]
+        ends = [tensor.requires_grad for tensor in (*inputs, *results)]
         key = (tuple(ends), len(inputs), tuple(map(id, stand_ins)), form)
         known = self._uses.get(key) if form is not None else None
         if known is None:
@@ -104,7 +104,7 @@ class GraphAudit:
         Raises:
             UnsupportedModelError: If they do.
         """
-        if any(each.requires_grad for each in results):
+        if any(result.requires_grad for result in results):
             for use in arrivals(results):
                 raise self._stranger(use)
 
@@ -115,7 +115,7 @@ class GraphAudit:
         stand_ins: Sequence[torch.Tensor],
         first_casts: Mapping[int, int],
     ) -> Uses:
-        numbers = {id(each): number for number, each in enumerate((*inputs, *stand_ins))}
+        numbers = {id(source): number for number, source in enumerate((*inputs, *stand_ins))}
         order: list[int] = []
         casts: list[int] = []
         places: dict[int, list[Place]] = {}
@@ -130,7 +130,7 @@ class GraphAudit:
                 are_early |= first_casts.get(id(use.leaf), made) != made
             order.append(number)
             places.setdefault(number, []).append(place_of(use))
-        several = {number: tuple(each) for number, each in places.items() if len(each) > 1}
+        several = {number: tuple(uses) for number, uses in places.items() if len(uses) > 1}
         return Uses(tuple(order), several, tuple(casts), are_early)
 
     def _stranger(self, use: Use) -> UnsupportedModelError:

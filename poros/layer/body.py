@@ -152,31 +152,33 @@ class LayerBody:
         except torch.OutOfMemoryError as error:
             raise self.context.explain(self.name, error) from error
 
-    def tree(self) -> LayerIndex:
+    def contents(self) -> LayerIndex:
         """The modules of the layer now; the same object as long as they are the same."""
         self.context.visits.end_all()
-        tree = self._tree
-        is_known = tree.has_same_tensors()
-        if not (tree.is_current() and (is_known or tree.has_same_names())):
-            layer = tree.modules()[0]
-            tables = (
-                t for module in layer.modules() for t in (module._parameters, module._buffers)
+        contents = self._contents
+        is_known = contents.has_same_tensors()
+        if not (contents.is_current() and (is_known or contents.has_same_names())):
+            layer = contents.modules()[0]
+            owners = (
+                id(table)
+                for module in layer.modules()
+                for table in (module._parameters, module._buffers)
             )
-            self.weights.bindings.require_owners({id(table) for table in tables})
+            self.weights.bindings.require_owners(set(owners))
             self._take_stock(layer)
         elif not is_known:
             # Others by the same names: an adapter that was deleted and added again.
             self.weights.bindings.require_at_rest()
-            self._look_at_tensors(tree.modules()[0])
-            tree.note_tensors()
-        for module in self._tree.adapter_modules:
+            self._look_at_tensors(contents.modules()[0])
+            contents.note_tensors()
+        for module in self._contents.adapter_modules:
             if module.merged:
                 raise PreparedModelError(
                     f"{self.name}: expected separate adapters, found {module.merged_adapters} "
                     "merged into the base, which the slots do not see. Call poros.restore(model) "
                     "before merging"
                 )
-        return self._tree
+        return self._contents
 
     def staying(self) -> StayingState:
         """What stays on the device, as it is now."""
@@ -205,7 +207,7 @@ class LayerBody:
 
     def put_back(self) -> None:
         """Make sure that the layer holds its own tensors."""
-        self._tree.put_back()
+        self._contents.put_back()
         self.weights.bindings.swap_out()
 
     def cast_trained_biases(self) -> None:
@@ -221,11 +223,11 @@ class LayerBody:
     def _take_stock(self, layer: nn.Module) -> None:
         self._look_at_tensors(layer)
         streamed = self.weights.bindings.tensor_ids
-        tree = LayerIndex(layer, streamed)
+        contents = LayerIndex(layer, streamed)
         self._staying = Staying(self.name, staying_places(layer, streamed))
         self.audit = GraphAudit(self.name)
-        # Last: as long as the tree is the old one, stock is taken again.
-        self._tree = tree
+        # Last: as long as these are the old ones, stock is taken again.
+        self._contents = contents
 
     def _look_at_tensors(self, layer: nn.Module) -> None:
         self.context.admit(layer)

@@ -144,13 +144,13 @@ class _Carried:
         self.require_alone(outputs[0], [low for low, _ in pairs])
         return (pairs[0][1],)
 
-    def require_alone(self, found: torch.Tensor | None, own: Sequence[torch.Tensor]) -> None:
+    def require_alone(self, arrived: torch.Tensor | None, own: Sequence[torch.Tensor]) -> None:
         """Raise if ``found``, which has arrived, is not the one gradient of a layer.
 
         Raises:
             UnsupportedModelError: If so.
         """
-        if len(own) > 1 or found is None or not _is_same(found, own[0]):
+        if len(own) > 1 or arrived is None or not _is_same(arrived, own[0]):
             raise UnsupportedModelError(
                 f"{self._name}: expected its adapters to be used by this layer alone within an "
                 "autocast region and backward, found gradients from elsewhere too (a penalty on "
@@ -178,8 +178,8 @@ class _ThroughCast(torch.autograd.Function):
         return None, ctx.carried.add(gradient, ctx.dtype).view(ctx.shape), None
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one._version == other._version
+def _is_same(gradient: torch.Tensor, other: torch.Tensor) -> bool:
+    return gradient.data_ptr() == other.data_ptr() and gradient._version == other._version
 
 
 def _cast(parameter: torch.Tensor) -> Any:

@@ -65,13 +65,13 @@ class CompiledForward:
         if len(self._grad_modes) > 1 and len(self._lengths) > 1:
             raise self._error("training and evaluation at different lengths")
 
-    def _error(self, found: str) -> UnsupportedModelError:
+    def _error(self, obstacle: str) -> UnsupportedModelError:
         return UnsupportedModelError(
             f"{self._name}: expected few forms of calls in a compiled layer (training at any "
-            f"length, or training and evaluation at one length, use_cache=False), found {found}. "
-            "The compiler gives up at other points in a resident run, so the result would not be "
-            "exact. Pad to one length, evaluate after poros.restore(model), or train without "
-            "compiling"
+            "length, or training and evaluation at one length, use_cache=False), found "
+            f"{obstacle}. The compiler gives up at other points in a resident run, so the result "
+            "would not be exact. Pad to one length, evaluate after poros.restore(model), or train "
+            "without compiling"
         )
 
 

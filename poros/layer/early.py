@@ -32,17 +32,17 @@ def first_casts(tensors: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
         By id of the tensor, the number of the node in which it is first cast. A cast that makes no
         node, since no gradient is taken there, has the number of the next one.
     """
-    found: dict[int, int] = {}
-    own: list[tuple[Any, type]] = [(each, type(each)) for each in tensors]
+    numbers: dict[int, int] = {}
+    own: list[tuple[Any, type]] = [(tensor, type(tensor)) for tensor in tensors]
     try:
-        for each, kind in own:
-            each.__dict__[_NUMBERS] = found
-            each.__class__ = _WatchedParameter if kind is nn.Parameter else _WatchedTensor
-        yield found
+        for tensor, kind in own:
+            tensor.__dict__[_NUMBERS] = numbers
+            tensor.__class__ = _WatchedParameter if kind is nn.Parameter else _WatchedTensor
+        yield numbers
     finally:
-        for each, kind in own:
-            each.__class__ = kind
-            each.__dict__.pop(_NUMBERS, None)
+        for tensor, kind in own:
+            tensor.__class__ = kind
+            tensor.__dict__.pop(_NUMBERS, None)
 
 
 def _call(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -52,12 +52,13 @@ def _call(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None)
         result = func(*args, **kwargs)
         # Most calls ask for a shape or a type.
         if isinstance(result, torch.Tensor | tuple):
-            for each in (*args, *kwargs.values()):
-                if type(each) in _WATCHED:
-                    found = each.__dict__[_NUMBERS]
-                    number = None if id(each) in found else _number_of_cast(each, result, before)
-                    if number is not None:
-                        found[id(each)] = number
+            for argument in (*args, *kwargs.values()):
+                if type(argument) in _WATCHED:
+                    numbers = argument.__dict__[_NUMBERS]
+                    if id(argument) not in numbers:
+                        number = _number_of_cast(argument, result, before)
+                        if number is not None:
+                            numbers[id(argument)] = number
     return result
 
 
@@ -75,17 +76,17 @@ _WATCHED = (_WatchedParameter, _WatchedTensor)
 def _number_of_cast(tensor: torch.Tensor, result: Any, before: int) -> int | None:
     """The number of the cast of ``tensor`` that was made for ``result``; None if there is none."""
     results = result if isinstance(result, tuple) else (result,)
-    found = [each for each in results if isinstance(each, torch.Tensor)]
+    tensors = [item for item in results if isinstance(item, torch.Tensor)]
     if not torch.is_grad_enabled():
         # No graph tells. Autocast alone gives a low precision for what is in full.
-        is_low = any(each.is_floating_point() and each.itemsize < 4 for each in found)
+        is_low = any(item.is_floating_point() and item.itemsize < 4 for item in tensors)
         return before if is_low and tensor.dtype == torch.float32 else None
-    nodes: list[Any] = [each.grad_fn for each in found]
+    nodes: list[Any] = [item.grad_fn for item in tensors]
     while nodes:
         node = nodes.pop()
         if node is None or node._sequence_nr() < before:
             continue
-        following = [each for each, _ in node.next_functions]
+        following = [follower for follower, _ in node.next_functions]
         if node.name() == CAST and following[0] is not None:
             leaf = getattr(following[0], "variable", None)
             if leaf is tensor or following[0] is tensor.grad_fn is not None:

@@ -56,8 +56,8 @@ class FrozenTensor:
         """The tensors of it that must move."""
         if not self.is_4bit:
             return [Part(self.name, self.tensor, "data")]
-        found = places(self.name, self.tensor)
-        return [each for part, each in found.items() if streams(part, each.get())]
+        parts = places(self.name, self.tensor)
+        return [part for key, part in parts.items() if streams(key, part.get())]
 
 
 class Binding(NamedTuple):
@@ -76,22 +76,26 @@ class LayerBindings:
     def __init__(self, bindings: Sequence[Binding]) -> None:
         self._bindings = bindings
         self._resting = [
-            (each, each.at_rest.data_ptr(), each.at_rest._version)
-            for each in bindings
-            if isinstance(each.at_rest, torch.Tensor)
+            (binding, binding.at_rest.data_ptr(), binding.at_rest._version)
+            for binding in bindings
+            if isinstance(binding.at_rest, torch.Tensor)
         ]
         self._states = [
-            (each, _marks_of(each.at_rest)) for each in bindings if each.key == "quant_state"
+            (binding, _marks_of(binding.at_rest))
+            for binding in bindings
+            if binding.key == "quant_state"
         ]
         self._biases = [
-            (each.on_device, each.on_device.detach())
-            for each in bindings
-            if each.key == "bias" and isinstance(each.on_device, nn.Parameter)
+            (binding.on_device, binding.on_device.detach())
+            for binding in bindings
+            if binding.key == "bias" and isinstance(binding.on_device, nn.Parameter)
         ]
 
     def without_device_tensors(self) -> "LayerBindings":
         """The same tensors at rest, with nothing of them on the device."""
-        return LayerBindings([each._replace(on_device=each.at_rest) for each in self._bindings])
+        return LayerBindings(
+            [binding._replace(on_device=binding.at_rest) for binding in self._bindings]
+        )
 
     def require_owners(self, owners: Collection[int]) -> None:
         """Raise ``PreparedModelError`` unless every frozen tensor hangs in one of ``owners``."""
@@ -155,11 +159,11 @@ class LayerBindings:
         """What changes if somebody writes to a device tensor, or gives it other memory."""
         with torch._C.DisableTorchFunctionSubclass():
             tensors = [
-                each.on_device
-                for each in self._bindings
-                if isinstance(each.on_device, torch.Tensor)
+                binding.on_device
+                for binding in self._bindings
+                if isinstance(binding.on_device, torch.Tensor)
             ]
-            return [(each.data_ptr(), each._version) for each in tensors]
+            return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
     def swap_out(self) -> None:
         """Put the originals back, whatever is in their place."""
@@ -219,7 +223,7 @@ class DeviceConstants:
     @property
     def num_bytes(self) -> int:
         """Without the nested absmax, which lie in buffers of others."""
-        return sum(each.numel() * each.element_size() for each in self._known.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._known.values())
 
 
 def bind_block(
@@ -231,17 +235,17 @@ def bind_block(
     """One block's tensors on the device, views of its slot, as the bindings of each layer."""
     specs = iter(layout.tensors)
     by_layer: dict[int, list[Binding]] = {}
-    for each in tensors:
-        on_device = _device_tensor(each, lambda: view(slot, next(specs)), constants)
-        for layer, owner, key in each.places:
+    for frozen in tensors:
+        on_device = _device_tensor(frozen, lambda: view(slot, next(specs)), constants)
+        for layer, owner, key in frozen.places:
             by_layer.setdefault(layer, []).append(
-                Binding(each.name, owner, key, each.tensor, on_device)
+                Binding(frozen.name, owner, key, frozen.tensor, on_device)
             )
-        for layer, module in each.modules:
-            state = each.tensor.quant_state  # type: ignore[attr-defined]
+        for layer, module in frozen.modules:
+            state = frozen.tensor.quant_state  # type: ignore[attr-defined]
             by_layer.setdefault(layer, []).append(
                 Binding(
-                    each.name,
+                    frozen.name,
                     module.__dict__,
                     "quant_state",
                     state,
@@ -253,17 +257,17 @@ def bind_block(
 
 def constant_parts(name: str, tensor: torch.Tensor) -> list[Part]:
     """The parts of a 4-bit weight that stay: code books and offset, a small nested absmax."""
-    found = places(name, tensor)
-    return [each for part, each in found.items() if not streams(part, each.get())]
+    parts = places(name, tensor)
+    return [part for key, part in parts.items() if not streams(key, part.get())]
 
 
 def _device_tensor(
-    each: FrozenTensor, next_view: Callable[[], torch.Tensor], constants: DeviceConstants
+    frozen: FrozenTensor, next_view: Callable[[], torch.Tensor], constants: DeviceConstants
 ) -> torch.Tensor:
-    original = each.tensor
-    if not each.is_4bit:
+    original = frozen.tensor
+    if not frozen.is_4bit:
         data = next_view()
-        if each.is_adapted:
+        if frozen.is_adapted:
             # At each forward PEFT registers a parametrization for it, and torch then sets it to
             # itself. No byte changes, but it counts as a write; with a count of its own it does not
             # pass for a write to the rest of the slot.
@@ -271,9 +275,9 @@ def _device_tensor(
         is_parameter = isinstance(original, nn.Parameter)
         return nn.Parameter(data, requires_grad=False) if is_parameter else data
     tensors = {}
-    for part, place in places(each.name, original).items():
-        if place.name in constants.nested:
-            tensors[part] = constants.nested[place.name]
+    for key, part in places(frozen.name, original).items():
+        if part.name in constants.nested:
+            tensors[key] = constants.nested[part.name]
         else:
-            tensors[part] = next_view() if part in MOVING else constants.get(place.get())
+            tensors[key] = next_view() if key in MOVING else constants.get(part.get())
     return rebound(original, tensors)

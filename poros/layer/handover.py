@@ -79,22 +79,22 @@ class Repeated:
             for path, edge in self._places
         ]
         if all(
-            each.edge is None or _leaf_behind(node, edge) is leaf
-            for each, (node, edge) in zip(self._places, nodes, strict=True)
+            place.edge is None or _leaf_behind(node, edge) is leaf
+            for place, (node, edge) in zip(self._places, nodes, strict=True)
         ):
             return nodes
-        found = [
+        uses = [
             (use.node, use.edge if use.node is not None else use.path[0])
             for use in arrivals(results)
             if use.leaf is leaf
         ]
-        if len(found) != len(self._places):
+        if len(uses) != len(self._places):
             raise RematerializationError(
                 f"{self._name}: a tensor of shape {tuple(leaf.shape)} was used "
-                f"{len(self._places)} times in the forward and {len(found)} times in its "
+                f"{len(self._places)} times in the forward and {len(uses)} times in its "
                 "recomputation; the layer depends on state that is not its input"
             )
-        return found
+        return uses
 
     def _keep(self, number: int, node: Any, edge: int) -> None:
         terms = self.terms
@@ -197,6 +197,14 @@ def sealed(leaf: torch.Tensor) -> torch.Tensor:
     """``leaf``, of a graph that is dropped; raises if a gradient reaches it all the same."""
     leaf.register_post_accumulate_grad_hook(_refuse_gradient)
     return leaf
+
+
+def leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same bytes as the inputs of a graph of their own, sealed."""
+    return [
+        sealed(tensor.detach().requires_grad_()) if tensor.requires_grad else tensor
+        for tensor in tensors
+    ]
 
 
 def _refuse_gradient(leaf: torch.Tensor) -> None:

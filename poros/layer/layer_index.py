@@ -1,7 +1,7 @@
 """A layer's modules, taken stock of once and checked at each call.
 
 PEFT adds and removes modules between steps, so what was found at ``prepare`` cannot be relied upon;
-walking the tree at each call would cost more than the layer's own dispatch. Comparing the flat list
+walking them at each call would cost more than the layer's own dispatch. Comparing the flat list
 of children is exact and cheap: two equal lists of modules hold the same objects. Adapters of some
 kinds come as parameters or buffers of modules that are there already, so tensors are compared too,
 in any order: PEFT takes fused experts out and puts them back as it runs. Most of the dictionaries
@@ -22,6 +22,8 @@ from poros.layer.adapters import is_adapter_module
 from poros.layer.attributes import Attributes
 from poros.layer.handover import sealed
 
+_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
 
 class Adapter(NamedTuple):
     """One place of a trainable parameter in a layer, and the leaf that stands in for it there.
@@ -33,13 +35,13 @@ class Adapter(NamedTuple):
     owner: dict[str, Any]
     key: str
     parameter: nn.Parameter
-    stand_in: nn.Parameter
+    stand_in: torch.Tensor
 
 
 class LayerIndex:
     """The modules of one layer at one time, and what is looked up in them at every call.
 
-    Holds the layer itself weakly: the layer holds the tree.
+    Holds the layer itself weakly: the layer holds this.
 
     Args:
         layer: The layer.
@@ -50,31 +52,25 @@ class LayerIndex:
         modules = list(layer.modules())
         self._layer = weakref.ref(layer)
         self._inner = modules[1:]
-        self._tables = [module._modules for module in modules]
-        self._children = _values(self._tables)
-        self._places = [each for m in modules for each in (m._parameters, m._buffers)]
+        self._child_tables = [module._modules for module in modules]
+        self._children = _values(self._child_tables)
+        self._tensor_tables = [
+            table for module in modules for table in (module._parameters, module._buffers)
+        ]
         self.note_names()
         self.note_tensors()
-        self._hooks = [
-            hooks
-            for each in self._inner
-            for hooks in (
-                each._forward_pre_hooks,
-                each._forward_hooks,
-                each._backward_pre_hooks,
-                each._backward_hooks,
-            )
-        ]
-        self._hooks += _hooks_of_all_modules()
-        self._dicts = [each.__dict__ for each in self._inner]
+        self._hooks = [getattr(module, f"_{kind}") for module in self._inner for kind in _HOOKS]
+        # Those that run at every module: PyTorch counts them with those of modules.
+        self._hooks += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
+        self._dicts = [module.__dict__ for module in self._inner]
         # Most owners hold nothing but frozen weights; no adapter ever appears in those.
         self._owners = [
             module._parameters
             for module in modules
             if not module._parameters
-            or any(id(each) not in frozen for each in module._parameters.values())
+            or any(id(parameter) not in frozen for parameter in module._parameters.values())
         ]
-        self.adapter_modules = [each for each in self._inner if is_adapter_module(each)]
+        self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self.attributes = Attributes(layer)
         self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._frozen = frozen
@@ -85,24 +81,24 @@ class LayerIndex:
 
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
-        return self._children == _values(self._tables)
+        return self._children == _values(self._child_tables)
 
     def has_same_names(self) -> bool:
         """Whether its tensors are called what they were called when that was noted."""
-        return self._names == _names(self._places)
+        return self._names == _names(self._tensor_tables)
 
     def has_same_tensors(self) -> bool:
         """Whether it holds the tensors that were noted, and no others."""
-        return self._ids == set(map(id, _values(self._places)))
+        return self._ids == set(map(id, _values(self._tensor_tables)))
 
     def note_tensors(self) -> None:
         """Note which tensors there are now. They are kept alive, so that ids stay theirs."""
-        self._tensors = _values(self._places)
+        self._tensors = _values(self._tensor_tables)
         self._ids = set(map(id, self._tensors))
 
     def note_names(self) -> None:
         """Note what they are called now: the layer itself may make some as it runs."""
-        self._names = _names(self._places)
+        self._names = _names(self._tensor_tables)
 
     def modules(self) -> list[nn.Module]:
         """The layer and all modules in it."""
@@ -127,17 +123,17 @@ class LayerIndex:
         if self._adapters is None or not self._are_current(self._adapters):
             entries = [(owner, *item) for owner in self._owners for item in owner.items()]
             # Whether a frozen tensor is still frozen is looked at by poros.layer.frozen.
-            places: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+            parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = [
                 (owner, key, value)
                 for owner, key, value in entries
                 if value is not None and id(value) not in self._frozen
             ]
             self._entries = list(zip(*entries, strict=True)) or [(), (), ()]
-            self._idle = [each for _, _, each in places if not each.requires_grad]
+            self._idle = [value for *_, value in parameters if not value.requires_grad]
             self._adapters = [
-                Adapter(owner, key, each, self._stand_in(each))
-                for owner, key, each in places
-                if each.requires_grad
+                Adapter(owner, key, parameter, self._stand_in(parameter))
+                for owner, key, parameter in parameters
+                if parameter.requires_grad
             ]
         return self._adapters
 
@@ -149,17 +145,17 @@ class LayerIndex:
         return (
             sum(map(len, self._owners)) == len(values)
             and all(map(is_, now, values))
-            and all(each.parameter.requires_grad for each in adapters)
-            and not any(each.requires_grad for each in self._idle)
-            and all(shares_memory(each.parameter, each.stand_in) for each in adapters)
+            and all(adapter.parameter.requires_grad for adapter in adapters)
+            and not any(parameter.requires_grad for parameter in self._idle)
+            and all(shares_memory(adapter.parameter, adapter.stand_in) for adapter in adapters)
         )
 
     def put_back(self) -> None:
         """Replace every stand-in by its parameter."""
         originals = {id(stand_in): original for original, stand_in in self._stand_ins.values()}
         for owner in self._owners:
-            for key, each in owner.items():
-                owner[key] = originals.get(id(each), each)
+            for key, value in owner.items():
+                owner[key] = originals.get(id(value), value)
 
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         known = self._stand_ins.get(id(parameter))
@@ -171,24 +167,13 @@ class LayerIndex:
         return stand_in
 
 
-def shares_memory(parameter: nn.Parameter, stand_in: nn.Parameter) -> bool:
+def shares_memory(parameter: nn.Parameter, stand_in: torch.Tensor) -> bool:
     """Whether ``stand_in`` still is the same bits as ``parameter``, in the same form."""
     return (
         stand_in.data_ptr() == parameter.data_ptr()
         and stand_in.dtype == parameter.dtype
         and stand_in.shape == parameter.shape
     )
-
-
-def _hooks_of_all_modules() -> list[dict[int, Any]]:
-    """Hooks that run at every module: PyTorch counts them with those of modules."""
-    module = nn.modules.module
-    return [
-        module._global_forward_pre_hooks,
-        module._global_forward_hooks,
-        module._global_backward_pre_hooks,
-        module._global_backward_hooks,
-    ]
 
 
 def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str]]:

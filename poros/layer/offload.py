@@ -54,7 +54,7 @@ class ActivationOffloader:
     @property
     def num_bytes(self) -> int:
         """Host memory that is held for inputs."""
-        return sum(each.layout.num_bytes for each in self._buffers)
+        return sum(buffer.layout.num_bytes for buffer in self._buffers)
 
     def offload(self, tensor: torch.Tensor, where: str, index: int) -> "OffloadedInput":
         """Queue the copy of a layer's input to the host; the device memory goes two calls later.
@@ -153,8 +153,8 @@ class OffloadedInput:
             torch.OutOfMemoryError: If the device has no room for it.
         """
         self._bring_back()
-        found = self._give_up()
-        if found is None or self._is_edited:
+        tensor = self._give_up()
+        if tensor is None or self._is_edited:
             raise RematerializationError(
                 f"{self._where}: its input was edited in place between forward and backward, so "
                 "the forward cannot be recomputed; edit it after backward"
@@ -162,7 +162,7 @@ class OffloadedInput:
         previous = self._previous() if self._previous is not None else None
         if previous is not None:
             previous._bring_back()
-        return found.requires_grad_() if self._requires_grad else found
+        return tensor.requires_grad_() if self._requires_grad else tensor
 
     def leave_device(self) -> None:
         """Give up the device memory: in a while the input is needed no more."""

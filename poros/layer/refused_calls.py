@@ -15,7 +15,8 @@ def require_harmless(
     name: str,
 ) -> None:
     """Raise unless ``fn``, as given to ``Module._apply``, leaves dtypes and ``device`` alone."""
-    for dtype in sorted({each.dtype for each in tensors if each.is_floating_point()}, key=str):
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    for dtype in sorted(dtypes, key=str):
         moved = fn(torch.empty(1, dtype=dtype, device=device))
         if moved.dtype != dtype or moved.device != device:
             raise PreparedModelError(

@@ -68,7 +68,7 @@ class Remains:
     def __init__(self, results: Sequence[torch.Tensor]) -> None:
         self._marks: list[weakref.ref[_Mark]] = []
         seen: set[Any] = set()
-        queue: list[Any] = [each.grad_fn for each in results]
+        queue: list[Any] = [result.grad_fn for result in results]
         while queue:
             node = queue.pop()
             if node is None or node in seen or hasattr(node, "variable"):
@@ -95,7 +95,7 @@ class Remains:
             )
 
     def _is_alive(self) -> bool:
-        return any(each() is not None for each in self._marks)
+        return any(mark() is not None for mark in self._marks)
 
 
 class _Mark:

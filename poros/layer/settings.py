@@ -95,9 +95,9 @@ class Settings(NamedTuple):
         if now == self:
             return
         pairs = zip(_ACCESS, self.switches, now.switches, strict=True)
-        for (_, put), wanted, found in pairs:
-            if wanted != found:
-                stack.callback(put, found)
+        for (_, put), wanted, before in pairs:
+            if wanted != before:
+                stack.callback(put, before)
                 put(wanted)
         if self.precisions != now.precisions:
             self._set_precisions(stack)
@@ -107,8 +107,8 @@ class Settings(NamedTuple):
         stack.callback(_restore_precisions, own)
         with suppress(RuntimeError):
             # Where the older names are readable now, what they say follows.
-            found = torch.get_float32_matmul_precision()
-            stack.callback(torch.set_float32_matmul_precision, found)
+            before = torch.get_float32_matmul_precision()
+            stack.callback(torch.set_float32_matmul_precision, before)
             torch.set_float32_matmul_precision(self._older_name())
         wanted = dict(zip(_PLACES, map(_said, self.precisions), strict=True))
         for place, precision in wanted.items():
@@ -120,7 +120,7 @@ class Settings(NamedTuple):
                 _set_precision(*place, precision)
 
     def _older_name(self) -> str:
-        cuda, mkldnn = (self.precisions[_PLACES.index((b, "matmul"))] for b in _BACKENDS)
+        cuda, mkldnn = (self.precisions[_PLACES.index((name, "matmul"))] for name in _BACKENDS)
         names = {("tf32", "tf32"): "high", ("tf32", "bf16"): "medium"}
         return names.get((cuda, mkldnn), "highest")
 

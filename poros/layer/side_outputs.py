@@ -15,7 +15,7 @@ Source:
 """
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def recorded_outputs() -> list[str]:
 
 
 class SideOutputs:
-    """The side channels of one call of one layer.
+    """What one call of one layer reads from and writes to besides its arguments and its result.
 
     Args:
         kwargs: The layer's keyword arguments.
@@ -57,13 +57,13 @@ class SideOutputs:
         self._recorded = recorded_outputs()
 
     @property
-    def names(self) -> Sequence[str]:
-        """The keyword arguments that are side channels."""
-        return list(self._types)
+    def names(self) -> Collection[str]:
+        """The keyword arguments that are shared mappings."""
+        return self._types
 
     def entries(self) -> list[Any]:
         """What the mappings hold now."""
-        return [each for mapping in self._mappings.values() for each in mapping.values()]
+        return [value for mapping in self._mappings.values() for value in mapping.values()]
 
     def run(
         self, run: Callable[[Mapping[str, Any]], Any], tensors: Sequence[torch.Tensor]

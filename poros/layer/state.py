@@ -2,7 +2,7 @@
 
 Note: Rematerialization equality
     The recomputed forward must see the same bits as the forward did. Besides arguments and adapters
-    (guarded by version counters in ``poros.layer.remat``) that is: random states, autocast, the
+    (guarded by version counters in ``poros.layer.call``) that is: random states, autocast, the
     training flags of the layer's modules, and the process-wide settings that pick kernels
     (``poros.layer.settings``). Each is captured at the layer's forward and *replayed* at its
     recomputation, then put back. Not covered: the generators of Python and NumPy.
@@ -105,7 +105,7 @@ class AmbientState:
 
     @property
     def is_autocast(self) -> bool:
-        return any(each.enabled for each in self.autocast)
+        return any(autocast.enabled for autocast in self.autocast)
 
     def without_autocast_cache(self) -> AbstractContextManager[object]:
         """For the forward itself: autocast as it is, minus the cache."""
@@ -113,9 +113,9 @@ class AmbientState:
             return nullcontext()
 
         def fill(stack: ExitStack) -> None:
-            for each in self.autocast:
-                if each.enabled:
-                    stack.enter_context(each.enter())
+            for autocast in self.autocast:
+                if autocast.enabled:
+                    stack.enter_context(autocast.enter())
 
         return Within(fill)
 
@@ -124,9 +124,9 @@ class AmbientState:
 
         def fill(stack: ExitStack) -> None:
             stack.enter_context(self.rng.replay())
-            for each in self.autocast:
-                if each.enabled or torch.is_autocast_enabled(each.device_type):
-                    stack.enter_context(each.enter())
+            for autocast in self.autocast:
+                if autocast.enabled or torch.is_autocast_enabled(autocast.device_type):
+                    stack.enter_context(autocast.enter())
             stack.enter_context(self.settings.replay())
             if _training_flags(modules) != self.training:
                 for module, wanted in zip(modules, self.training, strict=True):

@@ -82,22 +82,22 @@ class SmallTensors:
         """Whether ``tensor`` lies in one of the buffers."""
         place = tensor.data_ptr()
         return any(
-            each.device == tensor.device
-            and each.data_ptr() <= place < each.data_ptr() + max(each.numel(), 1)
-            for each in self._buffers
+            buffer.device == tensor.device
+            and buffer.data_ptr() <= place < buffer.data_ptr() + max(buffer.numel(), 1)
+            for buffer in self._buffers
         )
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.numel() for each in self._buffers)
+        return sum(buffer.numel() for buffer in self._buffers)
 
 
 def small_parts(staying: Sequence[FrozenTensor], streamed: Sequence[FrozenTensor]) -> list[Part]:
     """What of a layer lies in its buffer: tensors that stay, then constants of 4-bit weights."""
-    parts = [part for each in staying for part in each.parts()]
-    for each in streamed:
-        if each.is_4bit:
-            constants = constant_parts(each.name, each.tensor)
+    parts = [part for tensor in staying for part in tensor.parts()]
+    for tensor in streamed:
+        if tensor.is_4bit:
+            constants = constant_parts(tensor.name, tensor.tensor)
             parts += [part for part in constants if part.attribute == "absmax"]
     return parts
 
@@ -123,9 +123,9 @@ class StayingState:
         self._tensors = tensors
         try:
             facts = zip(map(id, tensors), map(_POINTER, tensors), map(_FACTS, tensors), strict=True)
-            self.marks = [None if each[2][0] else each for each in facts]
+            self.marks = [None if mark[2][0] else mark for mark in facts]
         except (AttributeError, RuntimeError, TypeError):  # one is gone, or an inference tensor
-            self.marks = [_mark(each) for each in tensors]
+            self.marks = [_mark(tensor) for tensor in tensors]
 
 
 # Looked up in C: this runs twice at every visit.

@@ -18,13 +18,14 @@ from transformers.cache_utils import Cache
 
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.layer.body import LayerBody
+from poros.layer.call import LayerCall
 from poros.layer.compiled import refuse_outer_graph
 from poros.layer.refused_calls import refuse_copy, require_harmless
-from poros.layer.remat import LayerCall, rematerialize
+from poros.layer.remat import rematerialize
 from poros.layer.side_outputs import RECORDABLE, recorded_outputs
 from poros.slots.schedule import Phase
 
-_HOME = "_poros_layer"
+_KEY = "_poros_layer"
 
 
 class StreamedLayer(LayerBody):
@@ -38,7 +39,7 @@ class StreamedLayer(LayerBody):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's forward as its caller sees it."""
-        tree = self.tree()
+        contents = self.contents()
         if not torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 self._refuse_dropped_cache(value)
@@ -50,9 +51,9 @@ class StreamedLayer(LayerBody):
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         self.cast_trained_biases()
-        if self.weights.stays:
+        if self.weights.is_pinned:
             return self._keep(args, kwargs)
-        call = LayerCall(self, args, kwargs, tree)
+        call = LayerCall(self, args, kwargs, contents)
         if not call.parameters:
             self._refuse_frozen_adapters()
 
@@ -75,7 +76,9 @@ class StreamedLayer(LayerBody):
         """The forward below the lowest adapter: its graph, if any, is a stranger's."""
         result = self._stream(args, kwargs)
         reached = tree_leaves((result, call.shared_entries()))
-        self.audit.require_no_strangers([e for e in reached if isinstance(e, torch.Tensor)])
+        self.audit.require_no_strangers(
+            [value for value in reached if isinstance(value, torch.Tensor)]
+        )
         return result
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -105,9 +108,9 @@ class StreamedLayer(LayerBody):
 
     def _refuse_frozen_adapters(self) -> None:
         """Nothing to train in the first layer, in training: is there anywhere?"""
-        if self.index > 0 or not self._tree.modules()[0].training:
+        if self.index > 0 or not self._contents.modules()[0].training:
             return
-        if any(tuner.disable_adapters for tuner in self._tree.adapter_modules):
+        if any(tuner.disable_adapters for tuner in self._contents.adapter_modules):
             return
         if not self.context.has_trainable_parameter():
             raise PreparedModelError(
@@ -197,7 +200,7 @@ def streamed_class(base: type[nn.Module]) -> type[nn.Module]:
 
 def attach_layer(layer: nn.Module, streamed: StreamedLayer, streamed_type: type[nn.Module]) -> None:
     """Make ``layer`` a streamed layer."""
-    layer.__dict__[_HOME] = streamed
+    layer.__dict__[_KEY] = streamed
     layer.__class__ = streamed_type
 
 
@@ -206,7 +209,7 @@ def detach_layer(layer: nn.Module) -> None:
     if is_streamed(layer):
         streamed_layer(layer).put_back()
         layer.__class__ = type(layer).__mro__[2]
-    layer.__dict__.pop(_HOME, None)
+    layer.__dict__.pop(_KEY, None)
 
 
 def is_streamed(module: nn.Module) -> bool:
@@ -216,5 +219,5 @@ def is_streamed(module: nn.Module) -> bool:
 
 def streamed_layer(layer: Any) -> StreamedLayer:
     """What the module of a streamed layer has become."""
-    streamed: StreamedLayer = layer.__dict__[_HOME]
+    streamed: StreamedLayer = layer.__dict__[_KEY]
     return streamed

@@ -67,7 +67,7 @@ class Visits:
         while note in self._open:
             try:
                 note.undo()
-                self._open = [each for each in self._open if each is not note]
+                self._open = [other for other in self._open if other is not note]
             except KeyboardInterrupt as error:
                 interruption = error
         if interruption is not None:
@@ -75,7 +75,7 @@ class Visits:
 
     @contextmanager
     def begin(self, name: str, undo: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Run the body as a visit, then ``undo`` what it has changed.
+        """Run the body as a visit, then ``undo`` what it has changed. ``end_all`` comes before.
 
         Args:
             name: The layer's qualified name.
@@ -87,7 +87,6 @@ class Visits:
         Raises:
             SlotStateError: If another visit began before this one ended.
         """
-        self.end_all()
         note = _Note(undo)
 
         def require_alone() -> None:
@@ -139,7 +138,7 @@ class BlockVisit:
         self._is_bound = True
 
     @property
-    def stays(self) -> bool:
+    def is_pinned(self) -> bool:
         """Whether the block has a slot of its own, which is never written again."""
         return self._manager.is_pinned(self.block)
 

@@ -18,52 +18,56 @@ IN_CACHE = ("prefix_tuning", "cartridge")
 _VARIANT = re.compile(r"_?(\w+?)(Linear|Embedding|Conv\w*)Variant")
 
 
-class Found(NamedTuple):
+class AdapterKind(NamedTuple):
     """One kind of adapter that is in a model."""
 
-    kind: str
+    name: str
     peft_type: str
     """PEFT's own name of it."""
     where: str
     """The class that it was found by."""
 
     def __str__(self) -> str:
-        return f"{self.kind} (PEFT's {self.peft_type}, {self.where})"
+        return f"{self.name} (PEFT's {self.peft_type}, {self.where})"
 
 
-def adapter_kinds(model: nn.Module) -> dict[str, Found]:
+def adapter_kinds(model: nn.Module) -> dict[str, AdapterKind]:
     """All kinds of adapters in a model, active or not, by kind."""
-    found = {each.kind: each for module in model.modules() for each in _of_module(module)}
-    return {**configured_kinds(getattr(model, "peft_config", None) or {}), **found}
+    attached = {kind.name: kind for module in model.modules() for kind in _of_module(module)}
+    return {**configured_kinds(getattr(model, "peft_config", None) or {}), **attached}
 
 
-def configured_kinds(configs: Mapping[str, Any]) -> dict[str, Found]:
+def configured_kinds(configs: Mapping[str, Any]) -> dict[str, AdapterKind]:
     """Kinds that configurations of PEFT name; of LoRA, only layers tell which variant it is."""
     names = {
-        str(getattr(each.peft_type, "value", each.peft_type)): type(each).__qualname__
-        for each in configs.values()
+        str(getattr(config.peft_type, "value", config.peft_type)): type(config).__qualname__
+        for config in configs.values()
     }
     return {
-        name.lower(): Found(name.lower(), name, where)
+        name.lower(): AdapterKind(name.lower(), name, where)
         for name, where in names.items()
         if name != "LORA"
     }
 
 
-def _of_module(module: Any) -> Iterator[Found]:
+def _of_module(module: Any) -> Iterator[AdapterKind]:
     if not isinstance(module, BaseTunerLayer):
         return
     where = type(module).__qualname__
     # A class that is derived from another kind's (AdaLoRA's from LoRA's) comes before it.
-    packages = [each.__module__.split(".") for each in type(module).__mro__]
-    known = [each[2] for each in packages if each[:2] == ["peft", "tuners"] and len(each) > 3]
+    packages = [base.__module__.split(".") for base in type(module).__mro__]
+    known = [
+        package[2] for package in packages if package[:2] == ["peft", "tuners"] and len(package) > 3
+    ]
     kind = known[0] if known else where
     if kind != "lora":
-        yield Found(kind, kind.upper(), where)
+        yield AdapterKind(kind, kind.upper(), where)
         return
-    variants = {type(each).__qualname__ for each in getattr(module, "lora_variant", {}).values()}
+    variants = {
+        type(variant).__qualname__ for variant in getattr(module, "lora_variant", {}).values()
+    }
     if len(variants) < len(getattr(module, "lora_A", ())) or not variants:
-        yield Found("lora", "LORA", where)
+        yield AdapterKind("lora", "LORA", where)
     for name in sorted(variants):
         match = _VARIANT.fullmatch(name)
-        yield Found(match[1].lower() if match else name, "LORA", name)
+        yield AdapterKind(match[1].lower() if match else name, "LORA", name)

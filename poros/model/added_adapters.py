@@ -111,12 +111,12 @@ def _keeps_some(layer: nn.Module, slot: torch.Tensor) -> bool:
     """Whether anything in ``layer`` at rest lies in ``slot``."""
     memory = slot.untyped_storage().data_ptr()
     return any(
-        isinstance(each, torch.Tensor)
-        and each.layout is torch.strided
-        and each.untyped_storage().data_ptr() == memory
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.untyped_storage().data_ptr() == memory
         for module in layer.modules()
         for table in (module._parameters, module._buffers, module.__dict__)
-        for each in table.values()
+        for value in table.values()
     )
 
 

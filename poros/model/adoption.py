@@ -5,7 +5,7 @@ See "Adoption" in ``poros.host.store``.
 
 import logging
 
-from poros.host.store import HostStore, left_store
+from poros.host.store import HostStore, attached_store
 from poros.layout import BlockLayout
 from poros.model.inspect import Inventory
 
@@ -20,23 +20,14 @@ def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
         HostMemoryError: If there is no memory for a new one.
     """
     layers = [
-        [
-            [
-                (part.name, part.get())
-                for each in block
-                if each.places[0][0] == index
-                for part in each.parts()
-            ]
-            for index in range(first, min(first + block_size, len(inventory.layers)))
-        ]
-        for first, block in zip(
-            range(0, len(inventory.layers), block_size), inventory.blocks, strict=True
-        )
+        [(part.name, part.get()) for tensor in streamed for part in tensor.parts()]
+        for _, streamed in inventory.by_layer()
     ]
-    left = left_store(inventory.base)
+    blocks = [layers[first : first + block_size] for first in range(0, len(layers), block_size)]
+    left = attached_store(inventory.base)
     if left is not None:
         left.require_intact()
-    adopted = left.adopt(layers) if left is not None else None
+    adopted = left.adopt(blocks) if left is not None else None
     if adopted is not None:
         return adopted, True
     if left is not None and left.slabs:
@@ -45,7 +36,7 @@ def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
             "since): it is copied, and up to %.2f GB of host memory are held twice",
             left.num_bytes / 1e9,
         )
-    layouts = [BlockLayout.join([BlockLayout.pack(each) for each in block]) for block in layers]
+    layouts = [BlockLayout.join([BlockLayout.pack(layer) for layer in block]) for block in blocks]
     host = HostStore.allocate(layouts)
     if left is not None:
         host.fallbacks += left.fallbacks

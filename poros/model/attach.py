@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from poros.digests import SourceDigests
-from poros.host.store import HostStore, left_store
+from poros.host.store import HostStore, attached_store
 from poros.layer.frozen import FrozenTensor, constant_parts
 from poros.layer.staying import SmallTensors
 from poros.layer.streamed import StreamedLayer, attach_layer, detach_layer, streamed_class
@@ -60,7 +60,7 @@ class Attachment:
     def move_to_host(self, digests: SourceDigests | None) -> None:
         """The frozen tensors that stream, into the slabs; a digest of each is taken on the way."""
         base = self._base()
-        left = (None if base is None else left_store(base)) or self._host
+        left = (None if base is None else attached_store(base)) or self._host
         for tensors, slab in zip(self._blocks, self._host.slabs, strict=True):
             parts = [part for tensor in tensors for part in tensor.parts()]
             wanted = [
@@ -112,7 +112,7 @@ class Attachment:
                 parts += constant_parts(name, tensor)
             self._place(parts, self._device)
 
-    def exchange(
+    def attach_layers(
         self,
         layers: Sequence[tuple[nn.Module, StreamedLayer]],
         begin: Callable[[tuple[Any, ...], dict[str, Any]], None],

@@ -76,10 +76,10 @@ def refuse_foreign_quantization(
 
 def _foreign_method(base: PreTrainedModel) -> str | None:
     """The method in the model's configuration, if it is another than bitsandbytes in 4 bit."""
-    found: Any = getattr(base.config, "quantization_config", None)
-    if found is None:
+    config: Any = getattr(base.config, "quantization_config", None)
+    if config is None:
         return None
-    settings = found if isinstance(found, dict) else vars(found)
+    settings = config if isinstance(config, dict) else vars(config)
     method = settings.get("quant_method", getattr(base, "quantization_method", None))
     method = str(getattr(method, "value", method))
     if settings.get("dequantize"):
@@ -95,10 +95,10 @@ def _is_packed(tensor: torch.Tensor) -> bool:
     return is_plain(tensor) and tensor.dim() > 1 and tensor.dtype in _PACKED
 
 
-def _error(found: str, where: str) -> UnsupportedModelError:
+def _error(what: str, where: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"expected frozen weights that are plain tensors or 4-bit weights of bitsandbytes, found "
-        f"{found} ({where}). Its kernels keep pointers and scales of their own, which would not "
+        f"{what} ({where}). Its kernels keep pointers and scales of their own, which would not "
         "follow into a slot. Load the unquantized model with poros.load(..., quantization='nf4') "
         "or BitsAndBytesConfig(load_in_4bit=True)"
     )

@@ -25,7 +25,7 @@ from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.layer.adapters import adapter_tensors, named_tensors
 from poros.layer.frozen import FrozenTensor
 from poros.layout import is_small
-from poros.model.adapter_kinds import IN_CACHE, Found, adapter_kinds
+from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds
 from poros.model.foreign import refuse_foreign_quantization
 from poros.nf4 import is_4bit, is_params4bit, is_plain
 
@@ -60,8 +60,8 @@ class Inventory:
     def by_layer(self) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
         """What stays of each layer, and what streams."""
         streamed: list[list[FrozenTensor]] = [[] for _ in self.layers]
-        for each in (each for block in self.blocks for each in block):
-            streamed[each.places[0][0]].append(each)
+        for tensor in (tensor for block in self.blocks for tensor in block):
+            streamed[tensor.places[0][0]].append(tensor)
         return list(zip(self.small, streamed, strict=True))
 
     def layer_name(self, index: int) -> str:
@@ -84,9 +84,9 @@ def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -
     kinds = adapter_kinds(model)
     _check_kinds(layers_name, kinds)
     tied = _check_adapters(layers_name, layers)
-    found = find_frozen(model, layers_name, layers, block_size)
+    frozen = find_frozen(model, layers_name, layers, block_size)
     _check_validated(base, kinds, allow_unvalidated)
-    return Inventory(base, layers_name, layers, *found, tied, kinds.keys())
+    return Inventory(base, layers_name, layers, *frozen, tied, kinds.keys())
 
 
 def validated_model_types() -> frozenset[str]:
@@ -107,7 +107,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch module, found a {type(model).__qualname__}")
     for name, module in model.named_modules():
-        names = {each.__name__ for each in type(module).__mro__} & set(_WRAPPERS)
+        names = {base.__name__ for base in type(module).__mro__} & set(_WRAPPERS)
         compiled = getattr(module, "_compiled_call_impl", None) is not None
         if names or compiled:
             raise UnsupportedModelError(
@@ -171,20 +171,20 @@ def find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
     Raises:
         UnsupportedModelError: If there is not exactly one such list, or a layer is in it twice.
     """
-    found = [
+    lists = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module)
-        and all(isinstance(each, GradientCheckpointingLayer) for each in module)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     ]
-    if len(found) != 1:
+    if len(lists) != 1:
         raise UnsupportedModelError(
             "expected exactly one ModuleList of decoder layers, found "
-            f"{', '.join(name for name, _ in found) or 'none'}; this model cannot be streamed"
+            f"{', '.join(name for name, _ in lists) or 'none'}; this model cannot be streamed"
         )
-    name, layers = found[0]
-    if len({id(each) for each in layers}) != len(layers):
+    name, layers = lists[0]
+    if len({id(layer) for layer in layers}) != len(layers):
         raise UnsupportedModelError(
             f"{name}: expected each layer once, found a layer that is used several times"
         )
@@ -200,16 +200,16 @@ def _refuse_intercepted(layers_name: str, layers: Sequence[nn.Module]) -> None:
             )
 
 
-def _check_kinds(layers_name: str, kinds: Mapping[str, Found]) -> None:
+def _check_kinds(layers_name: str, kinds: Mapping[str, AdapterKind]) -> None:
     """Refuse a model without adapters, and adapters that cannot be recomputed."""
     if not kinds:
         raise UnsupportedModelError(
             f"expected PEFT adapters in {layers_name}, found none; call get_peft_model (and before "
             "it prepare_model_for_kbit_training, if you use it) and then poros.prepare"
         )
-    for each in (kinds[name] for name in IN_CACHE if name in kinds):
+    for kind in (kinds[name] for name in IN_CACHE if name in kinds):
         raise UnsupportedModelError(
-            f"expected adapters on modules or on the model's input, found {each}: it trains keys "
+            f"expected adapters on modules or on the model's input, found {kind}: it trains keys "
             "and values that all layers are given in their KV cache, and layers are recomputed "
             "in backward without a cache (PEFT refuses it with gradient checkpointing, too). "
             "Prompt tuning and p-tuning train tokens before the first layer and can be streamed, "
@@ -241,11 +241,10 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
 
 
 def _has_generator(module: nn.Module) -> bool:
-    held = [value for value in vars(module).values() if isinstance(value, dict | torch.Generator)]
     return any(
-        isinstance(each, torch.Generator)
-        for value in held
-        for each in (value.values() if isinstance(value, dict) else (value,))
+        isinstance(value, torch.Generator)
+        for held in vars(module).values()
+        for value in (held.values() if isinstance(held, dict) else (held,))
     )
 
 
@@ -276,31 +275,33 @@ def find_frozen(
     block_of: dict[int, int] = {}
     stays: set[int] = set(shared_outside)
     for first in range(0, len(layers), block_size):
-        found: dict[int, FrozenTensor] = {}
+        tensors: dict[int, FrozenTensor] = {}
         for index in range(first, min(first + block_size, len(layers))):
-            _collect(f"{layers_name}.{index}", index, layers[index], found)
-        for each in found:
+            _collect(f"{layers_name}.{index}", index, layers[index], tensors)
+        for tensor_id in tensors:
             # A tensor that two blocks share has no one slot to live in.
-            if block_of.setdefault(each, len(blocks)) != len(blocks):
-                stays.add(each)
-        blocks.append(list(found.values()))
-    found_small: list[list[FrozenTensor]] = [[] for _ in layers]
+            if block_of.setdefault(tensor_id, len(blocks)) != len(blocks):
+                stays.add(tensor_id)
+        blocks.append(list(tensors.values()))
+    small: list[list[FrozenTensor]] = [[] for _ in layers]
     seen = shared_outside
     for tensor in (tensor for block in blocks for tensor in block):
         if tensor.stays and id(tensor.tensor) not in seen:
             seen.add(id(tensor.tensor))
-            found_small[tensor.places[0][0]].append(tensor)
+            small[tensor.places[0][0]].append(tensor)
     streamed = [
-        [each for each in block if not each.stays and id(each.tensor) not in stays]
+        [tensor for tensor in block if not tensor.stays and id(tensor.tensor) not in stays]
         for block in blocks
     ]
-    return Frozen(streamed, found_small)
+    return Frozen(streamed, small)
 
 
-def _collect(prefix: str, index: int, layer: nn.Module, found: dict[int, FrozenTensor]) -> None:
+def _collect(prefix: str, index: int, layer: nn.Module, tensors: dict[int, FrozenTensor]) -> None:
     adapters = adapter_tensors(layer)
     # PEFT adapts parameters that belong to no linear layer (fused experts) directly.
-    adapted = {id(each.get_param()) for each in layer.modules() if isinstance(each, ParamWrapper)}
+    adapted = {
+        id(inner.get_param()) for inner in layer.modules() if isinstance(inner, ParamWrapper)
+    }
     for module_name, module in layer.named_modules(prefix=prefix):
         for owner in (module._parameters, module._buffers):
             for key, tensor in owner.items():
@@ -310,7 +311,7 @@ def _collect(prefix: str, index: int, layer: nn.Module, found: dict[int, FrozenT
                 if tensor.requires_grad and is_small(tensor, is_buffer=is_buffer):
                     continue  # trained where it is, like an adapter
                 _check_streamable(name, tensor)
-                entry = found.setdefault(
+                entry = tensors.setdefault(
                     id(tensor), FrozenTensor(name, tensor, id(tensor) in adapted, is_buffer)
                 )
                 if entry.is_adapted and is_4bit(tensor):
@@ -331,25 +332,25 @@ def _check_streamable(name: str, tensor: torch.Tensor) -> None:
             "requires_grad_(False), before poros.prepare"
         )
     if not (is_plain(tensor) or is_4bit(tensor)) or tensor.layout is not torch.strided:
-        found = type(tensor).__qualname__
+        kind = type(tensor).__qualname__
         unquantized = " that is not quantized yet" if is_params4bit(tensor) else ""
         raise UnsupportedModelError(
-            f"{name}: expected a plain tensor or a bitsandbytes 4-bit weight, found a {found}"
+            f"{name}: expected a plain tensor or a bitsandbytes 4-bit weight, found a {kind}"
             f"{unquantized}; load the model with BitsAndBytesConfig(load_in_4bit=True)"
         )
 
 
 def _check_validated(
-    base: PreTrainedModel, kinds: Mapping[str, Found], allow_unvalidated: bool
+    base: PreTrainedModel, kinds: Mapping[str, AdapterKind], allow_unvalidated: bool
 ) -> None:
     name = base.config.model_type
     # The records of architectures were made with LoRA.
     others = [kinds[kind] for kind in sorted(kinds.keys() - validated_adapters() - {"lora"})]
     unproven = [f"architecture {name!r}"] if name not in validated_model_types() else []
     commands = [f"`poros check --architecture {name}`"] if unproven else []
-    for each in others:
-        unproven.append(f"adapters of kind {each}")
-        commands.append(_command(name, each.kind))
+    for kind in others:
+        unproven.append(f"adapters of kind {kind}")
+        commands.append(_command(name, kind.name))
     if not unproven:
         return
     what = " with ".join(unproven)

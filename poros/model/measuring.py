@@ -32,8 +32,8 @@ from poros.model.sizing import (
     Wanted,
     affordable,
     growth,
-    need,
     room_of,
+    step_num_bytes,
     with_shape,
 )
 
@@ -42,7 +42,9 @@ logger = logging.getLogger(__name__)
 MARGIN_SHARE = 0.1
 LEAST_MARGIN = 2**30
 RESERVE = 1.5
+"""How much larger a batch may be than the largest measured, once one has not fitted."""
 MAX_ROUNDS = 3
+"""Of measuring and spending; after them the room only shrinks, until a larger batch comes."""
 
 
 class DeviceMemory:
@@ -84,7 +86,7 @@ class Stage(Enum):
 
 
 class MeasuredSizer(Sizer):
-    """The room of one run, by measurement.
+    """Decides on the room of one run, by measurement.
 
     Args:
         policy: Of the model.
@@ -109,24 +111,28 @@ class MeasuredSizer(Sizer):
     ) -> None:
         super().__init__(policy, estimate)
         self._is_given = self.budget is not None
+        """Whether the budget is the user's. One that was read from the device refuses nothing."""
         self._is_off = not self._is_given and (policy.slots, policy.keep_last) != (None, None)
+        """Whether nothing is measured: the room is fixed, or the device had no more of it."""
         self._memory = memory
         self._sizes = sizes
         self._held = held
         self._model = model
         self._stage = Stage.WARMING
-        self._others = 0
-        self._known: list[tuple[Shape, Needs]] = []
+        self._others_num_bytes = 0
+        """Held by this process when the first step began, besides the model."""
+        self._measured: list[tuple[Shape, Needs]] = []
         """Shapes that were measured, and what a step with the largest of them takes."""
         self._estimated: list[Shape] = []
         """Shapes for which the floor was estimated."""
         self._seen: list[Shape] = []
-        """Since measuring began."""
+        """Shapes since measuring began."""
         self._reserve = 1.0
         self._rounds = 0
         self._watch: StepWatch | None = None
         self._shape: Shape | None = None
         self._room: Room | None = None
+        """The latest batch that was larger than those before it, and the latest room."""
         self.graph_num_bytes = 0
 
     @property
@@ -156,7 +162,7 @@ class MeasuredSizer(Sizer):
             return room
         if self._watch is None:
             self._conditions = adapters
-            self._others = max(0, self._memory.allocated() - self._held())
+            self._others_num_bytes = max(0, self._memory.allocated() - self._held())
             if self.budget is None:
                 self.budget = self._memory.free() + self._held()
             self._watch = StepWatch(model)
@@ -189,7 +195,7 @@ class MeasuredSizer(Sizer):
 
     def _restart(self, model: nn.Module) -> None:
         """Others are trained: nothing is known of their steps."""
-        self._known.clear()
+        self._measured.clear()
         self._estimated.clear()
         self._watch = StepWatch(model)
         self._measure(Stage.WARMING)
@@ -199,18 +205,17 @@ class MeasuredSizer(Sizer):
 
     def _provide(self, shape: Shape, room: Room, is_checking: bool) -> Room:
         """Room for a batch that may be larger than any before."""
-        if any(shape.is_within(known) for known, _ in self._known):
+        if any(shape.is_within(known) for known, _ in self._measured):
             return room
-        if not self._known:
+        if not self._measured:
             if any(map(shape.is_within, self._estimated)):
                 return room
             return self._floor(shape, is_checking)
-        factor, needs = min(
-            ((growth(shape, known), needs) for known, needs in self._known),
-            key=lambda found: found[1].scaled(found[0]).passing,
+        needs = min(
+            (needs.scaled(growth(shape, known)) for known, needs in self._measured),
+            key=lambda scaled: scaled.transient,
         )
-        needs = needs.scaled(factor)
-        if need(room, self._sizes, needs) <= (self.budget or 0):
+        if self._fits(room, needs):
             if self._stage is Stage.SETTLED:
                 self._measure(Stage.MEASURING)
             return room
@@ -224,13 +229,23 @@ class MeasuredSizer(Sizer):
 
     def _shrunk(self, room: Room, needs: Needs) -> Room | None:
         """Kept layers are given up first, then slots."""
-        layers = room.keep_last if self.wanted.keep_last is None else 0
-        while layers > 0:
-            layers = max(0, layers - self._sizes.block_size)
-            smaller = room._replace(keep_last=layers)
-            if need(smaller, self._sizes, needs) <= (self.budget or 0):
+        num_layers = room.keep_last if self.wanted.keep_last is None else 0
+        while num_layers > 0:
+            num_layers = max(0, num_layers - self._sizes.block_size)
+            smaller = room._replace(keep_last=num_layers)
+            if self._fits(smaller, needs):
                 return smaller
-        return affordable(self.budget or 0, self._sizes, needs, self.wanted, room.offload_inputs)
+        return self._affordable(needs, room)
+
+    def _fits(self, room: Room, needs: Needs) -> bool:
+        return step_num_bytes(room, self._sizes, needs) <= (self.budget or 0)
+
+    def _affordable(self, needs: Needs, room: Room) -> Room | None:
+        offload = room.offload_inputs
+        return affordable(self.budget or 0, self._sizes, needs, self.wanted, offload)
+
+    def _least(self, offload: bool) -> Room:
+        return Room(self.wanted.num_slots or MIN_SLOTS, self.wanted.keep_last or 0, offload)
 
     def _floor(self, shape: Shape, is_checking: bool) -> Room:
         """The least room, with inputs on the host if the estimate says that it takes that.
@@ -238,11 +253,7 @@ class MeasuredSizer(Sizer):
         Raises:
             VRAMBudgetError: If a given budget is below it.
         """
-        least = Room(
-            self.wanted.num_slots or MIN_SLOTS,
-            self.wanted.keep_last or 0,
-            bool(self.wanted.offload_inputs),
-        )
+        least = self._least(bool(self.wanted.offload_inputs))
         wanted = Wanted(least.num_slots, least.keep_last, self.wanted.offload_inputs)
         try:
             least = room_of(self.estimated(shape, wanted, is_checking))
@@ -265,66 +276,60 @@ class MeasuredSizer(Sizer):
         )
 
     def _spend(self, room: Room) -> Room:
-        """A whole step has been measured: what there is room for."""
-        ours = self._memory.reserved() - self._others
+        """The room for steps like the one that has been measured, which ran in ``room``."""
+        step = self._memory.reserved() - self._others_num_bytes
         slots = self._sizes.num_bytes(room)
-        kept = min(room.keep_last, self._sizes.num_layers)
-        standing = max(0, self._memory.allocated() - self._others - slots)
-        needs = self._attributed(kept, standing, max(0, ours - slots - standing))
+        persistent = max(0, self._memory.allocated() - self._others_num_bytes - slots)
+        needs = self._attributed(room, persistent, max(0, step - slots - persistent))
         seen = self._seen
-        older = [entry for entry in self._known if not any(map(entry[0].is_within, seen))]
-        self._known = [*older, *((shape, needs) for shape in seen)]
+        older = [entry for entry in self._measured if not any(map(entry[0].is_within, seen))]
+        self._measured = [*older, *((shape, needs) for shape in seen)]
         self._rounds += 1
-        budget = self.budget or 0
-        found = self._next(room, needs, ours)
-        self._stage = Stage.SETTLED if found == room else Stage.MEASURING
+        chosen = self._next(room, needs, step)
+        self._stage = Stage.SETTLED if chosen == room else Stage.MEASURING
         self._seen = []
-        if found != room or self._rounds == 1:
+        if chosen != room or self._rounds == 1:
             logger.info(
                 "poros: a step took %.2f GB of a budget of %.2f GB: %s",
-                ours / 1e9,
-                budget / 1e9,
-                _words(found),
+                step / 1e9,
+                (self.budget or 0) / 1e9,
+                _words(chosen),
             )
-        return found
+        return chosen
 
-    def _attributed(self, kept: int, standing: int, rest: int) -> Needs:
-        """What a step took besides slots and what stands, divided between it and kept layers."""
+    def _attributed(self, room: Room, persistent: int, rest: int) -> Needs:
+        """What a step takes, if it took ``rest`` for itself and for the graphs of kept layers."""
         graph = self.graph_num_bytes
+        num_kept = min(room.keep_last, self._sizes.num_layers)
         before = [
             needs
-            for shape, needs in self._known
+            for shape, needs in self._measured
             if all(seen.is_within(shape) for seen in self._seen)
         ]
-        if not kept or not before:
-            return Needs(standing, max(0, rest - kept * graph), graph)
+        if not num_kept or not before:
+            return Needs(persistent, max(0, rest - num_kept * graph), graph)
         # What is between the graphs of kept layers counts as theirs.
-        passing = before[-1].passing
-        return Needs(standing, passing, max(graph, -(-(rest - passing) // kept)))
+        transient = before[-1].transient
+        return Needs(persistent, transient, max(graph, -(-(rest - transient) // num_kept)))
 
-    def _next(self, room: Room, needs: Needs, ours: int) -> Room:
-        """The room for what was measured."""
-        budget, offload = self.budget or 0, room.offload_inputs
-        if ours > budget:
-            return self._shrunk(room, needs) or self._least(ours, budget, room)
-        found = affordable(budget, self._sizes, needs.scaled(self._reserve), self.wanted, offload)
-        if found is None or self._rounds > MAX_ROUNDS or not _is_more(found, room):
+    def _next(self, room: Room, needs: Needs, step: int) -> Room:
+        """The room after one in which a step took ``step`` bytes."""
+        if step > (self.budget or 0):
+            return self._shrunk(room, needs) or self._beyond(room, step)
+        larger = self._affordable(needs.scaled(self._reserve), room)
+        if larger is None or self._rounds > MAX_ROUNDS or not _is_more(larger, room):
             return room  # it fits, and there is nothing to gain
-        return found
+        return larger
 
-    def _least(self, ours: int, budget: int, room: Room) -> Room:
-        """Not even the least room fits, as was measured."""
-        least = Room(
-            self.wanted.num_slots or MIN_SLOTS,
-            self.wanted.keep_last or 0,
-            self.wanted.offload_inputs is not False,
-        )
+    def _beyond(self, room: Room, step: int) -> Room:
+        """Not even the least room fits: it is what there is."""
+        least = self._least(self.wanted.offload_inputs is not False)
         if room == least:
             logger.warning(
                 "poros: a step takes %.2f GB with the least room there is, more than the budget of "
                 "%.2f GB; use a smaller batch or shorter sequences",
-                ours / 1e9,
-                budget / 1e9,
+                step / 1e9,
+                (self.budget or 0) / 1e9,
             )
         return least
 
@@ -365,8 +370,8 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().reshape(-1)[:64].clone()
 
 
-def _is_more(found: Room, room: Room) -> bool:
-    return (found.num_slots, found.keep_last) > (room.num_slots, room.keep_last)
+def _is_more(larger: Room, room: Room) -> bool:
+    return (larger.num_slots, larger.keep_last) > (room.num_slots, room.keep_last)
 
 
 def _words(room: Room) -> str:

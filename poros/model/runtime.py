@@ -11,8 +11,7 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
-from poros.errors import PreparedModelError
-from poros.host.store import drop_store
+from poros.host.store import detach_store
 from poros.layer.body import ModelContext
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
 from poros.layer.offload import ActivationOffloader
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HOME = "_poros_runtime"
+_KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
 
 
@@ -45,7 +44,7 @@ class Runtime:
         model: The model, checked by ``poros.model.inspect.take_inventory``; held weakly.
         inventory: What it found.
         policy: How to stream.
-        streams: The device's streams, or a stand-in.
+        streams: Of the device.
         estimate: Of a step of this model, for its budget.
         journal: See ``BlockManager``.
 
@@ -114,14 +113,14 @@ class Runtime:
             self.offloader = ActivationOffloader(streams)
             self.sizer = self._make_sizer(estimate)
             self.context = self._make_context(model, inventory)
-            self._attachment.exchange(
+            self._attachment.attach_layers(
                 self._make_layers(inventory), self.begin, lambda: self.resize(self.room)
             )
             undo.callback(self._let_go)
             for layer in inventory.layers:
-                layer.__dict__[_HOME] = self
+                layer.__dict__[_KEY] = self
             if not self.is_adopted:
-                drop_store(inventory.base)
+                detach_store(inventory.base)
             undo.pop_all()
 
     def _make_sizer(self, estimate: Estimate) -> Sizer:
@@ -192,8 +191,8 @@ class Runtime:
     @property
     def plan(self) -> "MemoryPlan | None":
         """The estimate for the budget and the largest batch; None before the first step."""
-        found: MemoryPlan | None = self.sizer.plan  # type: ignore[assignment]
-        return found
+        plan: MemoryPlan | None = self.sizer.plan  # type: ignore[assignment]
+        return plan
 
     @property
     def self_check(self) -> dict[str, Any]:
@@ -333,12 +332,12 @@ class Runtime:
         for reference in self._layers:
             layer = reference()
             if layer is not None:
-                layer.__dict__.pop(_HOME, None)
+                layer.__dict__.pop(_KEY, None)
 
     def _allocate_slots(self, room: Room) -> DeviceRing:
         layouts = [slab.layout for slab in self.host.slabs]
         division = divide(len(self._layers), self.policy.block_size, room.num_slots, room.keep_last)
-        return DeviceRing(layouts, division.ring_slots, self._streams, division.num_resident)
+        return DeviceRing(layouts, division.ring_slots, self._streams, division.num_pinned)
 
     def _use(self, ring: DeviceRing) -> None:
         self.ring = ring
@@ -346,11 +345,11 @@ class Runtime:
 
     def _bindings(self) -> dict[int, list[Binding]]:
         """The frozen tensors of each layer, with their views of slots."""
-        found: dict[int, list[Binding]] = {}
+        bindings: dict[int, list[Binding]] = {}
         for block, (tensors, slab) in enumerate(zip(self.blocks, self.host.slabs, strict=True)):
             buffer = self.ring.slot(block).buffer
-            found |= bind_block(tensors, slab.layout, buffer, self.constants)
-        return found
+            bindings |= bind_block(tensors, slab.layout, buffer, self.constants)
+        return bindings
 
     def _streamed_layers(self) -> Iterator[StreamedLayer]:
         for reference in self._layers:
@@ -361,9 +360,9 @@ class Runtime:
     def _adapters(self) -> object:
         """Differs if what is trained in the first layer with adapters does."""
         for layer in self._streamed_layers():
-            found = layer.tree().adapters()
-            if found:
-                return [(id(adapter.parameter), adapter.parameter.dtype) for adapter in found]
+            adapters = layer.contents().adapters()
+            if adapters:
+                return [(id(adapter.parameter), adapter.parameter.dtype) for adapter in adapters]
         return []
 
     def _held_num_bytes(self) -> int:
@@ -372,7 +371,8 @@ class Runtime:
         if model is None:
             return 0
         tensors = [*model.parameters(), *model.buffers()]
-        tensors += [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [parameter.grad for parameter in model.parameters()]
+        tensors += [gradient for gradient in gradients if gradient is not None]
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in tensors
@@ -385,21 +385,6 @@ def find_runtime(model: object) -> Runtime | None:
     """The runtime of a prepared model; None if it is not prepared."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if is_streamed(module):
-            runtime: Runtime = module.__dict__[_HOME]
+            runtime: Runtime = module.__dict__[_KEY]
             return runtime
     return None
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime of a prepared model.
-
-    Raises:
-        PreparedModelError: If the model is not prepared.
-    """
-    runtime = find_runtime(model)
-    if runtime is None:
-        raise PreparedModelError(
-            f"expected a prepared model, found a {type(model).__name__} that is not; call "
-            "poros.prepare(model) first"
-        )
-    return runtime

@@ -40,10 +40,12 @@ class LostTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = [*args, *(kwargs or {}).values()]
         inside = [
-            each for one in flat for each in (one if isinstance(one, list | tuple) else [one])
+            item
+            for value in flat
+            for item in (value if isinstance(value, list | tuple) else [value])
         ]
         raise CheckpointFormatError(
-            next(each.__dict__["why"] for each in inside if isinstance(each, LostTensor))
+            next(tensor.__dict__["why"] for tensor in inside if isinstance(tensor, LostTensor))
         )
 
     @classmethod
@@ -85,19 +87,19 @@ class _Watch:
         finally:
             self._is_saving = False
 
-    def __call__(self, module: nn.Module, found: dict[str, Any], *_: Any) -> None:
-        names = [name for name, each in found.items() if self._is_in_file(each)]
+    def __call__(self, module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        names = [name for name, tensor in state.items() if self._is_in_file(tensor)]
         if not names:
             return
         if self._is_saving:
-            self._read(found, names)
+            self._read(state, names)
             return
         try:
             self._store.require_intact()
         except CheckpointFormatError as error:
             logger.error("poros: %s", error)
             for name in names:
-                found[name] = LostTensor.in_place_of(found[name], f"{name}: {error}")
+                state[name] = LostTensor.in_place_of(state[name], f"{name}: {error}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         self._store.require_intact()  # before the layers are copied
@@ -111,12 +113,12 @@ class _Watch:
         behind = self._store.behind
         return behind is not None and isinstance(value, torch.Tensor) and behind.holds(value)
 
-    def _read(self, found: dict[str, Any], names: list[str]) -> None:
-        tensors = [found[name].detach() for name in names]
-        num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+    def _read(self, state: dict[str, Any], names: list[str]) -> None:
+        tensors = [state[name].detach() for name in names]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         room = host_memory_left()
         if room is None or num_bytes + RESERVE_NUM_BYTES <= room.num_bytes:
-            found.update(zip(names, self._store.at_rest(tensors), strict=True))
+            state.update(zip(names, self._store.at_rest(tensors), strict=True))
             return
         logger.warning(
             "poros: %.2f GB of layers do not fit in host memory (%s): they are checked, and saved "

@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What there is on the device for blocks and graphs."""
+    """What blocks and graphs get on the device."""
 
     num_slots: int
     """All slots, those of blocks that stay included."""
@@ -121,22 +121,22 @@ class BlockSizes:
 class Needs:
     """What a step takes besides its slots, in bytes."""
 
-    standing: int
+    persistent: int
     """Between steps too: adapters, optimizer state, embedding, head."""
-    passing: int
+    transient: int
     """Within a step, with every layer recomputed."""
     graph: int
     """What one layer's graph keeps."""
 
     def scaled(self, factor: float) -> "Needs":
         """For a batch that takes ``factor`` times as much."""
-        return Needs(self.standing, int(self.passing * factor), int(self.graph * factor))
+        return Needs(self.persistent, int(self.transient * factor), int(self.graph * factor))
 
 
-def need(room: Room, sizes: BlockSizes, needs: Needs) -> int:
+def step_num_bytes(room: Room, sizes: BlockSizes, needs: Needs) -> int:
     """Bytes that a step takes in ``room``."""
     graphs = min(room.keep_last, sizes.num_layers) * needs.graph
-    return needs.standing + needs.passing + graphs + sizes.num_bytes(room)
+    return needs.persistent + needs.transient + graphs + sizes.num_bytes(room)
 
 
 def affordable(
@@ -149,30 +149,26 @@ def affordable(
     Args:
         budget: In bytes.
         sizes: Of the blocks.
-        needs: Besides the slots; as long as no graph was seen, no layer is kept.
-        wanted: What is fixed.
+        needs: Besides the slots; as long as no graph was measured, no layer is kept.
+        wanted: What the policy fixes.
         offload: Whether inputs of layers wait on the host.
 
     Returns:
         None if not even the least room fits.
     """
     num_blocks = len(sizes.layouts)
-    slots = (
-        [wanted.num_slots]
-        if wanted.num_slots
-        else range(min(MIN_SLOTS, num_blocks), num_blocks + 1)
-    )
-    kept = [wanted.keep_last] if wanted.keep_last is not None else [0]
-    rooms = [Room(number, layers, offload) for number in slots for layers in kept]
-    fitting = [room for room in rooms if need(room, sizes, needs) <= budget]
+    choices = range(min(MIN_SLOTS, num_blocks), num_blocks + 1)
+    slots = [wanted.num_slots] if wanted.num_slots else choices
+    rooms = [Room(num_slots, wanted.keep_last or 0, offload) for num_slots in slots]
+    fitting = [room for room in rooms if step_num_bytes(room, sizes, needs) <= budget]
     if not fitting:
         return None
     best = fitting[-1]
     if wanted.keep_last is None and best.num_slots >= num_blocks and needs.graph:
-        whole = range(0, sizes.num_layers + 1, sizes.block_size)
-        for layers in sorted({*whole, sizes.num_layers}):
-            room = best._replace(keep_last=layers)
-            if need(room, sizes, needs) > budget:
+        whole_blocks = range(0, sizes.num_layers + 1, sizes.block_size)
+        for num_layers in sorted({*whole_blocks, sizes.num_layers}):
+            room = best._replace(keep_last=num_layers)
+            if step_num_bytes(room, sizes, needs) > budget:
                 break
             best = room
     return best
@@ -189,7 +185,7 @@ def growth(shape: Shape, known: Shape) -> float:
 
 
 class Sizer:
-    """The room of one run, by estimates.
+    """Decides on the room of one run, by estimates.
 
     Args:
         policy: Of the model.
@@ -197,6 +193,7 @@ class Sizer:
 
     Attributes:
         budget: In bytes; None if nothing is sized.
+        wanted: What the policy fixes.
     """
 
     def __init__(self, policy: StreamingPolicy, estimate: Estimate) -> None:
@@ -250,10 +247,10 @@ class Sizer:
         return chosen
 
     def made_room(self) -> None:
-        """The slots are what ``begin`` has said, from now on."""
+        """The blocks have got the room that ``begin`` gave."""
 
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
-        """The device has no memory for ``begin``'s room: what to raise; None to go on with less."""
+        """The device has no memory for that room: what to raise; None to go on with less."""
         self._shapes, self._conditions = [], None
         return self.explain(where, error)
 

@@ -1,57 +1,37 @@
-"""A model on the meta device, kept for many plans: sizes once, costs once per shape of a batch."""
+"""What a step holds in memory, found by running its operators on the meta device.
 
-from dataclasses import dataclass
-from typing import Any
+Storages are counted as operators make them and as the last tensor over them goes, so the peak is
+that of PyTorch's own allocations for the same calls. Three things differ from a GPU and are put
+right: attention is written down as the fused kernels have it (inputs, output and one float32 per
+row are kept, no score matrix exists), dropout keeps one byte per element, and a 4-bit product
+dequantizes its weight inside one operator.
+"""
+
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.utils.output_capturing import _active_collector
 
 from poros.errors import UnsupportedModelError
-from poros.layer.staying import small_parts
-from poros.layout import BlockLayout
-from poros.model.inspect import find_frozen, find_layers
-from poros.nf4 import is_4bit, part_tensors
-from poros.planning.formula import (
-    MemoryPlan,
-    OptimizerCost,
-    Shapes,
-    Speeds,
-    optimizer_cost,
-    plan_for,
-)
-from poros.planning.meta_model import Recipe, base_of
-from poros.planning.step_cost import StepCost, step_cost
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a step is planned for, but for the budget; see ``poros.plan``."""
-
-    seq_len: int
-    batch_size: int = 1
-    block_size: int = 1
-    num_slots: int | None = None
-    keep_last: int | None = None
-    offload_boundaries: bool | None = None
-    self_check: bool = False
-    optimizer: str = "adamw_torch_fused"
-    optimizer_num_bytes: int | None = None
-    accumulation: int = 1
-    speeds: Speeds | None = None
+from poros.model.inspect import find_layers
+from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
+from poros.planning.meta_model import Recipe, shapes_of
+from poros.planning.request import PlanRequest
 
 
 class CostModel:
-    """A model on the meta device, and what has been found out about it.
-
-    Args:
-        recipe: What it is made from.
-
-    Attributes:
-        recipe: See above.
-        model: On the meta device.
-        layers: Its decoder layers.
-        shapes: Its sizes.
-    """
+    """A model on the meta device, its decoder layers and sizes, and its costs, once per shape."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -60,104 +40,329 @@ class CostModel:
         _, self.layers = find_layers(self.model)
         self._costs: dict[tuple[int, int], StepCost] = {}
 
-    def plan(self, request: Request, budget: int | None) -> MemoryPlan:
-        """Plan a step.
+    def plan(self, request: PlanRequest) -> MemoryPlan:
+        """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
+        return plan_for(self.shapes, self.cost(request.batch_size, request.seq_len), request)
+
+    def cost(self, batch_size: int, seq_len: int) -> StepCost:
+        """What one micro-batch costs.
 
         Raises:
             UnsupportedModelError: If the model cannot be run on the meta device.
-            VRAMBudgetError: If the budget is below the floor.
         """
-        if request.optimizer_num_bytes is None:
-            optimizer = optimizer_cost(request.optimizer, self.shapes)
-        else:
-            optimizer = OptimizerCost(request.optimizer_num_bytes)
-        return plan_for(
-            self.shapes,
-            self._cost(request.batch_size, request.seq_len),
-            block_size=request.block_size,
-            num_slots=request.num_slots,
-            keep_last=request.keep_last,
-            offload_boundaries=request.offload_boundaries,
-            self_check=request.self_check,
-            vram_budget=budget,
-            optimizer=optimizer,
-            accumulation=request.accumulation,
-            speeds=request.speeds,
-            options={"batch_size": request.batch_size, "seq_len": request.seq_len},
-        )
-
-    def _cost(self, batch_size: int, seq_len: int) -> StepCost:
-        found = self._costs.get((batch_size, seq_len))
-        if found is None:
+        shape = batch_size, seq_len
+        if shape not in self._costs:
             try:
-                found = step_cost(self.model, self.layers, batch_size, seq_len)
+                self._costs[shape] = step_cost(self.model, self.layers, *shape)
             except (RuntimeError, NotImplementedError) as error:
                 name, config = type(self.model).__name__, self.model.config
                 raise UnsupportedModelError(
                     f"expected a model whose operators run on shapes alone, found {name} of "
                     f"{config.model_type!r}, which does not: {error}"
                 ) from error
-            self._costs[batch_size, seq_len] = found
-        return found
+        return self._costs[shape]
 
 
-def shapes_of(model: nn.Module) -> Shapes:
-    """Sizes of a model with adapters, on any device."""
-    name, layers = find_layers(model)
-    blocks, small = find_frozen(model, name, layers, block_size=1)
-    in_layers_too = {id(each.tensor) for group in (*blocks, *small) for each in group}
-    buffers = [
-        BlockLayout.pack((part.name, part.get()) for part in small_parts(staying, block))
-        for staying, block in zip(small, blocks, strict=True)
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operators make, while they live.
+
+    Attributes:
+        now: At this moment.
+        peak: At most so far; may be set back to ``now``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def know(self, *tensors: torch.Tensor) -> None:
+        """Leave storages that are there already out of account."""
+        for tensor in tensors:
+            self._note(tensor.untyped_storage(), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True  # whether all of a mask is set, whether positions follow each other
+        if func is torch.ops.aten.bincount.default and args[0].is_meta:
+            # Tokens per expert, counted by older transformers; the meta device has no such kernel.
+            num_bins = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
+            result = args[0].new_empty((num_bins,))
+        else:
+            self.peak = max(self.peak, self.now + _dequantized_inside(func, args))
+            result = func(*args, **(kwargs or {}))
+        for tensor in _tensors_in(result):
+            storage = tensor.untyped_storage()
+            self._note(storage, storage.nbytes())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        key = storage._cdata
+        # Forgotten as it goes: the next storage may lie at its address.
+        if key not in self._known:
+            self._known.add(key)
+            self.now += num_bytes
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, num_bytes)
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.now -= num_bytes
+
+
+class FusedKernels(TorchFunctionMode):
+    """Writes attention and dropout down as the kernels of a GPU have them.
+
+    Attributes:
+        attention_flop: Floating-point operations of attention so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_flop = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            # Scores and their product with the values; a causal kernel leaves half of both out.
+            num_scores = query.shape[:-1].numel() * key.shape[-2]
+            flop = 2 * num_scores * (query.shape[-1] + value.shape[-1])
+            self.attention_flop += flop // 2 if (kwargs or {}).get("is_causal") else flop
+            return _Attention.apply(query, key, value)
+        if func is nn.functional.dropout:
+            return _dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    return _Dropout.apply(input) if p and training else input
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gradients[0])
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        *batch, heads, length, _ = query.shape
+        # Kernels lay the heads of a token side by side, as the projection behind them wants it.
+        output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, _, rows = ctx.saved_tensors
+        torch.empty_like(rows)  # the row sums of gradient times output
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Nobody's hooks on all modules run on tensors without memory."""
+    tables = [
+        table
+        for name, table in vars(nn.modules.module).items()
+        if name.startswith("_global_") and name.endswith("_hooks")
     ]
-    base = base_of(model)
-    embedding = _weights(base.get_input_embeddings())
-    last = base.get_output_embeddings()
-    head = _weights(last)
-    trained = {id(each): each for each in model.parameters() if each.requires_grad}
-    elsewhere = dict(trained)
-    in_layers = [
-        _num_bytes(elsewhere.pop(id(each)) for each in layer.parameters() if id(each) in elsewhere)
-        for layer in layers
-    ]
-    constants: dict[tuple[str, torch.dtype], int] = {}
-    other = 0
-    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        parts = part_tensors(tensor_name, tensor, with_constants=True)
-        if id(tensor) in in_layers_too:
-            for key in parts.keys() - part_tensors(tensor_name, tensor).keys():
-                # Code books are there once; other constants are one number per tensor.
-                once = key.rpartition(".")[2] if parts[key].numel() > 1 else key
-                constants[once, parts[key].dtype] = _num_bytes([parts[key]])
-        elif id(tensor) not in trained.keys() | embedding.keys() | head.keys():
-            other += _num_bytes(parts.values())
-    return Shapes(
-        layers=[
-            BlockLayout.pack((part.name, part.get()) for each in block for part in each.parts())
-            for block in blocks
-        ],
-        layer_adapters=in_layers,
-        adapter_sizes=[(each.numel(), _num_bytes([each])) for each in trained.values()],
-        embedding=_num_bytes(embedding.values()),
-        head=_num_bytes(each for key, each in head.items() if key not in embedding),
-        other=other + sum(constants.values()) + sum(each.num_bytes for each in buffers),
-        num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
-        num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
+    held = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, held, strict=True):
+            table.update(hooks)
+
+
+@_without_global_hooks()
+def step_cost(
+    model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
+) -> StepCost:
+    """Run one micro-batch of full rows on the meta device: a fraction of a second at any depth.
+
+    Layers that cost the same are run once; the others hand on a tensor like their input.
+    """
+    tokens = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
+    live = LiveBytes()
+    walk = _Walk()
+    with FusedKernels(), _folding_without_autocast(), live, walk.over(layers, live):
+        live.know(tokens, *model.parameters(), *model.buffers())
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    boundary = _num_bytes(walk.calls[0].args[0])
+    costs: dict[object, LayerCost] = {}
+    for layer, call in zip(layers, walk.calls, strict=True):
+        if call.kind not in costs:
+            costs[call.kind] = _layer_cost(layer, call.args, call.kwargs)
+    others = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for call in walk.calls
+        for tensor in _tensors_in((call.args[1:], call.kwargs))
+    }
+    return StepCost(
+        layers=[costs[call.kind] for call in walk.calls],
+        boundary=boundary,
+        shared=sum(others.values()),
+        loss_peak=live.peak - walk.num_bytes + boundary,
+        inputs=2 * _num_bytes(tokens),
     )
 
 
-def _weights(module: nn.Module | None) -> dict[int, torch.Tensor]:
-    found = (
-        [] if module is None else [each for each in module.parameters() if not each.requires_grad]
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    kind: object
+
+
+class _Walk:
+    """The decoder layers of a model on the meta device, while the model's own forward runs.
+
+    Each layer drops its graph, and is left out if one like it has run and nothing of it goes past
+    its output.
+
+    Attributes:
+        calls: Of each layer.
+        num_bytes: What lives after the last one, from where on its peak counts anew.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.num_bytes = 0
+        self._have_run: set[object] = set()
+
+    @contextmanager
+    def over(self, layers: Sequence[nn.Module], live: LiveBytes) -> Iterator[None]:
+        """Take the layers' forwards over. They are the model's again afterwards."""
+
+        def mark(module: nn.Module, args: Any, output: Any) -> None:
+            self.num_bytes = live.peak = live.now
+
+        handle = layers[-1].register_forward_hook(mark)
+        try:
+            for layer in layers:
+                layer.forward = partial(self._run, layer, layer.forward)
+            yield
+        finally:
+            handle.remove()
+            for layer in layers:
+                del layer.forward
+
+    def _run(
+        self, layer: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        call = _Call(args, kwargs, _kind(layer, args, kwargs))
+        self.calls.append(call)
+        if call.kind in self._have_run and not _has_side_channels(kwargs):
+            return torch.empty_like(args[0], requires_grad=True)
+        output = _detached(forward(*args, **kwargs))
+        if isinstance(output, torch.Tensor) and output.shape == args[0].shape:
+            self._have_run.add(call.kind)
+        return output
+
+
+def _has_side_channels(kwargs: dict[str, Any]) -> bool:
+    """Whether layers tell each other or the model anything aside."""
+    is_shared = any(isinstance(value, UserDict) for value in kwargs.values())
+    return is_shared or bool(_active_collector.get())
+
+
+def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCost:
+    """One layer alone, forward and backward."""
+    hidden = args[0].detach().requires_grad_()
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    live = LiveBytes()
+    kept: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    with FusedKernels() as kernels, _folding_without_autocast(), live:
+        live.know(hidden, *layer.parameters(), *layer.buffers(), *_tensors_in((args, kwargs)))
+        # It has arrived before the layer is recomputed.
+        gradient = torch.empty_like(hidden)
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            output = layer(hidden, *args[1:], **kwargs)
+        ends = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+        saved = live.now - sum(map(_num_bytes, (gradient, *ends)))
+        starts = [gradient if e.shape == gradient.shape else torch.empty_like(e) for e in ends]
+        gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
+        del gradients
+    is_kept = hidden.untyped_storage()._cdata in kept
+    return LayerCost(saved, _num_bytes(hidden) * is_kept, live.peak, kernels.attention_flop)
+
+
+def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
+    """Equal for calls of layers that cost the same."""
+    shapes = tuple(
+        (name, parameter.shape, parameter.dtype, parameter.requires_grad)
+        for name, parameter in layer.named_parameters()
     )
-    return {id(each): each for each in found}
+    given = tuple(tensor.shape for tensor in _tensors_in((args, kwargs)))
+    return (type(layer), getattr(layer, "layer_type", None), shapes, len(args), given)
 
 
-def _num_weights(tensor: Any) -> int:
-    if is_4bit(tensor):
-        return int(torch.Size(tensor.quant_state.shape).numel())
-    return int(tensor.numel()) if tensor.dim() > 1 else 0
+@contextmanager
+def _folding_without_autocast() -> Iterator[None]:
+    """Let PEFT fold adapters into fused experts that have no memory.
+
+    It switches autocast off for the device at hand, which PyTorch refuses for the meta device. For
+    tensors on any other device, in any thread, nothing is different meanwhile.
+    """
+    from peft.tuners.lora import layer
+
+    proxy: Any = getattr(layer, "_LoraFactorsProxy", None)
+    if proxy is None:
+        yield
+        return
+    forward = proxy.forward
+
+    def fold(self: Any, weight: torch.Tensor) -> Any:
+        if not weight.is_meta:
+            return forward(self, weight)
+        return torch.baddbmm(weight, self.lhs, self.rhs, alpha=self.scaling)
+
+    proxy.forward = fold
+    try:
+        yield
+    finally:
+        proxy.forward = forward
 
 
-def _num_bytes(tensors: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_(value.is_floating_point())
+    if isinstance(value, tuple):
+        return tuple(map(_detached, value))
+    return value
+
+
+def _dequantized_inside(func: Any, args: Sequence[Any]) -> int:
+    """Bytes of the dense weight that a 4-bit product makes for itself."""
+    if func.namespace != "bitsandbytes" or not func._opname.startswith("gemm_4bit"):
+        return 0
+    shape = next(value for value in args if isinstance(value, list | tuple | torch.Size))
+    return prod(shape) * int(args[0].element_size())
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -14,7 +14,7 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
     inputs        tokens, labels, masks and rotary embeddings
     self-check    what the first step needs beyond a later one
 
-``poros.planning.step_cost`` finds boundaries, graphs and workspace by running layers on the meta
+``poros.planning.cost_model`` finds boundaries, graphs and workspace by running layers on the meta
 device.
 
 The first step is checked: while a layer is, there are besides it a fresh copy of its block, what
@@ -35,9 +35,11 @@ from typing import Any
 from poros.config import MIN_SLOTS
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.layout import BlockLayout, slot_sizes
-from poros.planning.step_cost import StepCost
+from poros.planning.request import PlanRequest, Speeds
 from poros.slots.schedule import divide
 
+_COMING_AND_GOING = ("gradients", "boundaries", "kept graphs", "workspace")
+"""Terms of which only the moment with the largest sum counts."""
 _MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256
 """bitsandbytes keeps smaller states in float32, and one float32 scale per block of others."""
 
@@ -71,13 +73,31 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Speeds:
-    """Measured or given rates, for the forecast of time."""
+class LayerCost:
+    """Bytes of one decoder layer on one micro-batch."""
 
-    copy_gb_per_s: float
-    """From page-locked host memory to the device, and as fast the other way at the same time."""
-    tflop_per_s: float
-    """Of the model's linear layers as they run, with dequantization; taken for all products."""
+    saved: int
+    """Kept between its forward and its backward if it is not recomputed, without its input."""
+    kept_input: int
+    """The same of its input: nothing if all that is kept of it is a copy in another dtype."""
+    peak: int
+    """At most while it is recomputed and differentiated, above its input."""
+    attention_flop: int = 0
+    """Of attention in its forward."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Bytes of one micro-batch of a model."""
+
+    layers: Sequence[LayerCost]
+    boundary: int
+    """One layer's input."""
+    shared: int
+    """What layers are given besides: masks, rotary embeddings."""
+    loss_peak: int
+    """Of the last layer's output, final norm, head and loss, forward and backward."""
+    inputs: int
 
 
 @dataclass(frozen=True)
@@ -122,17 +142,12 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``poros plan --json`` prints them."""
+        decided = ("num_slots", "keep_last", "offload_boundaries", "num_blocks", "block_size")
+        numbers = (*decided, "num_adapter_parameters", "bytes_per_step", "step_ms")
         return {
             "total_num_bytes": self.total_num_bytes,
             "terms": dict(self.terms),
-            "num_slots": self.num_slots,
-            "keep_last": self.keep_last,
-            "offload_boundaries": self.offload_boundaries,
-            "num_blocks": self.num_blocks,
-            "block_size": self.block_size,
-            "num_adapter_parameters": self.num_adapter_parameters,
-            "bytes_per_step": self.bytes_per_step,
-            "step_ms": self.step_ms,
+            **{name: getattr(self, name) for name in numbers},
             "copy_gb_per_s": self.speeds and self.speeds.copy_gb_per_s,
             "tflop_per_s": self.speeds and self.speeds.tflop_per_s,
             "host_num_bytes": self.host_num_bytes,
@@ -141,88 +156,53 @@ class MemoryPlan:
         }
 
 
-def plan_for(
-    shapes: Shapes,
-    cost: StepCost,
-    *,
-    block_size: int = 1,
-    num_slots: int | None = None,
-    keep_last: int | None = None,
-    offload_boundaries: bool | None = None,
-    self_check: bool = False,
-    vram_budget: int | None = None,
-    optimizer: OptimizerCost | None = None,
-    accumulation: int = 1,
-    speeds: Speeds | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> MemoryPlan:
-    """Choose slots, kept layers and offloading for a budget, or take those that are given.
+def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan:
+    """Choose slots, kept layers and offloading for a budget, or take those that are asked for.
 
     Args:
         shapes: Of the model.
         cost: Of one micro-batch.
-        block_size: Layers per transfer.
-        num_slots: Device slots; None is the most that the budget affords, or 2 without one.
-        keep_last: Layers that are not recomputed; None likewise, or 0.
-        offload_boundaries: Whether inputs of recomputed layers wait in host memory for their
-            backward; None is no, unless not even two slots fit the budget otherwise.
-        self_check: Whether the first step is checked layer by layer.
-        vram_budget: Bytes; None takes what the other arguments need.
-        optimizer: None is fused AdamW.
-        accumulation: Micro-batches per optimizer step: with several, all gradients are there while
-            the boundaries are.
-        speeds: For the forecast of a step's time.
-        options: Kept in the plan.
+        request: What is planned. Without a budget it gets what it asks for, else as little as there
+            may be: two slots, nothing kept, nothing offloaded.
 
     Raises:
+        PolicyError: If its optimizer is not known.
         VRAMBudgetError: If not even two slots fit; it names the floor and the terms.
     """
-    formula = _Formula(
-        shapes=shapes,
-        cost=cost,
-        block_size=block_size,
-        optimizer=optimizer or optimizer_cost("adamw_torch_fused", shapes),
-        accumulation=accumulation,
-        self_check=self_check,
-        vram_budget=vram_budget,
-        speeds=speeds,
-        options=options or {},
-    )
-    num_blocks, num_layers = len(formula.blocks), len(shapes.layers)
+    formula = _Formula(shapes, cost, request)
+    budget, num_blocks = request.budget, len(formula.blocks)
     least = min(MIN_SLOTS, num_blocks)
-    slots, kept = num_slots or least, keep_last or 0
-    if vram_budget is None:
-        return formula.plan(min(slots, num_blocks), kept, bool(offload_boundaries))
+    slots, kept = request.num_slots or least, request.keep_last or 0
+    offload = bool(request.offload_boundaries)
+    if budget is None:
+        return formula.plan(slots, kept, offload)
 
     def fits(slots: int, kept: int) -> bool:
-        return formula.plan(slots, kept, offload).total_num_bytes <= vram_budget
+        return formula.plan(slots, kept, offload).total_num_bytes <= budget
 
-    offload = bool(offload_boundaries)
-    if offload_boundaries is None and not fits(slots, kept):
+    if request.offload_boundaries is None and not fits(slots, kept):
         offload = True
         if not fits(slots, kept):
-            lowest = (formula.plan(slots, kept, each) for each in (False, True))
-            offload = min(lowest, key=lambda each: each.total_num_bytes).offload_boundaries
-    if num_slots is None:
-        slots = _most(least, num_blocks, lambda n: fits(n, kept))
-    if keep_last is None and slots == num_blocks:
-        kept = _most(0, num_layers, lambda n: fits(slots, n))
+            lowest = (formula.plan(slots, kept, choice) for choice in (False, True))
+            offload = min(lowest, key=lambda plan: plan.total_num_bytes).offload_boundaries
+    if request.num_slots is None:
+        slots = _most(least, num_blocks, lambda number: fits(number, kept))
+    if request.keep_last is None and slots == num_blocks:
+        kept = _most(0, len(shapes.layers), lambda number: fits(slots, number))
     chosen = formula.plan(slots, kept, offload)
-    if chosen.total_num_bytes > vram_budget:
-        raise VRAMBudgetError(_does_not_fit(chosen, vram_budget))
+    if chosen.total_num_bytes > budget:
+        raise VRAMBudgetError(_does_not_fit(chosen, budget))
     return chosen
 
 
-def optimizer_cost(name: str, shapes: Shapes) -> OptimizerCost:
-    """What an optimizer keeps for a model's adapters, and needs besides during its step.
-
-    Args:
-        name: As in ``TrainingArguments.optim``.
-        shapes: Of the model.
+def optimizer_cost(request: PlanRequest, shapes: Shapes) -> OptimizerCost:
+    """What the optimizer keeps for a model's adapters, and needs besides during its step.
 
     Raises:
         PolicyError: If it is not one of those known here.
     """
+    if request.optimizer_num_bytes is not None:
+        return OptimizerCost(request.optimizer_num_bytes)
     known = {
         "adamw_torch_fused": OptimizerCost(2 * shapes.adapters),
         # The foreach implementation takes the roots of all second moments at once.
@@ -234,12 +214,12 @@ def optimizer_cost(name: str, shapes: Shapes) -> OptimizerCost:
         ),
         "sgd": OptimizerCost(0),
     }
-    if name not in known:
+    if request.optimizer not in known:
         raise PolicyError(
-            f"optimizer: expected one of {', '.join(known)}, found {name!r}; for another one give "
-            "optimizer_num_bytes"
+            f"optimizer: expected one of {', '.join(known)}, found {request.optimizer!r}; for "
+            "another one give optimizer_num_bytes"
         )
-    return known[name]
+    return known[request.optimizer]
 
 
 def _two_8bit_states(num_elements: int) -> int:
@@ -248,139 +228,116 @@ def _two_8bit_states(num_elements: int) -> int:
     return 2 * (num_elements + 4 * -(-num_elements // _8BIT_BLOCK))
 
 
-@dataclass
 class _Formula:
     """Plans of one model and one micro-batch."""
 
-    shapes: Shapes
-    cost: StepCost
-    block_size: int
-    optimizer: OptimizerCost
-    accumulation: int
-    self_check: bool
-    vram_budget: int | None
-    speeds: Speeds | None
-    options: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        layers, self.num_layers = self.shapes.layers, len(self.shapes.layers)
-        starts = range(0, self.num_layers, self.block_size)
-        self.blocks = [BlockLayout.join(layers[k : k + self.block_size]) for k in starts]
-        outside = self.shapes.adapters - sum(self.shapes.layer_adapters)
-        backwards = accumulate(reversed(self.shapes.layer_adapters), initial=outside)
+    def __init__(self, shapes: Shapes, cost: StepCost, request: PlanRequest) -> None:
+        self.shapes, self.cost, self.request = shapes, cost, request
+        self.optimizer = optimizer_cost(request, shapes)
+        self.num_layers, size = len(shapes.layers), request.block_size
+        starts = range(0, self.num_layers, size)
+        self.blocks = [BlockLayout.join(shapes.layers[first : first + size]) for first in starts]
+        outside = shapes.adapters - sum(shapes.layer_adapters)
+        backwards = accumulate(reversed(shapes.layer_adapters), initial=outside)
         # Of trained parts outside the layers most are in the head, whose backward is first.
         self.gradients_above = list(backwards)[:-1][::-1]
 
-    def plan(self, slots: int, keep_last: int, offload: bool) -> MemoryPlan:
-        """For layers to keep as in ``StreamingPolicy``: rounded down to whole blocks, or all."""
-        first_kept, num_resident, ring_slots = divide(
-            self.num_layers, self.block_size, slots, keep_last
-        )
-        keep_last = min(self.block_size * num_resident, self.num_layers)
-        num_recomputed = min(first_kept * self.block_size, self.num_layers)
-        kept = self.num_layers - num_recomputed
-        ring, resident = self.blocks[:first_kept], self.blocks[first_kept:]
-        peak = max(self._later_step(kept, offload), key=lambda each: sum(each.values()))
+    def plan(self, num_slots: int, keep_last: int, offload: bool) -> MemoryPlan:
+        """With these; ``num_slots`` and ``keep_last`` are rounded as in a run."""
+        shapes, request = self.shapes, self.request
+        found = divide(self.num_layers, request.block_size, num_slots, keep_last)
+        ring, pinned = self.blocks[: found.num_streamed], self.blocks[found.num_streamed :]
+        first_kept = found.num_recomputed
+        peak = max(self._later_step(first_kept, offload), key=sum)
         terms = {
-            "slots": sum(slot_sizes(ring, ring_slots)) if ring else 0,
-            "kept blocks": sum(block.num_bytes for block in resident),
-            "adapters": self.shapes.adapters,
+            "slots": sum(slot_sizes(ring, found.ring_slots)) if ring else 0,
+            "kept blocks": sum(block.num_bytes for block in pinned),
+            "adapters": shapes.adapters,
             "optimizer": self.optimizer.state,
-            **peak,
-            "embedding": self.shapes.embedding,
-            "head": self.shapes.head,
-            "other": self.shapes.other,
+            **dict(zip(_COMING_AND_GOING, peak, strict=True)),
+            "embedding": shapes.embedding,
+            "head": shapes.head,
+            "other": shapes.other,
             "inputs": self.cost.inputs + self.cost.shared,
         }
-        if self.self_check:
-            later = self.optimizer.state + sum(peak.values())
-            terms["self-check"] = max(0, *self._first_step(kept, offload), later) - later
+        if request.self_check:
+            later = self.optimizer.state + sum(peak)
+            terms["self-check"] = max(0, *self._first_step(first_kept, offload), later) - later
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
-        forward, backward = sum(loaded[ring_slots:]), sum(loaded[: len(loaded) - ring_slots])
-        boundaries = num_recomputed * self.cost.boundary if offload else 0
+        forward = sum(loaded[found.ring_slots :])
+        backward = sum(loaded[: len(loaded) - found.ring_slots])
+        boundaries = first_kept * self.cost.boundary if offload else 0
         return MemoryPlan(
             terms=terms,
-            num_slots=ring_slots + num_resident,
-            keep_last=keep_last,
+            num_slots=found.ring_slots + found.num_pinned,
+            keep_last=found.keep_last,
             offload_boundaries=offload,
             num_blocks=len(self.blocks),
-            block_size=self.block_size,
-            num_adapter_parameters=self.shapes.num_adapter_parameters,
+            block_size=request.block_size,
+            num_adapter_parameters=shapes.num_adapter_parameters,
             bytes_per_step=forward + backward + 2 * boundaries,
             host_num_bytes=sum(block.num_bytes for block in self.blocks) + boundaries,
-            vram_budget=self.vram_budget,
-            # ActivationOffloader leave against the direction of the blocks and come back with it.
-            step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, kept),
-            speeds=self.speeds,
-            options=dict(self.options),
+            vram_budget=request.budget,
+            # Boundaries leave against the direction of the blocks and come back with it.
+            step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, first_kept),
+            speeds=request.speeds,
+            options={"batch_size": request.batch_size, "seq_len": request.seq_len},
         )
 
-    def _boundaries(self, num_layers: int, kept: int, offload: bool) -> int:
-        """Bytes of the first layers' inputs, as far as they are on the device."""
-        num_recomputed = min(num_layers, self.num_layers - kept)
-        return (min(num_recomputed, 2) if offload else num_recomputed) * self.cost.boundary
+    def _boundaries(self, num_inputs: int, offload: bool) -> int:
+        """Bytes of so many layers' inputs, as far as they are on the device."""
+        return (min(num_inputs, 2) if offload else num_inputs) * self.cost.boundary
 
-    def _later_step(self, kept: int, offload: bool) -> Iterator[dict[str, int]]:
-        """What comes and goes within a step, phase by phase."""
-        cost, first_kept = self.cost, self.num_layers - kept
-        sizes = (each.saved + each.kept_input for each in cost.layers[first_kept:])
+    def _later_step(self, first_kept: int, offload: bool) -> Iterator[tuple[int, int, int, int]]:
+        """What comes and goes within a step, at each moment that may be the largest."""
+        adapters, cost = self.shapes.adapters, self.cost
+        sizes = (layer.saved + layer.kept_input for layer in cost.layers[first_kept:])
         graphs = list(accumulate(sizes, initial=0))
         # Gradients are there from the first micro-batch on, layer by layer from the last.
-        before = self.shapes.adapters if self.accumulation > 1 else 0
-
-        def phase(gradients: int, boundaries: int, graphs: int, workspace: int) -> dict[str, int]:
-            return {
-                "gradients": gradients,
-                "boundaries": boundaries,
-                "kept graphs": graphs,
-                "workspace": workspace,
-            }
-
-        everything = self._boundaries(self.num_layers, kept, offload)
-        yield phase(before, everything, graphs[-1], cost.loss_peak)
-        yield phase(self.shapes.adapters, 0, 0, self.optimizer.temporaries)
-        for index, each in enumerate(cost.layers):
+        before = adapters if self.request.accumulation > 1 else 0
+        yield before, self._boundaries(first_kept, offload), graphs[-1], cost.loss_peak
+        yield adapters, 0, 0, self.optimizer.temporaries
+        for index, layer in enumerate(cost.layers):
             gradients = before or self.gradients_above[index]
-            boundaries = self._boundaries(index + 1, kept, offload)
+            boundaries = self._boundaries(min(index + 1, first_kept), offload)
             if index < first_kept:
-                yield phase(gradients, boundaries, 0, each.peak)
+                yield gradients, boundaries, 0, layer.peak
             else:
                 # Its output went with the graph of the layer behind it.
-                workspace = each.peak - each.saved - cost.boundary
-                yield phase(gradients, boundaries, graphs[index - first_kept + 1], workspace)
+                workspace = layer.peak - layer.saved - cost.boundary
+                yield gradients, boundaries, graphs[index - first_kept + 1], workspace
 
-    def _first_step(self, kept: int, offload: bool) -> Iterator[int]:
+    def _first_step(self, first_kept: int, offload: bool) -> Iterator[int]:
         """Bytes of the same while a layer is checked, without the optimizer's."""
-        for index, each in enumerate(self.cost.layers[: self.num_layers - kept]):
+        for index, layer in enumerate(self.cost.layers[:first_kept]):
             yield (
                 self.gradients_above[index]
-                + self._boundaries(index + 1, kept, offload)
-                + each.peak
-                + self.blocks[index // self.block_size].num_bytes
+                + self._boundaries(index + 1, offload)
+                + layer.peak
+                + self.blocks[index // self.request.block_size].num_bytes
                 # Its output, and the gradients that the streamed backward has given: for its
                 # input those of the residual path and of the norm, apart.
                 + 3 * self.cost.boundary
                 + self.shapes.layer_adapters[index]
             )
 
-    def _step_ms(self, forward_wire: int, backward_wire: int, kept: int) -> float | None:
-        if self.speeds is None:
+    def _step_ms(self, forward_wire: int, backward_wire: int, first_kept: int) -> float | None:
+        speeds = self.request.speeds
+        if speeds is None:
             return None
         num_tokens = self.cost.inputs / 16  # tokens and labels, 8 bytes each
-        layers = 2 * num_tokens * self.shapes.num_linear_parameters / self.num_layers
+        products = 2 * num_tokens * self.shapes.num_linear_parameters / self.num_layers
         head = 2 * num_tokens * self.shapes.num_head_parameters
-        forward = [layers + each.attention_flop for each in self.cost.layers]
+        forward = [products + layer.attention_flop for layer in self.cost.layers]
         # Frozen weights need no gradient: backward is one product per weight, as forward is. Of
         # attention it is five products, and the forward two.
-        backward = [layers + 2.5 * each.attention_flop for each in self.cost.layers]
-        recomputed = forward[: self.num_layers - kept]
-        per_flop = 1e-9 / self.speeds.tflop_per_s
-        compute = (
-            per_flop * (sum(forward) + head),
-            per_flop * (sum(backward) + sum(recomputed) + head),
-        )
-        wires = (each / self.speeds.copy_gb_per_s / 1e6 for each in (forward_wire, backward_wire))
+        backward = [products + 2.5 * layer.attention_flop for layer in self.cost.layers]
+        recomputed = sum(forward[:first_kept])
+        per_flop = 1e-9 / speeds.tflop_per_s
+        flop = (sum(forward) + head, sum(backward) + recomputed + head)
+        compute = (per_flop * number for number in flop)
+        wires = (size / speeds.copy_gb_per_s / 1e6 for size in (forward_wire, backward_wire))
         return sum(map(max, wires, compute))
 
 

@@ -1,23 +1,28 @@
 """A model on the meta device: all modules, shapes and dtypes, 4-bit weights packed, no memory.
 
-Plans read shapes and sizes off it and run its layers there, where operators compute shapes only.
+Plans read sizes off it, and run its layers there, where operators compute shapes only.
 """
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
+from poros.layer.staying import small_parts
+from poros.layout import BlockLayout
 from poros.loaders.build import one_at_a_time
 from poros.loaders.settings import configuration, model_class_of, said
 from poros.loaders.source import find_config
-from poros.model.adapter_kinds import Found, adapter_kinds, configured_kinds
-from poros.nf4 import QUANT_TYPES, Format, is_4bit, own
+from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
+from poros.model.inspect import find_frozen, find_layers
+from poros.nf4 import QUANT_TYPES, Format, is_4bit, own, part_tensors
+from poros.planning.formula import Shapes
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -27,9 +32,7 @@ if TYPE_CHECKING:
 
 _META = torch.device("meta")
 
-# Kinds of adapters whose planned steps have been compared with counted ones. Others either need
-# weights to be made or to be run, or do more outside of their layers than a plan knows.
-_COUNTED = frozenset(
+COUNTED_KINDS = frozenset(
     (
         *("lora", "dora", "beft", "c3a", "deft", "delora", "fourierft", "glora", "gralora"),
         *("hira", "hra", "ln_tuning", "loha", "lokr", "miss", "oft", "peanut", "psoft"),
@@ -37,6 +40,8 @@ _COUNTED = frozenset(
         *("pvera", "road"),
     )
 )
+"""Kinds of adapters whose planned steps have been compared with counted ones. Others either need
+weights to be made or to be run, or do more outside of their layers than a plan knows."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,9 @@ class Recipe:
             adapters=dict(adapters),
             active=tuple(active() if callable(active) else active),
             forms={
-                name: (each.dtype, each.requires_grad)
-                for name, each in base.named_parameters()
-                if not is_4bit(each)
+                name: (parameter.dtype, parameter.requires_grad)
+                for name, parameter in base.named_parameters()
+                if not is_4bit(parameter)
             },
         )
 
@@ -139,13 +144,13 @@ class Recipe:
         return made.train()
 
 
-def _refuse_uncounted(kinds: Mapping[str, Found]) -> None:
-    others = [str(found) for kind, found in kinds.items() if kind not in _COUNTED]
+def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
+    others = [str(found) for kind, found in kinds.items() if kind not in COUNTED_KINDS]
     if others:
+        known = ", ".join(sorted(COUNTED_KINDS))
         raise UnsupportedModelError(
-            f"expected adapters whose memory a plan counts ({', '.join(sorted(_COUNTED))}), found "
-            f"{', '.join(others)}; such a model trains with slots= (and keep_last=) in the place "
-            "of vram_budget="
+            f"expected adapters whose memory a plan counts ({known}), found {', '.join(others)}; "
+            "such a model trains with slots= (and keep_last=) in the place of vram_budget="
         )
 
 
@@ -157,15 +162,10 @@ def base_of(model: Any) -> Any:
 def meta_model(
     config: "PreTrainedConfig", quantization: "BitsAndBytesConfig | None", dtype: torch.dtype
 ) -> "PreTrainedModel":
-    """The model of ``config`` on the meta device.
-
-    Args:
-        config: Of a causal language model.
-        quantization: Of its linear layers; None leaves them dense.
-        dtype: Of everything that is not quantized.
+    """The causal language model of ``config`` on the meta device.
 
     Raises:
-        UnsupportedModelError: If it has no causal language model.
+        UnsupportedModelError: If there is none.
     """
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
@@ -240,3 +240,64 @@ def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig |
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
+
+
+def shapes_of(model: nn.Module) -> Shapes:
+    """Sizes of a model with adapters, on any device."""
+    name, layers = find_layers(model)
+    blocks, small = find_frozen(model, name, layers, block_size=1)
+    in_layers = {id(frozen.tensor) for group in (*blocks, *small) for frozen in group}
+    buffers = [
+        BlockLayout.pack((part.name, part.get()) for part in small_parts(staying, block))
+        for staying, block in zip(small, blocks, strict=True)
+    ]
+    base = base_of(model)
+    embedding = _frozen_of(base.get_input_embeddings())
+    last = base.get_output_embeddings()
+    head = _frozen_of(last)
+    trained = {id(tensor): tensor for tensor in model.parameters() if tensor.requires_grad}
+    # A parameter of several layers counts in the first.
+    elsewhere = dict(trained)
+    layer_adapters = [
+        _num_bytes(elsewhere.pop(id(own)) for own in layer.parameters() if id(own) in elsewhere)
+        for layer in layers
+    ]
+    constants: dict[tuple[str, torch.dtype], int] = {}
+    other = 0
+    for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        parts = part_tensors(tensor_name, tensor, with_constants=True)
+        if id(tensor) in in_layers:
+            for key in parts.keys() - part_tensors(tensor_name, tensor).keys():
+                # Code books are there once; other constants are one number per tensor.
+                once = key.rpartition(".")[2] if parts[key].numel() > 1 else key
+                constants[once, parts[key].dtype] = _num_bytes([parts[key]])
+        elif id(tensor) not in trained.keys() | embedding.keys() | head.keys():
+            other += _num_bytes(parts.values())
+    return Shapes(
+        layers=[
+            BlockLayout.pack((part.name, part.get()) for frozen in block for part in frozen.parts())
+            for block in blocks
+        ],
+        layer_adapters=layer_adapters,
+        adapter_sizes=[(tensor.numel(), _num_bytes([tensor])) for tensor in trained.values()],
+        embedding=_num_bytes(embedding.values()),
+        head=_num_bytes(tensor for key, tensor in head.items() if key not in embedding),
+        other=other + sum(constants.values()) + sum(layout.num_bytes for layout in buffers),
+        num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
+        num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
+    )
+
+
+def _frozen_of(module: nn.Module | None) -> dict[int, torch.Tensor]:
+    parameters = [] if module is None else module.parameters()
+    return {id(tensor): tensor for tensor in parameters if not tensor.requires_grad}
+
+
+def _num_weights(tensor: Any) -> int:
+    if is_4bit(tensor):
+        return prod(tensor.quant_state.shape)
+    return int(tensor.numel()) if tensor.dim() > 1 else 0
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,28 +1,33 @@
-"""``plan``: what a training step will need, from a configuration alone."""
+"""``plan``: what a training step will need, from a configuration alone; and what would fit."""
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from poros.config import StreamingPolicy, parse_num_bytes
 from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
 from poros.loaders.settings import said
-from poros.planning.advice import advice
-from poros.planning.cost_model import CostModel, Request
-from poros.planning.formula import MemoryPlan, Speeds
+from poros.planning.cost_model import CostModel
+from poros.planning.formula import MemoryPlan
 from poros.planning.meta_model import Recipe
+from poros.planning.request import PlanRequest, Speeds, require_positive
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedConfig
 
     from poros.loaders.limits import Limits
+
+_MOST_TRIES = 12
+_PRECISION = 0.02
+"""By how much, in proportion, a larger value than the one that is advised may fit too."""
 
 
 def plan(
@@ -52,27 +57,17 @@ def plan(
     configuration is needed, a few seconds for 72B, and no GPU. ``Planner`` makes several plans of
     one model.
 
+    Which step is planned is said by the other arguments, the fields of
+    ``poros.planning.request.PlanRequest``; it has a line on each.
+
     Args:
         source: A folder or hub name with a ``config.json``, a configuration, or a transformers or
             PEFT model (then its own adapters and quantization count, not ``rank`` and ``lora``).
-        seq_len: Tokens per row; rows are planned full.
-        batch_size: Rows per micro-batch.
         rank: Of LoRA on every linear layer of the blocks.
         lora: Other adapters, as given to ``get_peft_model``.
-        vram_budget: Bytes, or ``"8GiB"``; None plans two slots and reports what that needs.
         quantization: ``"nf4"``, ``"fp4"``, or None for a dense base.
         dtype: Of everything that is not quantized.
         limits: Bounds on what a ``config.json`` may ask for; None are the defaults.
-        block_size: Layers per transfer.
-        num_slots: Fixes the slots; None takes what the budget affords.
-        keep_last: Fixes the layers that are not recomputed; None likewise.
-        offload_boundaries: Whether inputs of recomputed layers wait in host memory; None does so
-            only if the budget is too small otherwise.
-        self_check: Plan for the first step too, in which every layer is checked.
-        optimizer: As in ``TrainingArguments.optim``.
-        optimizer_num_bytes: The state of an optimizer that is not known by name.
-        accumulation: Micro-batches per optimizer step.
-        speeds: For a forecast of the step's time.
 
     Raises:
         PolicyError: If a number makes no sense.
@@ -83,9 +78,10 @@ def plan(
     planner = Planner(
         source, rank=rank, lora=lora, quantization=quantization, dtype=dtype, limits=limits
     )
-    return planner.plan(
+    request = PlanRequest(
         seq_len=seq_len,
         batch_size=batch_size,
+        accumulation=accumulation,
         vram_budget=vram_budget,
         block_size=block_size,
         num_slots=num_slots,
@@ -94,22 +90,18 @@ def plan(
         self_check=self_check,
         optimizer=optimizer,
         optimizer_num_bytes=optimizer_num_bytes,
-        accumulation=accumulation,
         speeds=speeds,
     )
+    return planner.plan(request)
 
 
 class Planner:
     """Plans steps of one model. What does not depend on the batch is worked out once.
 
     Args:
-        source: See ``plan``. A model is not kept alive; if its adapters have changed since the last
-            plan (others, other dtypes, others trained), the next one starts anew.
-        rank: See ``plan``.
-        lora: See ``plan``.
-        quantization: See ``plan``.
-        dtype: See ``plan``.
-        limits: See ``plan``.
+        source: As for ``plan``, like the others. A model is not kept alive; if its adapters have
+            changed since the last plan (others, other dtypes, others trained), the next one starts
+            anew.
     """
 
     def __init__(
@@ -124,7 +116,7 @@ class Planner:
     ) -> None:
         from peft import LoraConfig
 
-        _require_positive(rank=rank)
+        require_positive("rank", rank)
         self._given: Callable[[], nn.Module | None] = lambda: None
         self._adapters: object = None
         if isinstance(source, nn.Module):
@@ -134,63 +126,26 @@ class Planner:
         else:
             wanted = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
             self._recipe = Recipe.of(source, quantization, dtype, wanted, limits)
-        self._costs: CostModel | None = None
+        self._known: CostModel | None = None
 
-    def plan(
-        self,
-        *,
-        seq_len: int,
-        batch_size: int = 1,
-        vram_budget: int | float | str | None = None,
-        block_size: int = 1,
-        num_slots: int | None = None,
-        keep_last: int | None = None,
-        offload_boundaries: bool | None = None,
-        self_check: bool = False,
-        optimizer: str = "adamw_torch_fused",
-        optimizer_num_bytes: int | None = None,
-        accumulation: int = 1,
-        speeds: Speeds | None = None,
-    ) -> MemoryPlan:
-        """Plan a step; see ``poros.plan``. Random states stay as they are.
+    def plan(self, request: PlanRequest) -> MemoryPlan:
+        """Plan a step; the errors are those of ``plan``. Random states stay as they are.
 
         May be called within a forward of the model, whatever surrounds it.
         """
-        _require_positive(seq_len=seq_len, batch_size=batch_size, accumulation=accumulation)
-        # The policy says what is wrong with the others.
-        StreamingPolicy(
-            block_size=block_size,
-            slots=num_slots,
-            keep_last=keep_last,
-            vram_budget=vram_budget,
-        )
-        request = Request(
-            seq_len=seq_len,
-            batch_size=batch_size,
-            block_size=block_size,
-            num_slots=num_slots,
-            keep_last=keep_last,
-            offload_boundaries=offload_boundaries,
-            self_check=self_check,
-            optimizer=optimizer,
-            optimizer_num_bytes=optimizer_num_bytes,
-            accumulation=accumulation,
-            speeds=speeds,
-        )
-        budget = None if vram_budget is None else parse_num_bytes(vram_budget, "vram_budget")
         text = self._recipe.config.get_text_config(decoder=True)
         limit = getattr(text, "max_position_embeddings", None)
         # A model that is there trains on what it is given.
-        if isinstance(limit, int) and seq_len > limit and self._adapters is None:
+        if isinstance(limit, int) and request.seq_len > limit and self._adapters is None:
             raise PolicyError(
-                f"seq_len: expected at most the model's {limit} positions, found {seq_len}"
+                f"seq_len: expected at most the model's {limit} positions, found {request.seq_len}"
             )
         # In a thread and a context of its own, because a caller may be in the middle of a forward:
         # grad mode, autocast and saved-tensor hooks belong to a thread, what models record to a
         # context.
         with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(1) as pool:
             try:
-                return pool.submit(Context().run, self._plan, request, budget).result()
+                return pool.submit(Context().run, self._plan, request).result()
             except (PorosError, MemoryError):
                 raise
             except Exception as error:
@@ -204,52 +159,136 @@ class Planner:
     def measure(
         self, *, seq_len: int, batch_size: int = 1, device: torch.device | str | None = None
     ) -> Speeds:
-        """Measure this machine's rates for the model and a batch, for ``plan(speeds=...)``.
+        """Measure this machine's rates for the model and a batch, for ``PlanRequest.speeds``.
 
         See ``poros.planning.speeds.measure_speeds``.
         """
         from poros.planning.speeds import measure_speeds
 
-        _require_positive(seq_len=seq_len, batch_size=batch_size)
+        shape = PlanRequest(seq_len=seq_len, batch_size=batch_size)
         with torch.random.fork_rng(devices=[]):
-            return measure_speeds(self._cost_model().layers, batch_size * seq_len, device)
+            num_tokens = shape.batch_size * shape.seq_len
+            return measure_speeds(self._cost_model().layers, num_tokens, device)
 
-    def _plan(self, request: Request, budget: int | None) -> MemoryPlan:
+    def _plan(self, request: PlanRequest) -> MemoryPlan:
         cost_model = self._cost_model()
-        if budget is None:
-            return cost_model.plan(request, None)
         try:
-            return cost_model.plan(request, budget)
+            return cost_model.plan(request)
         except VRAMBudgetError as error:
-            raise VRAMBudgetError(f"{error}\n{advice(cost_model, request, budget)}") from None
+            raise VRAMBudgetError(f"{error}\n{_Advice(cost_model, request)}") from None
 
     def _cost_model(self) -> CostModel:
         model = self._given()
         if model is not None:
             adapters = _adapters_of(model)
             if adapters != self._adapters:
-                self._adapters, self._costs = adapters, None
+                self._adapters, self._known = adapters, None
                 self._recipe = Recipe.like(model)
-        if self._costs is None:
-            self._costs = CostModel(self._recipe)
-        return self._costs
-
-
-def _require_positive(**values: int) -> None:
-    for what, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PolicyError(f"{what}: expected a positive whole number, found {value!r}")
+        if self._known is None:
+            self._known = CostModel(self._recipe)
+        return self._known
 
 
 def _adapters_of(model: Any) -> object:
     """Differs when a plan would."""
     trained = {
-        name: (each.shape, each.dtype)
-        for name, each in model.named_parameters()
-        if each.requires_grad
+        name: (parameter.shape, parameter.dtype)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
     active = getattr(model, "active_adapters", None)
     return trained, active() if callable(active) else active
+
+
+class _Try(NamedTuple):
+    """A knob at a value, and what the step needs then."""
+
+    knob: str
+    value: int | bool
+    num_bytes: int
+
+
+class _Advice:
+    """Names the least change of each knob that makes a step fit, or what it saves if none does.
+
+    Every figure is that of a plan, at a fraction of a second each. Another rank needs another model
+    on the meta device, which takes a second or two at 72B.
+    """
+
+    def __init__(self, cost_model: CostModel, request: PlanRequest) -> None:
+        self._cost_model = cost_model
+        self._budget = request.budget or 0
+        # With as few slots and kept layers as there may be, and boundaries where a budget that is
+        # too small would have them.
+        offload = request.offload_boundaries is not False
+        self._request = replace(request, vram_budget=None, offload_boundaries=offload)
+        self._before = cost_model.plan(self._request)
+
+    def __str__(self) -> str:
+        fitting, saving = [], []
+        before = self._before.total_num_bytes
+        for knob, value, num_bytes in self._tries():
+            if num_bytes <= self._budget:
+                fitting.append(f"{knob}={value}")
+            elif num_bytes < before:
+                saving.append(f"{knob}={value} ({(before - num_bytes) / 1e9:.2f} GB)")
+        found = "; ".join(fitting) or "only more memory"
+        lines = [f"What would make it fit, each alone: {found}"]
+        if saving:
+            lines.append("What would save some, but too little alone: " + "; ".join(saving))
+        return "\n".join(lines)
+
+    def _tries(self) -> Iterator[_Try]:
+        request, before = self._request, self._before.total_num_bytes
+        if not request.offload_boundaries:
+            yield self._changed("offload_boundaries", True)
+        sizes = range(request.block_size - 1, 0, -1)
+        smaller = [self._changed("block_size", size) for size in sizes]
+        if smaller:
+            yield next((size for size in smaller if size.num_bytes <= self._budget), smaller[-1])
+        for knob in ("seq_len", "batch_size"):
+            most = _Try(knob, getattr(request, knob), before)
+            if most.value > 1:
+                least = self._changed(knob, 1)
+                is_enough = least.num_bytes <= self._budget
+                change = partial(self._changed, knob)
+                yield self._largest(change, least, most) if is_enough else least
+        highest = self._cost_model.recipe.rank
+        if highest is not None and highest > 1:
+            terms = self._before.terms
+            without = before - sum(terms[name] for name in ("adapters", "optimizer", "gradients"))
+            if without < self._budget:
+                low, high = _Try("rank", 0, without), _Try("rank", highest, before)
+                found = self._largest(self._with_rank, low, high, is_linear=True)
+                if found.value:
+                    yield found
+
+    def _changed(self, knob: str, value: int | bool) -> _Try:
+        other: PlanRequest = replace(self._request, **{knob: value})  # type: ignore[arg-type]
+        return _Try(knob, value, self._cost_model.plan(other).total_num_bytes)
+
+    def _with_rank(self, value: int) -> _Try:
+        other = CostModel(self._cost_model.recipe.with_rank(value))
+        return _Try("rank", value, other.plan(self._request).total_num_bytes)
+
+    def _largest(
+        self, make: Callable[[int], _Try], low: _Try, high: _Try, *, is_linear: bool = False
+    ) -> _Try:
+        """About the largest value that fits, between one that does and one that does not.
+
+        If what is needed ``is_linear`` in it, the first that fits is taken for the largest.
+        """
+        for attempt in range(_MOST_TRIES):
+            if high.value - low.value <= max(1, int(high.value * _PRECISION)):
+                break
+            # What is needed grows almost in proportion; halving helps where it does not.
+            share = (self._budget - low.num_bytes) / (high.num_bytes - low.num_bytes)
+            guess = low.value + int((high.value - low.value) * (share if attempt % 4 < 3 else 0.5))
+            found = make(min(max(guess, low.value + 1), high.value - 1))
+            low, high = (found, high) if found.num_bytes <= self._budget else (low, found)
+            if is_linear and low is found:
+                break
+        return low
 
 
 def render(plan: MemoryPlan) -> Any:
@@ -259,21 +298,19 @@ def render(plan: MemoryPlan) -> Any:
     table = Table(title="memory of a training step", show_header=True)
     table.add_column("term")
     table.add_column("GB", justify="right")
-    for name, size in plan.terms.items():
-        table.add_row(name, f"{size / 1e9:.3f}")
-    table.add_section()
-    table.add_row("total on the device", f"{plan.total_num_bytes / 1e9:.3f}")
-    table.add_row("host memory", f"{plan.host_num_bytes / 1e9:.3f}")
-    table.add_row("moved per micro-batch", f"{plan.bytes_per_step / 1e9:.3f}")
-    table.add_section()
-    rows: Sequence[tuple[str, str]] = [
-        ("slots", f"{plan.num_slots} of {plan.num_blocks} blocks"),
-        ("layers kept", str(plan.keep_last)),
-        ("boundaries", "in host memory" if plan.offload_boundaries else "on the device"),
-        ("adapter parameters", f"{plan.num_adapter_parameters:,}"),
-    ]
-    for name, value in rows:
-        table.add_row(name, value)
+    sums = {
+        "total on the device": plan.total_num_bytes,
+        "host memory": plan.host_num_bytes,
+        "moved per micro-batch": plan.bytes_per_step,
+    }
+    for sizes in (plan.terms, sums):
+        for name, size in sizes.items():
+            table.add_row(name, f"{size / 1e9:.3f}")
+        table.add_section()
+    table.add_row("slots", f"{plan.num_slots} of {plan.num_blocks} blocks")
+    table.add_row("layers kept", str(plan.keep_last))
+    table.add_row("boundaries", "in host memory" if plan.offload_boundaries else "on the device")
+    table.add_row("adapter parameters", f"{plan.num_adapter_parameters:,}")
     if plan.step_ms is not None and plan.speeds is not None:
         table.add_row("copy rate", f"{plan.speeds.copy_gb_per_s:.1f} GB/s")
         table.add_row("rate of products", f"{plan.speeds.tflop_per_s:.1f} TFLOP/s")

@@ -18,7 +18,7 @@ from poros.errors import UnsupportedModelError
 from poros.host.store import HostSlab
 from poros.layout import BlockLayout
 from poros.nf4 import Format
-from poros.planning.formula import Speeds
+from poros.planning.request import Speeds
 from poros.streams import StreamContext, gb_per_s, streams_for
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def measure_speeds(
     *,
     copy_num_bytes: int = COPY_NUM_BYTES,
 ) -> Speeds:
-    """Measure how fast this machine copies and multiplies.
+    """Measure how fast this machine copies and multiplies: medians of several runs.
 
     Args:
         layers: A model's decoder layers; only shapes and dtypes are read, so the meta device will
@@ -45,9 +45,6 @@ def measure_speeds(
             host memory.
         copy_num_bytes: Of one copy.
 
-    Returns:
-        Medians of several runs.
-
     Streams:
         Blocks the host until each run is done. Needs ``copy_num_bytes`` and one dense linear layer
         of device memory, and gives them back.
@@ -56,19 +53,16 @@ def measure_speeds(
         PolicyError: If there is no such device.
         UnsupportedModelError: If the layers have no linear layer.
     """
-    streams = streams_for(_usable(device))
-    return Speeds(
-        copy_gb_per_s=gb_per_s(copy_num_bytes, _copy_ms(streams, copy_num_bytes)),
-        tflop_per_s=_product_rate(streams, _largest_linear(layers), num_tokens),
-    )
-
-
-def _usable(device: torch.device | str | None) -> torch.device:
-    return usable_device(
+    usable = usable_device(
         "cuda" if device is None else device,
         expected=f"a {'CUDA ' if device is None else ''}device to measure on",
         remedy="; give the rates as they are known (--copy-gb-per-s, --tflop-per-s), or device "
         "'cpu'",
+    )
+    streams = streams_for(usable)
+    return Speeds(
+        copy_gb_per_s=gb_per_s(copy_num_bytes, _copy_ms(streams, copy_num_bytes)),
+        tflop_per_s=_tflop_per_s(streams, _largest_linear(layers), num_tokens),
     )
 
 
@@ -86,8 +80,8 @@ def _copy_ms(streams: StreamContext, num_bytes: int) -> float:
         slab.unpin()
 
 
-def _product_rate(streams: StreamContext, like: Any, num_tokens: int) -> float:
-    """TFLOP/s of a layer of this form, forward and backward to its input."""
+def _tflop_per_s(streams: StreamContext, like: Any, num_tokens: int) -> float:
+    """Of a layer of this form, forward and backward to its input."""
     linear, dtype = _twin(like, streams.device)
     hidden = torch.randn(num_tokens, like.in_features, device=streams.device).to(dtype)
     hidden.requires_grad_()
@@ -113,18 +107,15 @@ def _median_ms(streams: StreamContext, run: Callable[[], None]) -> float:
 
 def _largest_linear(layers: Iterable[nn.Module]) -> Any:
     """Of the base: adapters are far smaller."""
-    found: list[Any] = [
-        module
-        for layer in layers
-        for module in layer.modules()
-        if isinstance(module, nn.Linear) and module.in_features and module.out_features
-    ]
-    if not found:
+    modules: list[Any] = [module for layer in layers for module in layer.modules()]
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    largest: Any = max(linears, key=lambda each: each.in_features * each.out_features, default=None)
+    if largest is None or not largest.in_features * largest.out_features:
         raise UnsupportedModelError(
             "expected linear layers in the decoder's blocks to measure, found none; give the rates "
             "as they are known"
         )
-    return max(found, key=lambda each: each.in_features * each.out_features)
+    return largest
 
 
 def _twin(like: Any, device: torch.device) -> tuple[nn.Module, torch.dtype]:

@@ -92,7 +92,9 @@ def _deterministically(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # Plain matrix products repeat themselves, and under the flag cuBLAS would refuse them.
         with sdpa_kernel(SDPBackend.MATH):
             return func(*args, **kwargs)
-    for node in _nodes(output, [each for each in args if isinstance(each, torch.Tensor)]):
+    for node in _nodes(
+        output, [argument for argument in args if isinstance(argument, torch.Tensor)]
+    ):
         held: list[tuple[bool, bool]] = []
         node.register_prehook(lambda _, held=held: _enter(held))
         node.register_hook(lambda *_, held=held: _leave(held))
@@ -105,17 +107,17 @@ def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
 
 def _nodes(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[Any]:
     """The backward nodes of attention between ``output`` and its inputs."""
-    seen: set[Any] = {each.grad_fn for each in inputs}
-    queue, found = [output.grad_fn], []
+    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
+    queue, nodes = [output.grad_fn], []
     while queue:
         node = queue.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if node.name().startswith(_NODE):
-            found.append(node)
+            nodes.append(node)
         queue += [following for following, _ in node.next_functions]
-    return found
+    return nodes
 
 
 def _enter(held: list[tuple[bool, bool]]) -> None:

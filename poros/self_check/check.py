@@ -38,7 +38,7 @@ from torch import nn
 
 from poros.digests import digest
 from poros.errors import ParityError
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.layer.streamed import is_streamed, streamed_layer
 from poros.model.runtime import Runtime
 from poros.self_check.evidence import (
@@ -129,7 +129,7 @@ class SelfCheck:
         self._without_gradient.discard(index)
         call.keeps_recomputed = True
         evidence, result = Evidence.collect(layer, call, run, arguments, self._device)
-        node = next((each.grad_fn for _, each in named("", result) if each.grad_fn), None)
+        node = next((tensor.grad_fn for _, tensor in named("", result) if tensor.grad_fn), None)
         held = [evidence]
         if node is None:
             self._begin(held, ())
@@ -224,8 +224,8 @@ class SelfCheck:
     def _differs(self, block: int, flat: torch.Tensor) -> str | None:
         """The name of a tensor of ``block`` that is not in ``flat`` as it came."""
         for spec in self._host.slabs[block].layout.tensors:
-            found = flat[spec.offset : spec.offset + spec.num_bytes]
-            if digest(found) != self._digests[spec.name]:
+            part = flat[spec.offset : spec.offset + spec.num_bytes]
+            if digest(part) != self._digests[spec.name]:
                 return spec.name
         return None
 
@@ -243,26 +243,28 @@ class SelfCheck:
         disturbed = first_difference(forward_values({}, resident.rng_backward), rng_after)
         if disturbed is not None:
             return f"its backward has to leave no trace of random draws: {disturbed}"
-        given = [*evidence.inputs, *evidence.parameters]
-        gradients = dict(zip(map(id, given), grad_inputs, strict=bool(grad_inputs)))
+        arguments = [*evidence.inputs, *evidence.parameters]
+        gradients = dict(zip(map(id, arguments), grad_inputs, strict=bool(grad_inputs)))
         if grad_inputs:
             # What autograd gets is not the sum but its terms, one by one. Added up only now: the
             # resident run needs the memory.
             for number, repeated in evidence.call.repeated.items():
-                gradients[id(given[number])] = _sum(repeated.terms)
+                gradients[id(arguments[number])] = _sum(repeated.terms)
         for name, tensor in resident.sources:
             streamed[f"gradient of {name}"] = gradients.get(id(tensor))
         streamed = evidence.comparable(streamed)
         difference = first_difference(resident.values, streamed)
         if difference is None:
             return None
-        kept = {f"input {n}": each.detach().clone() for n, each in enumerate(evidence.inputs)}
+        inputs_before = {
+            f"input {n}": tensor.detach().clone() for n, tensor in enumerate(evidence.inputs)
+        }
         again = self._runs.resident(index, evidence, grad_outputs)
         unsteady = first_difference(resident.values, again.values)
         if unsteady is None and not resident.may_vary:
             return difference + (_CACHE_HINT if evidence.has_cache else "")
-        now = {f"input {n}": each for n, each in enumerate(evidence.inputs)}
-        edited = first_difference(kept, now)
+        inputs_now = {f"input {n}": tensor for n, tensor in enumerate(evidence.inputs)}
+        edited = first_difference(inputs_before, inputs_now)
         if edited is not None:
             return f"the layer, or a hook inside it, edits what it is given in place ({edited})"
         if self._device.type == "cpu" and not resident.may_vary:
@@ -278,7 +280,7 @@ class SelfCheck:
         index: int,
         evidence: Evidence,
         grad_outputs: Sequence[torch.Tensor | None],
-        found: "Unsteady",
+        runs: "Unsteady",
     ) -> str | None:
         """Prove a layer whose kernels need not repeat themselves; the mismatch, if there is one.
 
@@ -286,10 +288,10 @@ class SelfCheck:
         recomputation, so they are compared as they were. For the gradients both sides run once
         more, with attention that repeats itself.
         """
-        resident, again, streamed = found
+        resident, again, streamed = runs
         difference = (
             first_difference(
-                resident.forward, {n: each for n, each in streamed.items() if not is_gradient(n)}
+                resident.forward, {n: value for n, value in streamed.items() if not is_gradient(n)}
             )
             or evidence.recomputed_difference()
         )
@@ -368,15 +370,15 @@ def _digests(runtime: Runtime) -> dict[str, bytes]:
     return runtime.digests.results()
 
 
-def _damaged_before(runtime: Runtime, found: Mapping[str, bytes]) -> str | None:
+def _damaged_before(runtime: Runtime, digests: Mapping[str, bytes]) -> str | None:
     """What has changed between a loader's source and ``poros.prepare``, if anything has."""
-    damaged = runtime.digests.damaged(found) if runtime.digests is not None else None
+    damaged = runtime.digests.damaged(digests) if runtime.digests is not None else None
     if damaged is None:
         return None
     name, expected = damaged
     return (
         f"{name}: expected digest {expected.hex()} as of what poros.load has put into host "
-        f"memory, found {found[name].hex()} there: bytes have changed on the way or since, by "
+        f"memory, found {digests[name].hex()} there: bytes have changed on the way or since, by "
         "nothing that PyTorch counts. Load the model again; if that does not help, the memory of "
         "this machine is at fault. An edit of your own has to be one that PyTorch counts: in place "
         "on the tensor itself, not through .data or NumPy"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.self_check.compare import differing
 from poros.self_check.switches import current_settings, set_settings
 
@@ -79,15 +79,19 @@ class Evidence:
             args=args,
             kwargs={**kwargs, **{key: type(kwargs[key])(held) for key, held in before.items()}},
             inputs=list(call.tensors),
-            are_leaves=[each.is_leaf for each in call.tensors],
+            are_leaves=[tensor.is_leaf for tensor in call.tensors],
             input_versions=_versions(call.tensors),
             parameters=list(call.parameters),
-            trained={id(each) for each in layer.parameters() if each.requires_grad},
+            trained={id(parameter) for parameter in layer.parameters() if parameter.requires_grad},
             recorded=recorded,
             rng=random_states(device),
             autocast=[
-                (each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
-                for each in sorted({device.type, "cpu"})
+                (
+                    device_type,
+                    torch.is_autocast_enabled(device_type),
+                    torch.get_autocast_dtype(device_type),
+                )
+                for device_type in sorted({device.type, "cpu"})
             ],
             has_cast_cache=torch.is_autocast_cache_enabled(),
             settings=current_settings(),
@@ -98,10 +102,10 @@ class Evidence:
         evidence.rng_end = random_states(device)
         record = {key: collector[key][length:] for key, length in lengths.items()}
         named = named_outputs(result, written(kwargs, before), record)
-        evidence.outputs = {name: (each.detach(), each.requires_grad) for name, each in named}
+        evidence.outputs = {name: (tensor.detach(), tensor.requires_grad) for name, tensor in named}
         if call.offloaded is not None:
             evidence.move(torch.device("cpu"))
-        evidence.output_versions = _versions(each for each, _ in evidence.outputs.values())
+        evidence.output_versions = _versions(tensor for tensor, _ in evidence.outputs.values())
         return evidence, result
 
     def move(self, device: torch.device) -> None:
@@ -116,8 +120,8 @@ class Evidence:
         }
         self.is_on_host = device.type == "cpu"
         self.outputs = {
-            name: (each.to(device, copy=True), needs_gradient)
-            for name, (each, needs_gradient) in self.outputs.items()
+            name: (tensor.to(device, copy=True), needs_gradient)
+            for name, (tensor, needs_gradient) in self.outputs.items()
         }
 
     @contextmanager
@@ -150,7 +154,7 @@ class Evidence:
     @property
     def has_cache(self) -> bool:
         """Whether the layer was given a KV cache."""
-        return any(isinstance(each, Cache) for each in (*self.args, *self.kwargs.values()))
+        return any(isinstance(value, Cache) for value in (*self.args, *self.kwargs.values()))
 
     def is_intact(self) -> bool:
         """Whether the inputs still are those of the forward.
@@ -161,7 +165,7 @@ class Evidence:
 
     def comparable(self, values: dict[str, Any]) -> dict[str, Any]:
         """``values`` without the outputs that someone has edited in place since the forward."""
-        now = _versions(each for each, _ in self.outputs.values())
+        now = _versions(tensor for tensor, _ in self.outputs.values())
         versions = zip(self.outputs, self.output_versions, now, strict=True)
         edited = {name for name, before, after in versions if before != after}
         return {name: value for name, value in values.items() if name not in edited}
@@ -171,9 +175,9 @@ class Evidence:
         recomputed = self.call.recomputed
         if recomputed is None:
             return None
-        found = dict(self.named_values(recomputed))
-        expected = {name: each for name, (each, _) in self.outputs.items() if name in found}
-        difference = first_difference(self.comparable(expected), self.comparable(found))
+        values = dict(self.named_values(recomputed))
+        expected = {name: tensor for name, (tensor, _) in self.outputs.items() if name in values}
+        difference = first_difference(self.comparable(expected), self.comparable(values))
         return difference and f"recomputed in backward: {difference}"
 
     def named_gradients(
@@ -192,7 +196,7 @@ class Evidence:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [0 if each.is_inference() else each._version for each in tensors]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:
@@ -263,11 +267,11 @@ def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return leaves.get(id(value), value)
     if isinstance(value, UserDict):
-        return type(value)({key: replace(each, leaves) for key, each in value.items()})
+        return type(value)({key: replace(entry, leaves) for key, entry in value.items()})
     if isinstance(value, Cache):
         return _copied(value)  # what the layer adds to it is nobody's
     if isinstance(value, tuple):
-        parts = [replace(each, leaves) for each in value]
+        parts = [replace(part, leaves) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
 
@@ -278,10 +282,10 @@ def _copied(cache: Cache) -> Cache:
     if isinstance(cache, EncoderDecoderCache):
         caches = [cache.self_attention_cache, cache.cross_attention_cache]
     held = {
-        id(each): each
-        for layer in chain.from_iterable(each.layers for each in caches)
-        for each in tree_leaves(list(vars(layer).values()))
-        if isinstance(each, torch.Tensor) and each.requires_grad
+        id(tensor): tensor
+        for layer in chain.from_iterable(part.layers for part in caches)
+        for tensor in tree_leaves(list(vars(layer).values()))
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
     }
     return copy.deepcopy(cache, held)
 

@@ -20,8 +20,9 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
+from poros.layer.call import LayerCall
 from poros.layer.frozen import LayerBindings, bind_block
-from poros.layer.remat import LayerCall, RematerializeLayer
+from poros.layer.remat import RematerializeLayer
 from poros.layer.streamed import StreamedLayer, streamed_layer
 from poros.model.runtime import Runtime
 from poros.self_check.attention import AttentionKernels, deterministic_flag, unchanged_flags
@@ -65,7 +66,7 @@ class Outcome(NamedTuple):
     @property
     def forward(self) -> dict[str, Any]:
         """The values that were there before the backward."""
-        return {name: each for name, each in self.values.items() if not is_gradient(name)}
+        return {name: value for name, value in self.values.items() if not is_gradient(name)}
 
 
 def is_gradient(name: str) -> bool:
@@ -106,11 +107,11 @@ class Runs:
         """
         leaves = _leaves(evidence.inputs)
         with torch.enable_grad():
-            given = {
-                id(each): leaves[id(each)] if is_leaf else leaves[id(each)][...]
-                for each, is_leaf in zip(evidence.inputs, evidence.are_leaves, strict=True)
+            tensors = {
+                id(tensor): leaves[id(tensor)] if is_leaf else leaves[id(tensor)][...]
+                for tensor, is_leaf in zip(evidence.inputs, evidence.are_leaves, strict=True)
             }
-        args, kwargs = _arguments(evidence, given)
+        args, kwargs = _arguments(evidence, tensors)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         attention = AttentionKernels(deterministic=kernels is not None)
@@ -130,17 +131,17 @@ class Runs:
                 rng_end = random_states(self._device)
             outputs = dict(named_outputs(result, written(kwargs, before), record))
             sources = [
-                (f"input {number}", each, leaves[id(each)])
-                for number, each in enumerate(evidence.inputs)
-                if each.requires_grad
+                (f"input {number}", tensor, leaves[id(tensor)])
+                for number, tensor in enumerate(evidence.inputs)
+                if tensor.requires_grad
             ]
             sources += adapters
             wanted = [leaf for *_, leaf in sources]
-            found, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
-        values = _values(outputs, rng_end, [name for name, *_ in sources], found)
+            gradients, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
+        values = _values(outputs, rng_end, [name for name, *_ in sources], gradients)
         return Outcome(
             evidence.comparable(values),
-            [(name, each) for name, each, _ in sources],
+            [(name, original) for name, original, _ in sources],
             rng_backward,
             attention.may_vary,
         )
@@ -171,20 +172,20 @@ class Runs:
                 token = _active_collector.set(record)
                 try:
                     steady: Any = _Deterministic(layer)
-                    call = LayerCall(steady, args, kwargs, layer.tree())
-                    proxies = [each.detach().requires_grad_() for each in call.parameters]
-                    kept, results = call.part_with(), call.forward()
-                    made = RematerializeLayer.apply(call, results, kept, *call.tensors, *proxies)
+                    call = LayerCall(steady, args, kwargs, layer.contents())
+                    proxies = [parameter.detach().requires_grad_() for parameter in call.parameters]
+                    saved, results = call.offload_input(), call.forward()
+                    made = RematerializeLayer.apply(call, results, saved, *call.tensors, *proxies)
                     result = call.result(made)
                 finally:
                     _active_collector.reset(token)
                 rng_end = random_states(self._device)
             outputs = dict(named_outputs(result, written(kwargs, before), record))
             sources = dict(zip(map(id, call.parameters), proxies, strict=True)) | leaves
-            wanted = [sources[id(each)] for _, each in expected.sources]
-            found, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
+            wanted = [sources[id(original)] for _, original in expected.sources]
+            gradients, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
         self._manager.replace(layer.weights.block)
-        values = _values(outputs, rng_end, [name for name, _ in expected.sources], found)
+        values = _values(outputs, rng_end, [name for name, _ in expected.sources], gradients)
         return Outcome(evidence.comparable(values), expected.sources, rng_backward)
 
     @contextmanager
@@ -193,8 +194,8 @@ class Runs:
     ) -> Iterator[tuple[Callable[..., Any], list[tuple[str, nn.Parameter, nn.Parameter]]]]:
         """The layer's own forward over freshly loaded frozen tensors, and its adapters.
 
-        Adapters, those that were trained at the forward, come as name, parameter and stand-in:
-        gradients of the stand-ins run nobody's hooks.
+        Adapters, those that were trained at the forward, come as name, parameter and proxy:
+        gradients of the proxies run nobody's hooks.
         """
         layer = evidence.layer
         trained = evidence.trained
@@ -210,9 +211,9 @@ class Runs:
             for key, parameter in module._parameters.items()
             if parameter is not None and (parameter.requires_grad or id(parameter) in trained)
         ]
-        stand_ins = {
-            id(each): nn.Parameter(each.detach(), requires_grad=id(each) in trained)
-            for *_, each in places
+        proxies = {
+            id(parameter): nn.Parameter(parameter.detach(), requires_grad=id(parameter) in trained)
+            for *_, parameter in places
         }
 
         def undo() -> None:
@@ -220,12 +221,13 @@ class Runs:
                 owner[key] = parameter
             bindings.swap_out()
 
+        self._visits.end_all()
         with self._visits.begin(streamed_layer(layer).name, undo):
             bindings.swap_in()
             for _, owner, key, parameter in places:
-                owner[key] = stand_ins[id(parameter)]
+                owner[key] = proxies[id(parameter)]
             adapters = {
-                id(p): (name, p, stand_ins[id(p)]) for name, _, _, p in places if id(p) in trained
+                id(p): (name, p, proxies[id(p)]) for name, _, _, p in places if id(p) in trained
             }
             yield partial(streamed_layer(layer).own_forward, layer), list(adapters.values())
 
@@ -254,8 +256,8 @@ class Runs:
             return [None] * len(wanted), evidence.rng_backward
         ends, starts = zip(*pairs.values(), strict=True)
         with evidence.backward_state(self._device):
-            found = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-            return found, random_states(self._device)
+            gradients = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+            return gradients, random_states(self._device)
 
 
 class _Deterministic:
@@ -293,7 +295,8 @@ def _repeating(kernels: Kernels | None) -> Iterator[None]:
 
 def _leaves(inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     return {
-        id(each): each.detach().requires_grad_() if each.requires_grad else each for each in inputs
+        id(tensor): tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+        for tensor in inputs
     }
 
 
@@ -305,7 +308,7 @@ def _arguments(
     def of(value: Any) -> Any:
         return None if isinstance(value, Cache) and not with_caches else replace(value, leaves)
 
-    return tuple(map(of, evidence.args)), {key: of(each) for key, each in evidence.kwargs.items()}
+    return tuple(map(of, evidence.args)), {key: of(value) for key, value in evidence.kwargs.items()}
 
 
 def _values(
@@ -315,7 +318,7 @@ def _values(
     gradients: Gradients,
 ) -> dict[str, Any]:
     values = forward_values(
-        {name: (each.detach(), each.requires_grad) for name, each in outputs.items()}, rng_end
+        {name: (tensor.detach(), tensor.requires_grad) for name, tensor in outputs.items()}, rng_end
     )
     for name, gradient in zip(names, gradients, strict=True):
         values[f"gradient of {name}"] = gradient

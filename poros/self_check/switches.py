@@ -16,17 +16,20 @@ _BACKENDS: Any = torch.backends
 
 def current_settings() -> list[Any]:
     """All of them now; does not raise, whatever mix of older and newer names was used."""
-    return [[get() for get, _ in _settings()], [each.fp32_precision for each in _operators()]]
+    return [
+        [get() for get, _ in _settings()],
+        [operator.fp32_precision for operator in _operators()],
+    ]
 
 
 def set_settings(wanted: list[Any], stack: ExitStack) -> None:
     """Set what differs from ``wanted``, until ``stack`` is closed."""
     values, precisions = wanted
     for (get, put), value in zip(_settings(), values, strict=True):
-        if (found := get()) != value:
-            stack.callback(put, found)
+        if (before := get()) != value:
+            stack.callback(put, before)
             put(value)
-    if [each.fp32_precision for each in _operators()] != precisions:
+    if [operator.fp32_precision for operator in _operators()] != precisions:
         _set_precisions(precisions, stack)
 
 
@@ -47,7 +50,7 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
         (cuda.math_sdp_enabled, cuda.enable_math_sdp),
         (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
         (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
-        *((partial(getattr, *each), partial(setattr, *each)) for each in attributes),
+        *((partial(getattr, *attribute), partial(setattr, *attribute)) for attribute in attributes),
         *(
             (partial(_reduction, name), partial(setattr, cuda.matmul, name))
             for name in (
@@ -75,22 +78,22 @@ def _set_precisions(wanted: list[str], stack: ExitStack) -> None:
     cudnn, mkldnn = _BACKENDS.cudnn, _BACKENDS.mkldnn
     # What is said for one operator goes before what is said for its backend, and that before what
     # is said for all: in silence above, each tells what was said for it alone.
-    said = [(_BACKENDS, _BACKENDS.fp32_precision)]
+    precisions = [(_BACKENDS, _BACKENDS.fp32_precision)]
     _BACKENDS.fp32_precision = "none"
-    said += [(cudnn, cudnn.fp32_precision), (mkldnn, mkldnn.fp32_precision)]
+    precisions += [(cudnn, cudnn.fp32_precision), (mkldnn, mkldnn.fp32_precision)]
     cudnn.fp32_precision = mkldnn.fp32_precision = "none"
-    alone = [each.fp32_precision for each in _operators()]
+    alone = [operator.fp32_precision for operator in _operators()]
     cudnn.fp32_precision = mkldnn.fp32_precision = "ieee"
     # cuDNN's allow TF32 until anything is said, and that silence cannot be had back.
     is_silent = [
-        before == "tf32" and each.fp32_precision == "ieee"
-        for each, before in zip(_operators(), alone, strict=True)
+        before == "tf32" and operator.fp32_precision == "ieee"
+        for operator, before in zip(_operators(), alone, strict=True)
     ]
     operators = list(zip(_operators(), alone, wanted, is_silent, strict=True))
-    said += [(each, before) for each, before, _, silent in operators if not silent]
-    for owner, value in said:
+    precisions += [(operator, before) for operator, before, _, silent in operators if not silent]
+    for owner, value in precisions:
         owner.fp32_precision = value
         stack.callback(setattr, owner, "fp32_precision", value)
-    for each, _, value, silent in operators:
-        if each.fp32_precision != value:
-            (cudnn if silent else each).fp32_precision = "ieee" if value == "none" else value
+    for operator, _, value, silent in operators:
+        if operator.fp32_precision != value:
+            (cudnn if silent else operator).fp32_precision = "ieee" if value == "none" else value

@@ -116,9 +116,7 @@ class BlockManager:
             ValueError: If ``block`` is out of range.
         """
         if self.is_pinned(block):
-            slot = self._ring.slot(block)
-            self._streams.wait(slot.ready)
-            return slot
+            return self._waited_for(self._ring.slot(block))
         self._require_in_range(block)
         slot = self._ring.slot(block)
         if slot.state is SlotState.IN_USE:
@@ -135,11 +133,15 @@ class BlockManager:
         before, slot.state = slot.state, SlotState.IN_USE
         try:
             self._prefetch_next(block, phase, in_use=slot.index)
-            self._streams.wait(slot.ready)
+            self._waited_for(slot)
         except BaseException:
             slot.state = before
             raise
         self._visit = (block, phase)
+        return slot
+
+    def _waited_for(self, slot: Slot) -> Slot:
+        self._streams.wait(slot.ready)
         return slot
 
     def is_held(self, block: int) -> bool:

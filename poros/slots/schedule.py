@@ -43,10 +43,14 @@ class Division(NamedTuple):
 
     num_streamed: int
     """Blocks that pass through slots: the first ones."""
-    num_resident: int
+    num_pinned: int
     """Blocks that stay: the last ones, whose layers keep their graph."""
     ring_slots: int
     """Slots for those that stream."""
+    num_recomputed: int
+    """Layers of the blocks that stream."""
+    keep_last: int
+    """Layers that were asked to be kept, rounded."""
 
 
 def divide(num_layers: int, block_size: int, num_slots: int, keep_last: int) -> Division:
@@ -59,12 +63,18 @@ def divide(num_layers: int, block_size: int, num_slots: int, keep_last: int) -> 
         keep_last: Layers to keep: rounded down to whole blocks, or all.
     """
     num_blocks = -(-num_layers // block_size)
-    num_resident = min(keep_last // block_size, num_blocks)
+    num_pinned = min(keep_last // block_size, num_blocks)
     if keep_last >= num_layers:
-        num_resident = num_blocks
-    num_streamed = num_blocks - num_resident
-    ring_slots = min(max(MIN_SLOTS, num_slots - num_resident), num_streamed)
-    return Division(num_streamed, num_resident, ring_slots)
+        num_pinned = num_blocks
+    num_streamed = num_blocks - num_pinned
+    ring_slots = min(max(MIN_SLOTS, num_slots - num_pinned), num_streamed)
+    return Division(
+        num_streamed=num_streamed,
+        num_pinned=num_pinned,
+        ring_slots=ring_slots,
+        num_recomputed=min(num_streamed * block_size, num_layers),
+        keep_last=min(num_pinned * block_size, num_layers),
+    )
 
 
 def predict(block: int, phase: Phase, num_blocks: int) -> Iterator[int]:

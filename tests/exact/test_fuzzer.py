@@ -34,7 +34,7 @@ from poros.gates.fuzz_program import (
 )
 from poros.gates.fuzz_shrink import shrink, simpler
 from poros.layer import remat
-from poros.layer.remat import LayerCall
+from poros.layer.call import LayerCall
 from poros.layer.rng import RngStash
 from poros.self_check.check import SelfCheck
 

@@ -14,9 +14,9 @@ from torch import nn
 import poros
 from poros.errors import ParityError
 from poros.layer import early
+from poros.layer.call import LayerCall
 from poros.layer.casts import SharedCasts
 from poros.layer.handover import Repeated
-from poros.layer.remat import LayerCall
 from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact import regions as R
@@ -299,7 +299,7 @@ def test_only_layers_that_cast_early_are_watched_for_good(
         watched.extend([len(tensors)] if len(tensors) else [])
         return genuine(tensors)
 
-    monkeypatch.setattr("poros.layer.remat.first_casts", first_casts)
+    monkeypatch.setattr("poros.layer.call.first_casts", first_casts)
     model = streamed(ORDERED[which](residents.bases))
     P.loss_of(model).backward()
     assert not watched

@@ -1,0 +1,71 @@
+"""How a checkpoint is going to be loaded: its settings and the options of the call, resolved."""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from poros.errors import quoted
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.limits import Limits
+from poros.loaders.options import LoadOptions
+from poros.loaders.settings import (
+    configuration,
+    generation_settings,
+    model_class_of,
+    stored_quantization,
+)
+
+if TYPE_CHECKING:
+    from transformers import (
+        BitsAndBytesConfig,
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedModel,
+    )
+
+
+@dataclass(frozen=True)
+class ResolvedLoad:
+    """How a checkpoint is going to be loaded, settled before a weight is read."""
+
+    config: "PreTrainedConfig"
+    model_class: Any
+    generation: "GenerationConfig"
+    is_quantized: bool
+    """Whether the weights are 4-bit already."""
+    quantization: "BitsAndBytesConfig | None"
+    """That of the weights as they will be; None leaves them dense."""
+    dtype: torch.dtype
+
+
+def resolve(checkpoint: Checkpoint, options: LoadOptions, limits: Limits) -> ResolvedLoad:
+    """Bring settings and options together.
+
+    Raises:
+        CheckpointFormatError: If transformers cannot make anything of the settings.
+        PolicyError: If an option is no field of the configuration, or the checkpoint is quantized
+            in another way than was asked for.
+        UnsupportedModelError: If it is no causal language model, or quantized otherwise.
+    """
+    path, texts = checkpoint.path, checkpoint.texts
+    config = configuration(path, texts, options.fields, given=options.config, limits=limits)
+    stored = stored_quantization(path, config)
+    model_class, config = model_class_of(config)
+    if options.dtype == "auto":
+        options = options.of_dtype(getattr(config, "dtype", None) or checkpoint.float_dtype())
+    if stored is not None:
+        options.require_format(stored, quoted(os.fspath(checkpoint.path)))
+    dtype = options.chosen_dtype
+    quantization = stored or options.wanted(dtype)
+    generation = generation_settings(path, texts)
+    return ResolvedLoad(config, model_class, generation, stored is not None, quantization, dtype)
+
+
+def set_generation(
+    model: "PreTrainedModel", generation: "GenerationConfig", options: LoadOptions
+) -> None:
+    """As ``from_pretrained`` sets it, unless one was given, which it has set already."""
+    if model.can_generate() and "generation_config" not in options.handed_on:
+        model.generation_config = generation

@@ -1,0 +1,315 @@
+"""One call of one layer: its arguments taken apart, the state around it, and running it again.
+
+What may change between a forward and its backward:
+
+- training flags, random states, autocast, settings that pick kernels: replayed;
+- active adapters, their scaling, disabling or merging: ``RematerializationError``;
+- an adapter edited in place, replaced, moved or deleted: ``RematerializationError``;
+- the layer's input or any other tensor it was given edited in place: ``RematerializationError``;
+- a frozen tensor that stays on the device (a norm, a bias, a buffer) edited, cast or replaced:
+  ``RematerializationError``;
+- the layer's modules, or the hooks inside it, those of all modules too: ``RematerializationError``;
+- a plain attribute of a module inside it or of its configuration: ``RematerializationError``.
+
+Hooks on modules inside a layer run twice per step, as under activation checkpointing. Hooks on
+parameters run once. An edit that PyTorch does not count (a fused optimizer's step, an assignment of
+the same memory through ``.data``) between a forward and its backward is not seen, here or by
+autograd.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from poros.errors import RematerializationError
+from poros.layer.args import tree_flatten, tree_unflatten
+from poros.layer.audit import Uses
+from poros.layer.body import LayerBody
+from poros.layer.casts import SharedCasts
+from poros.layer.early import first_casts
+from poros.layer.handover import NotThrough, Repeated, leaves
+from poros.layer.layer_index import LayerIndex, shares_memory
+from poros.layer.offload import OffloadedInput
+from poros.layer.retained import is_packed_by_others, without_slot
+from poros.layer.rng import RngStash
+from poros.layer.side_outputs import SideOutputs
+from poros.layer.state import AmbientState, adapter_state
+from poros.layer.staying import StayingState
+from poros.slots.schedule import Phase
+
+
+class LayerCall:
+    """One call of one layer: its arguments taken apart, and the state around it."""
+
+    def __init__(
+        self,
+        layer: LayerBody,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        contents: LayerIndex,
+    ) -> None:
+        self.layer = layer
+        tensors: list[torch.Tensor] = []
+        self._args = [
+            tree_flatten(value, f"argument {index} of {layer.name}", tensors)
+            for index, value in enumerate(args)
+        ]
+        self._side_outputs = SideOutputs(kwargs, layer.name, tensors)
+        shared = self._side_outputs.names
+        self._kwargs = {
+            key: tree_flatten(value, f"argument {key!r} of {layer.name}", tensors)
+            for key, value in kwargs.items()
+            if key not in shared
+        }
+        self.tensors: Sequence[torch.Tensor] = tensors
+        """Distinct tensors among the arguments. Empty once autograd keeps them."""
+        self.num_tensors = len(tensors)
+        self.offloaded: OffloadedInput | None = None
+        """The first of the tensors, if it waits for the backward on the host."""
+        self.uses = Uses((), {}, ())
+        """How its graph uses the tensors and the parameters; known after the forward."""
+        self.repeated: dict[int, Repeated] = {}
+        """By number among the tensors and parameters, for those that are used more than once."""
+        self._contents = contents
+        self.adapters = self._contents.adapters()
+        distinct = {id(adapter.parameter): adapter for adapter in self.adapters}
+        self.parameters = [adapter.parameter for adapter in distinct.values()]
+        self.stand_ins = [adapter.stand_in for adapter in distinct.values()]
+        # Autograd's own check is off under saved-tensor hooks (save_on_cpu).
+        self._versions = [parameter._version for parameter in self.parameters]
+        self.ambient = AmbientState.capture(layer.device, self._contents.modules())
+        self.shared_casts = (
+            SharedCasts(layer.name)
+            if self.ambient.is_autocast and torch.is_autocast_cache_enabled()
+            else None
+        )
+        self.is_pending = True
+        """Whether no backward has passed yet."""
+        self.keeps_recomputed = False
+        """Whether somebody wants to see what the recomputation gives."""
+        self.recomputed: list[torch.Tensor] | None = None
+        self._hooks = self._contents.hooks()
+        self._adapter_state = adapter_state(self._contents.adapter_modules)
+        self._attributes = self._contents.attributes.read()
+        self._result: Any = None
+        self._result_forms: list[tuple[torch.Size, torch.dtype, bool]] = []
+        self._rng_end: RngStash | None = None
+        self._staying: StayingState | None = None
+
+    @property
+    def needs_gradient(self) -> bool:
+        return bool(self.parameters) or any(tensor.requires_grad for tensor in self.tensors)
+
+    def has_hooks(self) -> bool:
+        """Whether code of the user may see tensors from inside the layer."""
+        return not self._contents.has_fixed_graph()
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
+        args = tuple(tree_unflatten(template, tensors) for template in self._args)
+        kwargs = {key: tree_unflatten(template, tensors) for key, template in self._kwargs.items()}
+        returned = self._side_outputs.run(
+            lambda mappings: self.layer.run(args, {**kwargs, **mappings}), tensors
+        )
+        results: list[torch.Tensor] = []
+        self._result = tree_flatten(returned, f"result of {self.layer.name}", results)
+        return results
+
+    def shared_entries(self) -> list[Any]:
+        """What the mappings that layers share hold now."""
+        return self._side_outputs.entries()
+
+    def offload_input(self) -> Sequence[torch.Tensor]:
+        """Have the layer's input wait on the host if it can; what autograd has to keep."""
+        tensors = self.tensors
+        if tensors and self._args and tree_unflatten(self._args[0], tensors) is tensors[0]:
+            self.offloaded = self.layer.offload(tensors[0])
+        return tensors[1:] if self.offloaded is not None else tensors
+
+    def forward(self) -> list[torch.Tensor]:
+        """The forward: run, and keep what the recomputation must reproduce, values aside."""
+        is_fixed = not self.has_hooks()
+        # Tensors from inside are taken by hooks; a compiler would trace what is done about it too.
+        is_open = not is_fixed and not self.layer.is_compiled
+        inputs = self._dead_ends(self.tensors) if is_open else leaves(self.tensors)
+        stand_ins = self._dead_ends(self.parameters) if is_open else self.stand_ins
+        by_parameter = dict(zip(map(id, self.parameters), stand_ins, strict=True))
+        adapters = (
+            [
+                adapter._replace(stand_in=by_parameter[id(adapter.parameter)])
+                for adapter in self.adapters
+            ]
+            if is_open
+            else self.adapters
+        )
+        versions = [tensor._version for tensor in inputs]
+        early = self.layer.audit.early
+        shares_casts = self.shared_casts is not None
+        state: Hashable = None
+        is_watched = False
+        # What a compiler makes of a layer does not go through autocast's cache.
+        if shares_casts and not self.layer.is_compiled:
+            state = (tuple(map(id, self.parameters)), self._adapter_state, self.ambient.training)
+            is_watched = early.are_possible(state)
+        num_nodes = -torch._C._autograd._get_sequence_nr()
+        with (
+            self.layer.visit(Phase.FORWARD, adapters) as slot,
+            self.ambient.without_autocast_cache(),
+            torch.enable_grad(),
+            without_slot(slot) if is_open or is_packed_by_others() else nullcontext(),
+            first_casts(stand_ins if is_watched else ()) as firsts,
+        ):
+            results = self.run(inputs)
+        num_nodes += torch._C._autograd._get_sequence_nr()
+        if versions != [tensor._version for tensor in inputs]:
+            raise RematerializationError(
+                f"{self.layer.name}: expected its arguments to be left alone, found one edited in "
+                "place by the layer itself; the recomputation would edit it again"
+            )
+        if self._versions != [parameter._version for parameter in self.parameters]:
+            raise RematerializationError(
+                f"{self.layer.name}: expected adapters that only training changes, found that its "
+                f"own forward edits {self._edited()}, as OFT does with coft=True. The "
+                "recomputation in backward would edit it a second time, so it cannot be streamed. "
+                "Use an adapter that does not (coft=False), or call poros.restore(model) and train "
+                "this one resident"
+            )
+        # What the layer has changed now it will change again.
+        self._contents.attributes.disregard(self._attributes)
+        self._contents.note_names()
+        about = (num_nodes, self.ambient.is_autocast, shares_casts, self._adapter_state)
+        form = about if is_fixed else None
+        self.uses = self.layer.audit.uses(results, inputs, stand_ins, form, firsts)
+        if is_watched:
+            used = [number - len(inputs) for number in self.uses.order]
+            early.learn(state, len(stand_ins), used, are_early=self.uses.are_early)
+        if self.shared_casts is not None:
+            sources = [*self.tensors, *self.parameters]
+            cast = [sources[self.uses.order[place]] for place in self.uses.casts]
+            # Autocast keeps its casts of leaves only, as which most inputs do not come.
+            self.shared_casts.require_single([source for source in cast if source.is_leaf])
+        self._result_forms = _forms(results)
+        self._rng_end = RngStash.capture(self.layer.device)
+        # Now, not before: bitsandbytes casts a bias for good at its first use.
+        self._staying = self.layer.staying()
+        return results
+
+    @staticmethod
+    def _dead_ends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [NotThrough.apply(tensor) if tensor.requires_grad else tensor for tensor in tensors]
+
+    def _edited(self) -> str:
+        """The names of the parameters that are not as they were before the forward."""
+        versions = dict(zip(map(id, self.parameters), self._versions, strict=True))
+        return ", ".join(
+            name
+            for name, parameter in self._contents.modules()[0].named_parameters()
+            if versions.get(id(parameter), parameter._version) != parameter._version
+        )
+
+    def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The recomputation, with its graph; only inside a visit."""
+        with self.ambient.replay(self._contents.modules()), torch.enable_grad():
+            results = self.run(inputs)
+            rng_end = RngStash.capture(self.layer.device)
+        name = self.layer.name
+        if _forms(results) != self._result_forms:
+            raise RematerializationError(
+                f"{name}: forward gave tensors of form {self._result_forms}, the recomputation "
+                f"{_forms(results)}; the layer depends on state that is not its input"
+            )
+        if self._rng_end is None or not rng_end.equals(self._rng_end):
+            raise RematerializationError(
+                f"{name}: the recomputation drew other random numbers than the forward; the layer "
+                "draws depending on state that is not its input"
+            )
+        return results
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Raise if hooks inside the layer draw random numbers, and hooks on its adapters may.
+
+        A resident run hands an adapter its gradient between two operators of the layer, so that
+        they would draw in turn. Here all operators come first.
+        """
+        if not any(
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            for parameter in self.parameters
+        ):
+            yield
+            return
+        before = RngStash.capture(self.layer.device)
+        yield
+        if not before.equals(RngStash.capture(self.layer.device)):
+            raise RematerializationError(
+                f"{self.layer.name}: expected hooks on its adapters, or hooks inside it that draw "
+                "random numbers in backward, found both. They would draw in another order than in "
+                "a resident run; take one sort off, or have it draw from a generator of its own"
+            )
+
+    def unpack_results(self, values: Sequence[Any]) -> Any:
+        """Result, written and recorded values, with ``values`` in the places of their tensors."""
+        return tree_unflatten(self._result, values)
+
+    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The layer's result in its own form; side results go to their places."""
+        return self._side_outputs.publish(self.unpack_results(tensors))
+
+    def settle(self) -> None:
+        """A backward has passed."""
+        self.is_pending = False
+        if self._hooks:
+            # What hooks have written down in it belongs to the layer, as in its forward.
+            self._contents.attributes.disregard(self._attributes)
+
+    def require_unchanged(self) -> None:
+        """Raise unless the layer is as it was at the forward."""
+        name = self.layer.name
+        if self.layer.contents() is not self._contents:
+            raise RematerializationError(
+                f"{name}: expected the modules of the forward, found others at its backward; add "
+                "and remove adapters between steps, not within one"
+            )
+        if self._contents.hooks() != self._hooks:
+            raise RematerializationError(
+                f"{name}: expected the module hooks of the forward (of the modules in it, and of "
+                "all modules), found others at its backward; register and remove hooks between "
+                "steps, not within one: the recomputation would run with other hooks"
+            )
+        if adapter_state(self._contents.adapter_modules) != self._adapter_state:
+            raise RematerializationError(
+                f"{name}: expected the adapters that were active at the forward, found another "
+                "choice (or scaling, or merge) at its backward; call backward first"
+            )
+        if [parameter._version for parameter in self.parameters] != self._versions:
+            raise RematerializationError(
+                f"{name}: expected its adapters as they were at the forward, found one edited in "
+                "place between forward and backward; edit it after backward"
+            )
+        edited = None if self._staying is None else self.layer.edited_since(self._staying)
+        if edited is not None:
+            raise RematerializationError(
+                f"{edited}: expected it as it was at the forward, found it edited, cast or "
+                "replaced before the backward of its layer; do so between steps"
+            )
+        for adapter in self.adapters:
+            now = adapter.owner.get(adapter.key)
+            if now is not adapter.parameter or not shares_memory(now, adapter.stand_in):
+                raise RematerializationError(
+                    f"{name}: adapter parameter {adapter.key!r} of shape "
+                    f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "
+                    "and backward; do so between steps"
+                )
+        changes = self._contents.attributes.changes(self._attributes)
+        if changes:
+            raise RematerializationError(
+                f"{name}: expected the modules in it as they were at the forward, found other "
+                f"settings at its backward: {', '.join(changes)}; change them between steps, not "
+                "within one"
+            )
+
+
+def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:
+    return [(result.shape, result.dtype, result.requires_grad) for result in results]

@@ -1,0 +1,20 @@
+"""Runs the command line in this process."""
+
+import re
+
+from typer.testing import CliRunner, Result
+
+from poros.cli import app
+
+
+def poros_command(*arguments: str) -> Result:
+    """Run a command; an exception that is not an exit is raised, not swallowed."""
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def text(result: Result) -> str:
+    """What was printed, without the colors that some CI machines ask for."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", result.output)

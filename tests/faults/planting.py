@@ -1,0 +1,301 @@
+"""How the faults of ``planted`` are made: in the code, in a prepared model, or by a user."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils.output_capturing import _active_collector
+
+import poros
+from poros.gates.adversary import AdversarialStreams
+from poros.layer.audit import GraphAudit, Uses
+from poros.layer.layer_index import Adapter, LayerIndex
+from poros.layer.remat import RematerializeLayer
+from poros.layer.rng import RngStash
+from poros.layer.side_outputs import SideOutputs
+from poros.layer.state import AmbientState
+from poros.slots import manager as manager_module
+from poros.slots.manager import BlockManager
+from poros.slots.ring import Slot
+from poros.slots.schedule import Phase, missing, predict
+from poros.streams import Event
+from tests import mutants
+from tests.snapshots import layers_of
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+Spoil = Callable[[Any, AdversarialStreams], None]
+
+NUM_LAYERS = 4
+
+# The state around a layer.
+
+
+def unguarded(plant: Plant | None = None) -> Plant:
+    """Without the recomputation's own check of what was drawn: others have to notice."""
+
+    def blind(patch: Patch) -> None:
+        patch.setattr(RngStash, "equals", lambda *_: True)
+        if plant is not None:
+            plant(patch)
+
+    return blind
+
+
+def restore_no_random_state(patch: Patch) -> None:
+    patch.setattr(RngStash, "replay", lambda self: nullcontext())
+
+
+def set_no_random_state(patch: Patch) -> None:
+    patch.setattr(RngStash, "replay", lambda self: torch.random.fork_rng(devices=[]))
+
+
+def leave_the_random_state(patch: Patch) -> None:
+    """It is set for the recomputation, and nobody puts the caller's back."""
+
+    @contextmanager
+    def replay(self: RngStash) -> Iterator[None]:
+        torch.set_rng_state(self.cpu)
+        yield
+
+    patch.setattr(RngStash, "replay", replay)
+
+
+def replaying(**lost: Any) -> Plant:
+    """The recomputation replays another state."""
+    genuine = AmbientState.replay
+
+    def replay(self: AmbientState, modules: Any) -> Any:
+        values = {name: value(modules) for name, value in lost.items()}
+        return genuine(replace(self, **values), modules)
+
+    return lambda patch: patch.setattr(AmbientState, "replay", replay)
+
+
+lose_autocast = unguarded(replaying(autocast=lambda modules: ()))
+lose_training_flags = unguarded(replaying(training=lambda modules: (False,) * len(modules)))
+
+
+# The bytes in a slot.
+
+
+def at_acquire(act: Callable[[Any, Slot, int, Phase, AdversarialStreams], None]) -> Spoil:
+    """Do something to a slot as soon as a layer has it."""
+
+    def spoil(model: Any, streams: AdversarialStreams) -> None:
+        runtime = poros.runtime(model)
+        genuine = runtime.manager.acquire
+
+        def acquire(block: int, phase: Phase) -> Slot:
+            slot = genuine(block, phase)
+            act(runtime, slot, block, phase, streams)
+            return slot
+
+        runtime.manager.acquire = acquire  # type: ignore[method-assign]
+
+    return spoil
+
+
+def flip_in_the_slot(only: Phase | None = None, times: float = float("inf")) -> Spoil:
+    def spoil(model: Any, streams: AdversarialStreams) -> None:
+        left = [times]
+
+        def act(_: Any, slot: Slot, block: int, phase: Phase, streams: Any) -> None:
+            if block == 1 and only in (None, phase) and left[0] > 0:
+                left[0] -= 1
+                slot.buffer[1000] ^= 0x0F
+
+        at_acquire(act)(model, streams)
+
+    return spoil
+
+
+def poison(_: Any, slot: Slot, *others: Any) -> None:
+    slot.buffer.fill_(0xFF)
+
+
+def refill_early(only: Phase) -> Spoil:
+    """The next block of the slot comes too early: the copy does not wait for the release."""
+
+    def act(runtime: Any, slot: Slot, block: int, phase: Phase, streams: Any) -> None:
+        if phase is only and block == 1:
+            other = runtime.host_slab(2)
+            slot.buffer[: other.numel()].copy_(other)
+
+    return at_acquire(act)
+
+
+def refill(runtime: Any, slot: Slot, block: int, phase: Phase, streams: AdversarialStreams) -> None:
+    """Copied and waited for by the book, but too early."""
+    other = runtime.host_slab((block + 2) % NUM_LAYERS)
+    streams.wait(streams.copy(slot.buffer[: other.numel()], other, after=streams.record()))
+
+
+def overwrite(
+    runtime: Any, slot: Slot, block: int, phase: Phase, streams: AdversarialStreams
+) -> None:
+    """The next block but one is copied into the slot of the block that computes."""
+    other = runtime.host_slab((block + 2) % NUM_LAYERS)
+    streams.copy(slot.buffer[: other.numel()], other, after=slot.released)
+
+
+def release_at_acquire(patch: Patch) -> None:
+    """The slot goes to another block while its own is computed."""
+    acquire, release = BlockManager.acquire, BlockManager.release
+
+    def acquire_and_release(self: BlockManager, block: int, phase: Phase) -> Slot:
+        slot = acquire(self, block, phase)
+        release(self, block)
+        return slot
+
+    patch.setattr(BlockManager, "acquire", acquire_and_release)
+    patch.setattr(BlockManager, "release", lambda *_, **__: None)
+
+
+def exchange_slabs(left: int, right: int) -> Spoil:
+    def spoil(model: Any, _: AdversarialStreams) -> None:
+        slabs = poros.runtime(model).host.slabs
+        slabs[left], slabs[right] = slabs[right], slabs[left]
+
+    return spoil
+
+
+def flip_in_the_slab(model: Any, _: AdversarialStreams) -> None:
+    poros.runtime(model).host_slab(1)[1000] ^= 0x0F
+
+
+# The order of copies.
+
+
+def remove_the_wait(patch: Patch) -> None:
+    (found,) = (
+        mutation
+        for mutation in mutants.stream_context_mutations()
+        if mutation.function == "BlockManager._waited_for" and mutation.change.endswith("removed")
+    )
+    assert found.change == "self._streams.wait(slot.ready) removed"
+    found.apply(patch)
+
+
+class NeverWaitsForPrefetched(AdversarialStreams):
+    """Waits only for a copy that has just been queued, as one on demand is."""
+
+    is_on_demand = False
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
+        self.is_on_demand = True
+        return super().copy(target, source, after=after)
+
+    def wait(self, event: Event) -> None:
+        if self.is_on_demand:
+            super().wait(event)
+
+    def record(self) -> Event:
+        self.is_on_demand = False
+        return super().record()
+
+
+def prefetch_into_the_slot_in_use(patch: Patch) -> None:
+    patch.setattr(
+        manager_module,
+        "missing",
+        lambda contents, in_use, expected: missing(contents, -1, expected),
+    )
+
+
+def backwards(*visit: Any) -> Any:
+    return reversed(list(predict(*visit)))
+
+
+def never_turning(block: int, phase: Phase, num_blocks: int) -> Any:
+    return predict(block, Phase.INFERENCE, num_blocks)
+
+
+def one_too_far(*visit: Any) -> Any:
+    return list(predict(*visit))[1:]
+
+
+WRONG_PREDICTIONS = {backwards: 17, never_turning: 14, one_too_far: 10}
+"""And how many blocks they load in two steps; the walk loads 10. They cost time, and no bit."""
+
+
+# Gradients and what layers hand on.
+
+
+def skip_an_adapter(patch: Patch) -> None:
+    """The last trainable tensor of each layer is not seen."""
+    genuine = LayerIndex.adapters
+
+    def adapters(self: LayerIndex) -> list[Adapter]:
+        return genuine(self)[:-1]
+
+    patch.setattr(LayerIndex, "adapters", adapters)
+
+
+def skip_an_adapter_unaudited(patch: Patch) -> None:
+    def uses(self: Any, results: Any, inputs: Any, stand_ins: Any, *_: Any) -> Uses:
+        return Uses(tuple(range(len(inputs), len(inputs) + len(stand_ins))), {}, ())
+
+    skip_an_adapter(patch)
+    patch.setattr(GraphAudit, "uses", uses)
+
+
+def spoil_gradients(patch: Patch) -> None:
+    """Only what is handed back is wrong: nothing but a second run can show it."""
+    genuine = RematerializeLayer.backward
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        first, *others = genuine(ctx, *gradients)
+        return (first, *(None if other is None else other * 1.0078125 for other in others))
+
+    patch.setattr(RematerializeLayer, "backward", staticmethod(backward))
+
+
+def publish_detached(patch: Patch) -> None:
+    """What layers hand on by the side carries no gradient."""
+    genuine = SideOutputs.publish
+
+    def detached(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        return tuple(map(detached, value)) if isinstance(value, tuple) else value
+
+    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
+        return genuine(self, (result[0], detached(result[1]), detached(result[2])))
+
+    patch.setattr(SideOutputs, "publish", publish)
+
+
+def publish_one_record_only(patch: Patch) -> None:
+    """The router losses of all layers but the first are lost."""
+    genuine = SideOutputs.publish
+
+    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
+        is_first = not (_active_collector.get() or {}).get("router_logits")
+        return genuine(self, result if is_first else (*result[:2], ()))
+
+    patch.setattr(SideOutputs, "publish", publish)
+
+
+# What a user's own code does.
+
+
+def edit_an_input_inside(model: Any) -> None:
+    """Past PyTorch's count of edits; the forward and the recomputation both do it."""
+
+    def edit(module: Any, args: Any) -> None:
+        args[0].data.add_(1)
+
+    layers_of(model)[1].input_layernorm.register_forward_pre_hook(edit)
+
+
+def edit_an_input_afterwards(model: Any) -> None:
+    """Only the recomputation starts from the edited input."""
+
+    def edit(module: Any, args: Any, output: Any) -> None:
+        args[0].data.mul_(2)
+
+    layers_of(model)[1].register_forward_hook(edit)

@@ -1,0 +1,316 @@
+"""Gradients arrive in the order of a resident run: what hooks draw, sum and count shows it."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import VBLoRAConfig, get_peft_model
+from torch import nn
+
+import poros
+from poros.layer.arrival import arrivals
+from poros.layer.audit import GraphAudit
+from poros.layer.streamed import streamed_layer
+from tests.adapted import Twice, lora, names_of
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    bf16,
+    build,
+    changes,
+    digest,
+    layers_of,
+    no_context,
+    outcome,
+    run,
+)
+
+Model = Any
+Make = Callable[[], Model]
+
+ARCHITECTURES = ("qwen2", "gemma3", "gemma4", "mixtral", "phi3")
+
+
+def vblora() -> Model:
+    """One bank of vectors, used twice in each target of each layer."""
+    base = build(quantize=False).unload()
+    torch.manual_seed(2)
+    config = VBLoRAConfig(
+        r=2,
+        target_modules=["q_proj", "up_proj"],
+        num_vectors=12,
+        vector_length=16,
+        topk=2,
+        vblora_dropout=0.05,
+    )
+    return get_peft_model(base, config)
+
+
+def tied() -> Model:
+    """An adapter matrix that is used twice in one layer and once in another."""
+    model = build(dropout=0.0)
+    first, last = layers_of(model)[0].mlp, layers_of(model)[2].mlp
+    for other in (first.gate_proj, last.up_proj):
+        other.lora_A["default"].weight = first.up_proj.lora_A["default"].weight
+    return model
+
+
+def called_twice() -> Model:
+    model = build(dropout=0.0, dtype=torch.float32, quantize=False)
+    layers_of(model)[1].mlp.up_proj = Twice(layers_of(model)[1].mlp.up_proj)
+    return model
+
+
+MODELS: dict[str, Make] = {
+    **{name: lambda name=name: build(name) for name in ARCHITECTURES},  # type: ignore[misc]
+    "lora_bias": lora(lora_bias=True),
+    "dora": lora(use_dora=True),
+    "trained norms": lora(modules_to_save=["input_layernorm", "post_attention_layernorm"]),
+    "vblora": vblora,
+    "tied": tied,
+    "prophetnet": lambda: build("prophetnet"),
+    "called twice": called_twice,
+}
+
+
+def prepared(model: Model) -> Model:
+    return poros.prepare(model, allow_unvalidated=True)
+
+
+def order_of_hooks(model: Model, around: Callable[[], Any] = no_context) -> list[str]:
+    """The parameters, as hooks on them see their gradients arrive."""
+    names, seen = names_of(model), []
+    handles = [
+        each.register_post_accumulate_grad_hook(lambda p: seen.append(names[id(p)]))
+        for each in model.parameters()
+        if each.requires_grad
+    ]
+    model.train()
+    torch.manual_seed(0)
+    with around():
+        loss = model(**batches()[1]).loss
+    loss.backward()
+    model.zero_grad()
+    for each in handles:
+        each.remove()
+    return seen
+
+
+@pytest.mark.parametrize("around", [no_context, bf16])
+@pytest.mark.parametrize("which", ["qwen2", "mixtral", "lora_bias", "trained norms"])
+def test_the_order_is_told_from_the_graph_alone(which: str, around: Callable[[], Any]) -> None:
+    model = MODELS[which]()
+    names = names_of(model)
+    model.train()
+    with around():
+        loss = model(**batches()[1]).loss
+    last = {names[id(use.leaf)]: number for number, use in enumerate(arrivals([loss]))}
+    assert sorted(last, key=last.__getitem__) == order_of_hooks(model, around)
+
+
+def test_ties_leave_the_queue_as_those_of_the_engine_do() -> None:
+    """One operator with many leaves, and others that are ready beside it."""
+    for count in range(2, 12):
+        leaves = [torch.ones(2, requires_grad=True) for _ in range(count)]
+        total = torch.stack(leaves).sum() + torch.cat(leaves[::2]).sum() + leaves[-1].exp().sum()
+        seen: list[int] = []
+        for number, each in enumerate(leaves):
+            each.register_post_accumulate_grad_hook(lambda _, n=number, seen=seen: seen.append(n))
+        numbers = {id(each): number for number, each in enumerate(leaves)}
+        last = {numbers[id(use.leaf)]: n for n, use in enumerate(arrivals([total]))}
+        total.backward()
+        assert sorted(last, key=last.__getitem__) == seen and len(seen) == count
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_hooks_on_parameters_run_in_the_order_of_a_resident_run(which: str) -> None:
+    expected = order_of_hooks(MODELS[which]())
+    model = prepared(MODELS[which]())
+    assert order_of_hooks(model) == order_of_hooks(model) == expected
+    assert len(expected) > 10 or which == "vblora"
+
+
+def draw_noise(model: Model) -> None:
+    for each in model.parameters():
+        if each.requires_grad:
+            each.register_hook(lambda gradient: gradient + 1e-3 * torch.randn_like(gradient))
+
+
+def sum_norms(model: Model) -> None:
+    """Scales each gradient by the norms of those that came before it."""
+    total = [torch.tensor(1.0)]
+
+    def scale(gradient: torch.Tensor) -> torch.Tensor:
+        total[0] = total[0] + gradient.float().norm()
+        return gradient * (1 + total[0] % 0.1).to(gradient.dtype)
+
+    for each in model.parameters():
+        if each.requires_grad:
+            each.register_hook(scale)
+
+
+def step_in_backward(model: Model) -> None:
+    def update(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(1e-2 * (parameter.grad + 1e-3 * torch.randn_like(parameter)))
+        parameter.grad = None
+
+    for each in model.parameters():
+        if each.requires_grad:
+            each.register_post_accumulate_grad_hook(update)
+
+
+@pytest.mark.parametrize("spoil", [draw_noise, sum_norms, step_in_backward])
+@pytest.mark.parametrize("which", ["qwen2", "lora_bias"])
+def test_what_hooks_draw_and_sum_is_exact(which: str, spoil: Callable[[Model], None]) -> None:
+    found = []
+    for model in (MODELS[which](), prepared(MODELS[which]())):
+        spoil(model)
+        model.train()
+        torch.manual_seed(0)
+        for batch in batches():
+            model(**batch).loss.backward()
+        trained = {n: digest(p) for n, p in model.named_parameters() if p.requires_grad}
+        gradients = {
+            f"{n} grad": digest(p.grad) for n, p in model.named_parameters() if p.grad is not None
+        }
+        found.append({**trained, **gradients, "rng": digest(torch.get_rng_state())})
+    assert changes(*found) == {}
+
+
+# Gradients that meet others.
+
+
+def losses_of(model: Model, count: int) -> torch.Tensor:
+    return sum((model(**each).loss for each in batches(count)), torch.zeros(()))
+
+
+def penalty(model: Model) -> torch.Tensor:
+    terms = [
+        (p @ p.T).square().sum() + p.norm() for n, p in model.named_parameters() if "lora_A" in n
+    ]
+    return 0.01 * torch.stack(terms).sum()
+
+
+def powers(model: Model) -> torch.Tensor:
+    terms = [p.float().pow(2).sum() for p in model.parameters() if p.requires_grad]
+    return 0.01 * torch.stack(terms).sum()
+
+
+SUMS: dict[str, Callable[[Model], torch.Tensor]] = {
+    "one forward": lambda model: losses_of(model, 1),
+    "three forwards": lambda model: losses_of(model, 3),
+    "a penalty behind": lambda model: losses_of(model, 1) + powers(model),
+    "a penalty before": lambda model: powers(model) + losses_of(model, 1),
+    "everything": lambda model: losses_of(model, 2) + powers(model) + 3 * losses_of(model, 2),
+    "orthogonality": lambda model: losses_of(model, 2) + penalty(model),
+}
+
+
+@pytest.mark.parametrize("which", ["qwen2", "tied", "vblora", "prophetnet", "called twice"])
+@pytest.mark.parametrize("what", SUMS)
+def test_sums_with_gradients_from_elsewhere_are_exact(which: str, what: str) -> None:
+    found = []
+    for model in (MODELS[which](), prepared(MODELS[which]())):
+        model.train()
+        torch.manual_seed(0)
+        SUMS[what](model).backward()
+        found.append(outcome(model))
+    assert changes(*found) == {}
+
+
+@pytest.mark.parametrize("which", ["tied", "vblora"])
+def test_what_is_used_several_times_trains_exactly(which: str) -> None:
+    model = prepared(MODELS[which]())
+    assert_same_run(run(MODELS[which]()), run(model))
+    assert poros.runtime(model).self_check["status"] == "passed"
+
+
+def test_parts_of_the_gradient_are_exact_where_parameters_repeat() -> None:
+    found = []
+    for model in (tied(), prepared(tied())):
+        torch.manual_seed(0)
+        loss = losses_of(model, 2)
+        wanted = {n: p for n, p in model.named_parameters() if "layers.0.mlp" in n and "lora" in n}
+        gradients = torch.autograd.grad(loss, list(wanted.values()), retain_graph=True)
+        some = {f"{n} alone": digest(g) for n, g in zip(wanted, gradients, strict=True)}
+        loss.backward(retain_graph=True)
+        once = {f"{n} once": each for n, each in outcome(model).items()}
+        loss.backward()
+        found.append({**some, **once, **outcome(model)})
+    assert changes(*found) == {}
+
+
+def test_gradients_do_not_share_memory() -> None:
+    """Two parameters that are added get one gradient tensor; each has to keep its own."""
+
+    class Shift(nn.Module):
+        def __init__(self, before: nn.Module) -> None:
+            super().__init__()
+            self.one, self.other = (nn.Parameter(torch.ones(before.out_features)) for _ in "ab")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + (self.one + self.other)
+
+    def make() -> Model:
+        model = build(dropout=0.0, dtype=torch.float32, quantize=False)
+        adapter = layers_of(model)[1].mlp.up_proj.lora_B
+        adapter["default"] = nn.Sequential(adapter["default"], Shift(adapter["default"]))
+        return model
+
+    found = []
+    for model in (make(), prepared(make())):
+        for batch in batches(2):
+            model(**batch).loss.backward()
+        found.append(outcome(model))
+        storages = [
+            p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None
+        ]
+        assert len(set(storages)) == len(storages)
+    assert changes(*found) == {}
+
+
+def test_a_layer_is_walked_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[str] = []
+    genuine = GraphAudit._walk
+
+    def walk(self: GraphAudit, *given: Any) -> Any:
+        walked.append(self._name)
+        return genuine(self, *given)
+
+    monkeypatch.setattr(GraphAudit, "_walk", walk)
+    model = prepared(build())
+    for _ in range(3):
+        losses_of(model, 2).backward()
+    assert len(walked) == 6  # with a mask it is another graph
+    model.eval()
+    losses_of(model, 2).backward()
+    assert len(walked) == 12  # and so it is without dropout
+
+
+def test_the_audit_remembers_no_more_than_some_forms() -> None:
+    model = prepared(build())
+    layer = layers_of(model)[1]
+    audits = [streamed_layer(layer).audit for layer in layers_of(model)]
+    for number in range(40):
+        handle = layer.mlp.register_forward_hook(lambda *_: None)
+        layer.self_attn.q_proj.scaling["default"] = 1.0 + number
+        model(**batches()[0]).loss.backward()
+        handle.remove()
+    assert all(len(each._uses) <= 32 for each in audits)
+    assert copy.copy(audits[0]._uses)
+
+
+def test_a_gradient_of_an_earlier_backward_is_not_compared() -> None:
+    """A backward that stops within the layers, and then one that starts below that point."""
+    found = []
+    for model in (build(), prepared(build())):
+        torch.manual_seed(0)
+        out = model(**batches()[0], output_hidden_states=True)
+        last = layers_of(model)[2].mlp.up_proj.lora_A["default"].weight
+        torch.autograd.grad(out.loss, last, retain_graph=True)
+        out.hidden_states[2].float().square().mean().backward()
+        found.append(outcome(model))
+    assert changes(*found) == {}

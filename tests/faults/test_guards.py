@@ -1,0 +1,403 @@
+"""Calls that would go around the host copy of a prepared model: refused or harmless, not silent."""
+
+import copy
+import io
+import logging
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    LoraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    prepare_model_for_kbit_training,
+    set_peft_model_state_dict,
+)
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import poros
+from poros.errors import PreparedModelError
+from poros.gates import tiny
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    bits_of,
+    build,
+    changes,
+    layers_of,
+    picture,
+    run,
+)
+
+LEVELS: dict[str, Callable[[Any], nn.Module]] = {
+    "PEFT model": lambda model: model,
+    "tuner": lambda model: model.base_model,
+    "causal LM": lambda model: model.base_model.model,
+    "inner model": lambda model: model.base_model.model.model,
+    "layers": layers_of,
+    "one layer": lambda model: layers_of(model)[1],
+}
+
+CASTS: dict[str, Callable[[nn.Module], Any]] = {
+    "to(float16)": lambda module: module.to(torch.float16),
+    "to(dtype=)": lambda module: module.to(dtype=torch.float32),
+    "to(device, dtype)": lambda module: module.to("cpu", torch.float16),
+    "half": lambda module: module.half(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "float": lambda module: module.float(),
+    "double": lambda module: module.double(),
+    "to(meta)": lambda module: module.to("meta"),
+}
+
+MERGES: dict[str, Callable[[Any], Any]] = {
+    "merge_and_unload": lambda model: model.merge_and_unload(),
+    "unload": lambda model: model.unload(),
+    "merge_adapter": lambda model: model.merge_adapter(),
+    "unmerge_adapter": lambda model: model.unmerge_adapter(),
+    "merge_and_unload of the tuner": lambda model: model.base_model.merge_and_unload(),
+    "unload of the tuner": lambda model: model.base_model.unload(),
+    "merge_adapter of the tuner": lambda model: model.base_model.merge_adapter(),
+    "merge of one linear layer": lambda model: layers_of(model)[1].self_attn.q_proj.merge(),
+}
+
+
+@pytest.fixture
+def model() -> Any:
+    return poros.prepare(build())
+
+
+def all_asked_of_one(quantize: bool, dtype: torch.dtype) -> Iterator[Any]:
+    """A prepared model that everything is asked of, and that trains exactly in the end."""
+    model = poros.prepare(build(quantize=quantize, dtype=dtype))
+    yield model
+    assert_same_run(run(build(quantize=quantize, dtype=dtype)), run(model))
+
+
+@pytest.fixture(scope="module", params=["nf4", "dense"])
+def asked(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield from all_asked_of_one(request.param == "nf4", torch.bfloat16)
+
+
+@pytest.fixture(scope="module", params=["nf4", "dense"])
+def asked_float32(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield from all_asked_of_one(request.param == "nf4", torch.float32)
+
+
+def require_restore_named(error: BaseException) -> None:
+    assert "poros.restore" in str(error) and "expected" in str(error) and "found" in str(error)
+
+
+@pytest.mark.parametrize("call", MERGES)
+def test_merging_names_restore_and_changes_nothing(call: str, asked: Any) -> None:
+    before = picture(asked)
+    with pytest.raises(PreparedModelError) as caught:
+        MERGES[call](asked)
+    require_restore_named(caught.value)
+    assert changes(before, picture(asked)) == {}
+
+
+def test_merging_is_refused_too_when_the_base_was_prepared_directly() -> None:
+    model = build()
+    poros.prepare(model.get_base_model())
+    before = picture(model)
+    with pytest.raises(PreparedModelError) as caught:
+        model.merge_and_unload()
+    require_restore_named(caught.value)
+    assert changes(before, picture(model)) == {}
+    assert_same_run(run(build()), run(model))
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+def test_merging_an_adapter_from_after_prepare_is_never_silent(quantize: bool) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = poros.prepare(get_peft_model(build(quantize=quantize).unload(), config))
+    model.add_adapter("late", LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    model.set_adapter("late")
+    # At the call, or else at the next step: the slots still hold the weights from before.
+    with torch.no_grad(), pytest.raises(PreparedModelError) as caught:
+        model(**batches()[0])
+        layers_of(model)[2].self_attn.v_proj.merge()
+        model(**batches()[0])
+    require_restore_named(caught.value)
+
+
+def check_casts(model: Any, level: str, harmless: Sequence[str]) -> None:
+    before = picture(model)
+    for name, cast in CASTS.items():
+        # transformers itself refuses some casts of 4-bit models, with a ValueError.
+        is_4bit = any(hasattr(parameter, "quant_state") for parameter in model.parameters())
+        try:
+            cast(LEVELS[level](model))
+        except PreparedModelError as error:
+            assert "poros.restore" in str(error) and name not in harmless, name
+        except ValueError:
+            assert is_4bit, name
+        else:
+            assert name in harmless
+        assert changes(before, picture(model)) == {}, name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_casts_are_refused_at_every_level(level: str, asked: Any) -> None:
+    check_casts(asked, level, ())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_casts_of_a_float32_model_to_what_it_is_are_harmless(
+    level: str, asked_float32: Any
+) -> None:
+    """Adapters are float32, so elsewhere each of these casts changes something."""
+    check_casts(asked_float32, level, ("to(dtype=)", "float"))
+
+
+@pytest.mark.parametrize("asked", ["nf4"], indirect=True)
+@pytest.mark.parametrize("level", LEVELS)
+def test_moving_to_the_same_device_is_harmless(level: str, asked: Any) -> None:
+    before = picture(asked)
+    module = LEVELS[level](asked)
+    assert module.to("cpu") is module
+    assert module.to(torch.device("cpu")) is module
+    assert module.cpu() is module
+    assert changes(before, picture(asked)) == {}
+
+
+COPIES: dict[str, Callable[[Any], object]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "torch.save": lambda module: torch.save(module, io.BytesIO()),
+    "a container": lambda module: copy.deepcopy({"model": module}),
+    "an optimizer beside it": lambda module: pickle.dumps((torch.optim.Adam, module)),
+    "a new process": lambda module: (
+        multiprocessing.get_context("spawn").Process(target=print, args=(module,)).start()
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", ["nf4"], indirect=True)
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_are_refused(level: str, how: str, asked: Any) -> None:
+    """Of the model and of every part that holds a layer; nothing has changed then."""
+    before = picture(asked)
+    with pytest.raises(PreparedModelError, match=r"expected to copy or pickle.*poros\.restore"):
+        COPIES[how](LEVELS[level](asked))
+    assert changes(before, picture(asked)) == {}
+
+
+def test_copies_and_pickles_of_the_restored_model_work(model: Any) -> None:
+    run(model)
+    model.zero_grad()
+    poros.restore(model)
+    twin = copy.deepcopy(model)
+    assert changes(bits_of(model), bits_of(twin)) == {}
+    assert changes(bits_of(model), bits_of(pickle.loads(pickle.dumps(model)))) == {}
+    assert_same_run(run(twin), run(model))
+
+
+@pytest.mark.parametrize("level", ["PEFT model", "tuner", "causal LM", "inner model"])
+@pytest.mark.parametrize("method", ["activation_checkpointing", "gradient_checkpointing"])
+def test_enabling_checkpointing_changes_what_comes_in_and_no_layer(
+    level: str, method: str, model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = picture(model)
+    module = LEVELS[level](model)
+    twin = build()
+    if not hasattr(model.get_base_model(), f"{method}_enable"):
+        pytest.skip(f"this transformers has no {method}_enable")
+    with caplog.at_level(logging.INFO, "poros"):
+        getattr(module, f"{method}_enable")()
+        getattr(module, f"{method}_enable")({"use_reentrant": True})
+        getattr(module, f"{method}_enable")(**{f"{method}_kwargs": {"use_reentrant": False}})
+    assert sum("checkpointing" in record.getMessage() for record in caplog.records) == 3
+    assert not model.get_base_model().is_gradient_checkpointing
+    # A resident model's embeddings require gradients from then on, which a loss may look at.
+    getattr(LEVELS[level](twin), f"{method}_enable")({"use_reentrant": False})
+    embedded = [each.get_input_embeddings()(torch.arange(4)) for each in (twin, model)]
+    assert embedded[0].requires_grad and embedded[1].requires_grad
+    for each in (twin, model):
+        each.get_input_embeddings()._forward_hooks.clear()
+    assert {
+        name for name in changes(before, picture(model)) if "require_grads" not in name
+    } == set()
+    assert_same_run(run(twin, 1), run(model, 1))
+    getattr(module, f"{method}_disable")()
+    assert_same_run(run(twin, 1), run(model, 1))
+    assert not poros.restore(model).get_base_model().is_gradient_checkpointing
+
+
+def test_the_trainer_may_enable_checkpointing(tmp_path: Path) -> None:
+    def train(model: Any, name: str, checkpointing: bool) -> dict[str, object]:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / name),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            gradient_checkpointing=checkpointing,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=3,
+        )
+        rows = [
+            {key: value[row] for key, value in batch.items()}
+            for batch in batches()
+            for row in range(2)
+        ]
+        Trainer(model=model, args=arguments, train_dataset=rows).train()  # type: ignore[arg-type]
+        return bits_of(model)
+
+    expected = train(build(), "plain", False)
+    assert changes(expected, train(build(), "resident", True)) == {}
+    assert changes(expected, train(poros.prepare(build()), "streamed", True)) == {}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_from_before_prepare_is_off_until_restore(use_reentrant: bool) -> None:
+    def checkpointed() -> Any:
+        model = build()
+        model.get_base_model().gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        return model
+
+    twin, model = checkpointed(), checkpointed()
+    before = picture(model)
+    for each in (twin, model):
+        each.get_base_model().enable_input_require_grads()
+    poros.prepare(model)
+    assert not model.get_base_model().is_gradient_checkpointing
+    assert_same_run(run(twin), run(model))
+    model.get_base_model().disable_input_require_grads()
+    poros.restore(model)
+    assert model.get_base_model().is_gradient_checkpointing
+    assert {key for key in changes(before, picture(model)) if "checkpointing" in key} == set()
+    model.get_base_model().enable_input_require_grads()
+    assert_same_run(run(twin), run(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kbit_preparation_before_peft_is_exact(dtype: torch.dtype) -> None:
+    def prepared_for_kbit() -> Any:
+        base = build(dtype=dtype).unload()
+        base = prepare_model_for_kbit_training(base)
+        return tiny.attach_lora(base, dropout=0.05)
+
+    model = poros.prepare(prepared_for_kbit())
+    assert not model.get_base_model().is_gradient_checkpointing
+    assert_same_run(run(prepared_for_kbit()), run(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_kbit_preparation_after_prepare_is_never_silent(
+    dtype: torch.dtype, checkpointing: bool
+) -> None:
+    model = poros.prepare(build(dtype=dtype))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(PreparedModelError, match="prepare_model_for_kbit_training"):
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
+        # If the call itself went through, the step must not: the adapters are frozen now.
+        model.train()
+        model(**batches()[0]).loss.backward()
+        optimizer.step()
+
+
+def load_a_base_weight(model: Any) -> None:
+    name = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
+    weight = model.get_parameter(name)
+    with torch.no_grad():
+        weight.copy_(torch.ones_like(weight))
+
+
+def set_data(model: Any) -> None:
+    weight = layers_of(model)[2].mlp.down_proj.base_layer.weight
+    weight.data = weight.data.clone()
+
+
+def write_a_packed_weight(model: Any) -> None:
+    with torch.no_grad():
+        layers_of(model)[1].self_attn.o_proj.base_layer.weight.zero_()
+
+
+def replace_a_parameter(model: Any) -> None:
+    linear = layers_of(model)[1].mlp.up_proj.base_layer
+    linear.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+
+
+def replace_a_linear(model: Any) -> None:
+    model.get_submodule("base_model.model.model.layers.0.mlp").gate_proj = nn.Linear(
+        64, 128, bias=False, dtype=torch.bfloat16
+    ).requires_grad_(False)
+
+
+def replace_a_quant_state(model: Any) -> None:
+    linear = layers_of(model)[1].mlp.up_proj.base_layer
+    linear.quant_state = copy.copy(linear.quant_state)
+
+
+def replace_an_absmax(model: Any) -> None:
+    state = layers_of(model)[1].mlp.up_proj.base_layer.weight.quant_state
+    state.absmax = state.absmax.clone()
+
+
+def write_an_absmax(model: Any) -> None:
+    layers_of(model)[1].mlp.up_proj.base_layer.weight.quant_state.absmax.zero_()
+
+
+EDITS = [
+    load_a_base_weight,
+    set_data,
+    write_a_packed_weight,
+    replace_a_parameter,
+    replace_a_linear,
+    replace_a_quant_state,
+    replace_an_absmax,
+    write_an_absmax,
+]
+
+
+def test_a_base_weight_that_becomes_trainable_raises_at_the_next_step() -> None:
+    model = poros.prepare(build(quantize=False))
+    run(model, num_steps=1)
+    layers_of(model)[1].mlp.up_proj.base_layer.weight.requires_grad_(True)
+    with pytest.raises(PreparedModelError) as caught:
+        model(**batches()[0]).loss.backward()
+    require_restore_named(caught.value)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_changes_of_the_base_raise_at_the_next_step(
+    edit: Callable[[Any], None], model: Any
+) -> None:
+    model(**batches()[0]).loss.backward()
+    edit(model)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(PreparedModelError) as caught:
+            model(**batches()[0])
+        require_restore_named(caught.value)
+        assert "layers." in str(caught.value)
+
+
+def test_a_changed_base_works_after_restore_and_prepare() -> None:
+    twin, model = build(), poros.prepare(build())
+    for each in (twin, model):
+        load_a_base_weight(each)
+        set_data(each)
+    with pytest.raises(PreparedModelError):
+        model(**batches()[0])
+    poros.prepare(poros.restore(model))
+    assert_same_run(run(twin), run(model))
+
+
+def test_loading_adapter_weights_while_prepared_is_no_change_of_the_base(model: Any) -> None:
+    twin = build()
+    state = get_peft_model_state_dict(build(seed=4))
+    for each in (twin, model):
+        set_peft_model_state_dict(each, state)
+    assert_same_run(run(twin), run(model))

@@ -1,0 +1,177 @@
+"""Ctrl-C at every step of a visit's begin and end, and again during the clean-up.
+
+Whatever it strikes: the model is as at rest when the next step has begun, and that step is exact.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.errors import SlotStateError
+from poros.gates.reference import Trajectory
+from poros.layer.streamed import StreamedLayer, streamed_layer
+from poros.layer.visit import Visits
+from poros.slots.ring import SlotState
+from poros.slots.schedule import Phase
+from tests.interrupts import Interrupts
+from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, layers_of, run
+from tests.support import AdversarialPrepare
+
+Model = Any
+VISIT = ("layer/visit.py", "layer/streamed.py", "slots/manager.py", "layer/frozen.py")
+AROUND = (*VISIT, "contextlib.py")
+STEP = (
+    *("visit", "body", "streamed", "remat", "manager", "layer_index", "side_outputs", "frozen"),
+    *("layer/state", "layer/call", "settings", "rng", "check", "contextlib"),
+)
+
+
+def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
+    with runtime.visit(phase, runtime.contents().adapters()):
+        pass
+
+
+def state_of(model: Model) -> dict[str, Any]:
+    """What an interrupted visit could leave behind: every entry of every table, every slot."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for kind in ("_parameters", "_buffers"):
+            for key, value in getattr(module, kind).items():
+                found[f"{name}.{key}"] = id(value)
+        if "quant_state" in module.__dict__:
+            found[f"{name} quant_state"] = id(module.quant_state)
+    for slot in poros.runtime(model).ring.slots:
+        found[f"slot {slot.index} is in use"] = slot.state is SlotState.IN_USE
+    return found
+
+
+@pytest.fixture(scope="module")
+def resident() -> Trajectory:
+    return run(build())
+
+
+@pytest.fixture(scope="module")
+def prepared(resident: Trajectory) -> Model:
+    model = poros.prepare(build(), self_check="off", slots=2)
+    assert_same_run(resident, run(model))
+    return model
+
+
+@pytest.mark.parametrize("second", [None, 1, 2, 3, 5, 8, 13, 21, 34])
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
+    phase: Phase, second: int | None, prepared: Model, resident: Trajectory
+) -> None:
+    runtimes = [streamed_layer(layer) for layer in layers_of(prepared)]
+    before = state_of(prepared)
+    number = num_interrupted = num_twice = 0
+    while True:
+        number += 1
+        at = [number] if second is None else [number, number + second]
+        interrupts = Interrupts(at, AROUND, fine=second is None)
+        runtime = runtimes[number % NUM_LAYERS]
+        if interrupts.run(lambda runtime=runtime: visit_once(runtime, phase)):
+            num_interrupted += 1
+            num_twice += interrupts.num_raised == 2
+        elif interrupts.num_steps < number:
+            break
+        other = runtimes[(number + 1) % NUM_LAYERS]
+        visit_once(other, Phase.FORWARD)
+        assert state_of(prepared) == before, (number, second)
+    assert num_interrupted > 40
+    assert second is None or num_twice > 5
+    assert_same_run(resident, run(fresh_adapters(prepared)))
+
+
+def fresh_adapters(model: Model) -> Model:
+    """The adapters that a model was built with, so that it can be compared with a new one."""
+    twin = dict(build().named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(twin[name])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("self_check", "second"), [("off", None), ("off", 7), ("strict", None), ("strict", 25)]
+)
+def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
+    self_check: str, second: int | None
+) -> None:
+    expected = run(build(num_layers=2), num_steps=1)
+    batch = batches()[0]
+
+    def once(model: Model) -> None:
+        model.train()
+        model(**batch).loss.backward()
+
+    files = tuple(f"{name}.py" for name in STEP)
+    model = poros.prepare(build(num_layers=2), self_check=self_check)
+    counter = Interrupts([], files)
+    counter.run(lambda: once(model))
+    total = counter.num_steps
+    assert total > 1000
+    # A prime apart, so that every place of the four visits comes up in one of them.
+    for number in range(1, total, 257 if second is None else 601):
+        model = poros.prepare(build(num_layers=2), self_check=self_check)
+        at = [number] if second is None else [number, number + second]
+        Interrupts(at, files).run(lambda model=model: once(model))
+        model.zero_grad()
+        assert_same_run(expected, run(model, num_steps=1))
+        poros.restore(model)
+
+
+def test_control_a_clean_up_that_is_not_made_up_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared = poros.prepare(build(), self_check="off", slots=2)
+    visit_once(streamed_layer(layers_of(prepared)[0]), Phase.FORWARD)
+
+    def end(self: Visits, note: Any) -> None:
+        if note in self._open:
+            self._open = [each for each in self._open if each is not note]
+            note.undo()
+
+    monkeypatch.setattr(Visits, "end", end)
+    before = state_of(prepared)
+    runtime = streamed_layer(layers_of(prepared)[0])
+    for number in range(1, 4000):
+        interrupts = Interrupts([number], AROUND, fine=True)
+        interrupts.run(lambda: visit_once(runtime, Phase.FORWARD))
+        if state_of(prepared) != before:
+            return
+    raise AssertionError("no interruption left anything behind")
+
+
+def test_a_second_interruption_as_the_clean_up_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undone at once, although the interruption, and with it the frame of the visit, lives on."""
+    visits, undone = Visits(), []
+    genuine = visits.end
+    strikes = iter([KeyboardInterrupt])
+
+    def end(note: Any) -> None:
+        for error in strikes:
+            raise error
+        genuine(note)
+
+    monkeypatch.setattr(visits, "end", end)
+    with pytest.raises(KeyboardInterrupt) as held, visits.begin("x", lambda: undone.append(1)):
+        raise KeyboardInterrupt
+    assert held.value.__traceback__ is not None
+    assert undone == [1]
+
+
+def test_a_visit_within_a_visit_is_refused() -> None:
+    model = AdversarialPrepare()(build(), slots=NUM_LAYERS)
+    runtimes = [streamed_layer(layer) for layer in layers_of(model)]
+    before = state_of(model)
+    with (
+        pytest.raises(SlotStateError, match=r"layers\.0: expected one layer to run at a time"),
+        runtimes[0].visit(Phase.FORWARD, ()),
+    ):
+        visit_once(runtimes[1], Phase.FORWARD)
+    assert state_of(model) == before
+    assert_same_run(run(build()), run(model))

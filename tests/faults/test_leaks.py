@@ -1,0 +1,102 @@
+"""Nothing of a step is left when it is over: not after it, not after ``restore``.
+
+Counted without the collector of cycles: what only it could free waits for it, on a GPU with memory
+that the next step needs.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.gates import tiny
+from poros.layer.call import LayerCall
+from poros.layer.side_outputs import SideOutputs
+from tests.snapshots import batches, build
+
+Model = Any
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def living() -> Counter[str]:
+    """Tensors by shape, and calls of layers."""
+    found: Counter[str] = Counter()
+    for each in gc.get_objects():
+        # By type: asking some objects for their class runs code of theirs.
+        if issubclass(type(each), torch.Tensor):
+            found[f"tensor {tuple(each.shape)}"] += 1
+        elif type(each) is LayerCall:
+            found["call"] += 1
+    return found
+
+
+def calls() -> list[LayerCall]:
+    return [value for value in gc.get_objects() if type(value) is LayerCall]
+
+
+def train(model: Model, number: int) -> None:
+    model.train()
+    model(**batches()[number % 2]).loss.backward()
+    model.zero_grad()
+
+
+def abandon(model: Model, number: int) -> None:
+    """A forward with gradients and no backward."""
+    model.train()
+    model(**batches()[number % 2])
+
+
+def evaluate(model: Model, number: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(**batches()[number % 2])
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_as_much_is_held_after_twelve_steps_as_after_three(architecture: str) -> None:
+    options = {"num_layers": 4, "hidden_size": 32} if "shared" in architecture else {}
+    model = poros.prepare(build(architecture, **options), allow_unvalidated=True)
+    with without_collector():
+        earlier = weakref.WeakSet(calls())
+        for once in (train, abandon, evaluate):
+            for number in range(3):
+                once(model, number)
+            after_three = living()
+            for number in range(9):
+                once(model, number + 1)
+            assert living() - after_three == Counter(), once.__name__
+        poros.restore(model)
+        # What an earlier test has left behind may live or go.
+        assert not [each for each in calls() if each not in earlier]
+
+
+def test_a_cycle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = SideOutputs.publish
+
+    def publish(self: SideOutputs, result: Any) -> Any:
+        mappings = self._mappings
+        found = genuine(self, result)
+        self._mappings = mappings
+        return found
+
+    monkeypatch.setattr(SideOutputs, "publish", publish)
+    model = poros.prepare(build("gemma4_shared_kv", num_layers=4))
+    with without_collector():
+        before = living()
+        train(model, 0)
+        assert living()["call"] > before["call"]

@@ -1,0 +1,276 @@
+"""A bit that a move itself flips is found before anything is trained, wherever the tensor goes."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+import poros.loaders.load
+from poros.errors import ParityError, StoreWriteError
+from poros.gates import tiny
+from poros.layer.streamed import is_streamed
+from poros.loaders.quantize import Quantizer
+from poros.loaders.slab_writer import SlabWriter
+from poros.streams import EagerStreams
+from tests.snapshots import assert_same_run, build, layers_of, run
+
+Patch = pytest.MonkeyPatch
+UP = "layers.1.mlp.up_proj.weight"
+KINDS = {"packed weight": UP, "absmax": f"{UP}.absmax", "nested absmax": f"{UP}.nested_absmax"}
+WAYS = ("memory", "staged", "4-bit checkpoint")
+NAMED = r"layers\.1\.mlp\.up_proj"
+
+
+def part_of(model: Any, kind: str) -> torch.Tensor:
+    """One tensor of each kind, of layer 1."""
+    layer = layers_of(model)[1]
+    linear = layer.mlp.up_proj
+    weight = getattr(linear, "base_layer", linear).weight
+    found: dict[str, Callable[[], torch.Tensor]] = {
+        "packed weight": lambda: weight,
+        "absmax": lambda: weight.quant_state.absmax,
+        "nested absmax": lambda: weight.quant_state.state2.absmax,
+        "norm": lambda: layer.input_layernorm.weight,
+        "bias": lambda: layer.self_attn.k_proj.base_layer.bias,
+    }
+    return found[kind]()
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Change a nibble as a fault of the memory does: PyTorch counts no write."""
+    array: Any = tensor.detach().data.view(-1).view(torch.uint8).numpy()
+    array[1] ^= 0x30
+
+
+def flip_copies(patch: Patch, is_it: Callable[[torch.Tensor, torch.Tensor], bool]) -> list[int]:
+    """From now on a copy, said by target and source, arrives with one nibble changed."""
+    copy, flips = torch.Tensor.copy_, list[int]()
+
+    def faulty(self: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = copy(self, other, *args, **kwargs)
+        if is_it(self, other):
+            flips.append(self.data_ptr())
+            flip(self)
+        return result
+
+    patch.setattr(torch.Tensor, "copy_", faulty)
+    return flips
+
+
+def flip_when_packed(patch: Patch, part: str, *, on_the_way: bool = False) -> list[int]:
+    """A nibble changes as ``part`` is written to its place in host memory.
+
+    Or, ``on_the_way``, as it comes back from where it was quantized.
+    """
+    find, bring = SlabWriter._target, Quantizer._bring_back
+    places, sources = list[torch.Tensor](), list[int]()
+
+    def is_there(tensor: torch.Tensor) -> bool:
+        return any(0 <= tensor.data_ptr() - place.data_ptr() < place.nbytes for place in places)
+
+    def target(self: Any, name: str, like: torch.Tensor) -> torch.Tensor:
+        found = find(self, name, like)
+        if name.endswith(part):
+            places.append(found)
+        return found
+
+    def bring_back(self: Any, values: torch.Tensor, target: torch.Tensor, *args: Any) -> None:
+        if is_there(target):
+            sources.append(values.data_ptr())
+        bring(self, values, target, *args)
+
+    def is_it(target: torch.Tensor, source: torch.Tensor) -> bool:
+        return not flips and (source.data_ptr() in sources if on_the_way else is_there(target))
+
+    patch.setattr(SlabWriter, "_target", target)
+    patch.setattr(Quantizer, "_bring_back", bring_back)
+    flips = flip_copies(patch, is_it)
+    return flips
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dense")
+    config = tiny.small_config("qwen2", num_layers=3, hidden_size=64)
+    tiny.write_checkpoint(config, path, dtype=torch.bfloat16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def packed(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("packed")
+    tiny.load_base(dense, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def source(way: str, dense: Path, packed: Path, monkeypatch: Patch) -> Path:
+    """What is loaded: each weight in several pieces, which staged come back as from a device."""
+    streams = EagerStreams(torch.device("cpu")) if way == "staged" else None
+    pieces = partial(Quantizer, chunk_num_bytes=2048, streams=streams)
+    monkeypatch.setattr(poros.loaders.load, "Quantizer", pieces)
+    return packed if way == "4-bit checkpoint" else dense
+
+
+def with_lora(base: Any) -> Any:
+    return tiny.attach_lora(base, rank=8, seed=1)
+
+
+@pytest.mark.parametrize("keep_last", [0, 3])
+@pytest.mark.parametrize("kind", [*KINDS, "norm", "bias"])
+def test_flipped_by_prepare(kind: str, keep_last: int, monkeypatch: Patch) -> None:
+    model = build()
+    place = part_of(model, kind).data_ptr()
+    dtype = part_of(model, kind).dtype
+
+    def is_it(target: torch.Tensor, source: torch.Tensor) -> bool:
+        return source.data_ptr() == place != target.data_ptr() and target.dtype == dtype
+
+    with monkeypatch.context() as patch:
+        flips = flip_copies(patch, is_it)
+        poros.prepare(model, keep_last=keep_last)
+    assert len(flips) == 1
+    with pytest.raises(ParityError, match=r"layers\.1"):
+        run(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_flipped_by_load(kind: str, source: Path, monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch:
+        flips = flip_when_packed(patch, KINDS[kind])
+        base = poros.load(source)
+    assert len(flips) == 1
+    model = with_lora(base)
+    before = part_of(model, kind).clone()
+    with pytest.raises(ParityError, match=NAMED + ".*expected digest.*found"):
+        poros.prepare(model)
+    assert not any(map(is_streamed, model.modules()))
+    assert torch.equal(part_of(model, kind), before)
+
+
+@pytest.mark.parametrize("way", ["staged"])
+def test_flipped_on_the_way_back_from_a_device(source: Path, monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch:
+        flips = flip_when_packed(patch, UP, on_the_way=True)
+        model = with_lora(poros.load(source))
+    assert len(flips) == 1
+    with pytest.raises(ParityError, match=NAMED):
+        poros.prepare(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_flipped_on_its_way_into_a_store(
+    kind: str, source: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    with monkeypatch.context() as patch:
+        flips = flip_when_packed(patch, KINDS[kind])
+        with pytest.raises(StoreWriteError, match=NAMED):
+            poros.load(source, store=tmp_path / "store")
+    assert len(flips) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("host_budget", [None, 0])
+def test_flipped_in_an_opened_store_before_prepare(
+    kind: str, host_budget: int | None, dense: Path, tmp_path: Path
+) -> None:
+    base = poros.load(dense, store=tmp_path / "store", host_budget=host_budget)
+    flip(part_of(base, kind))
+    with pytest.raises(ParityError, match=NAMED):
+        poros.prepare(with_lora(base))
+
+
+def test_what_load_has_flipped_is_said_and_trained_on_if_that_is_wanted(
+    dense: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = poros.load(dense)
+    flip(part_of(model, "packed weight"))
+    model = poros.prepare(with_lora(model), self_check="warn")
+    with caplog.at_level(logging.WARNING, "poros"):
+        run(model)
+    assert caplog.text.count("layers.1.mlp.up_proj") == 1
+    assert poros.runtime(model).self_check["status"] == "failed"
+    poros.prepare(poros.restore(model), self_check="off")
+
+
+@pytest.mark.parametrize(
+    ("way", "self_check"),
+    [
+        *((way, "strict") for way in (*WAYS, "store", "disk", "not loaded")),
+        *((way, "off") for way in ("memory", "not loaded")),
+    ],
+)
+def test_control_nothing_is_found_where_nothing_flips(
+    way: str, self_check: str, source: Path, tmp_path: Path
+) -> None:
+    """What ``poros.load`` has packed is taken over where it lies."""
+
+    def make() -> Any:
+        if way == "not loaded":
+            return with_lora(build(dropout=0.0).unload())
+        if way in ("store", "disk"):
+            budget = 0 if way == "disk" else None
+            return with_lora(poros.load(source, store=tmp_path / "store", host_budget=budget))
+        return with_lora(poros.load(source))
+
+    model = poros.prepare(make(), self_check=self_check)
+    assert poros.runtime(model).is_adopted == (way != "not loaded")
+    assert_same_run(run(make()), run(model))
+    assert poros.runtime(model).self_check["status"] == {"strict": "passed"}.get(self_check, "off")
+    poros.prepare(poros.restore(model))
+
+
+def edit_in_place(model: Any) -> None:
+    with torch.no_grad():
+        part_of(model, "packed weight")[:64] ^= 0x11
+
+
+def edit_scales(model: Any) -> None:
+    with torch.no_grad():
+        part_of(model, "absmax")[:8] ^= 1
+        part_of(model, "nested absmax").mul_(2)
+
+
+def replace_bytes(model: Any) -> None:
+    weight = part_of(model, "packed weight")
+    weight.data = weight.data ^ 0x11
+
+
+def replace_scales(model: Any) -> None:
+    state: Any = part_of(model, "packed weight").quant_state  # type: ignore[attr-defined]
+    state.state2.absmax = state.state2.absmax * 2
+
+
+def edit_dense(model: Any) -> None:
+    model.get_submodule("base_model.model.model.embed_tokens").weight.data[3] *= 2
+    part_of(model, "norm").data[3] *= 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "quantization"),
+    [
+        *(
+            (edit, "nf4")
+            for edit in (edit_in_place, edit_scales, replace_bytes, replace_scales, edit_dense)
+        ),
+        # A dense weight may even be edited behind PyTorch.
+        (lambda model: flip(part_of(model, "packed weight")), None),
+    ],
+)
+def test_control_edits_before_prepare_are_nobodys_fault(
+    edit: Any, quantization: str | None, dense: Path
+) -> None:
+    def make() -> Any:
+        model = with_lora(poros.load(dense, quantization=quantization))
+        edit(model)
+        return model
+
+    assert_same_run(run(make()), run(poros.prepare(make())))

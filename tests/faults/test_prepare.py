@@ -1,0 +1,378 @@
+"""While prepared, a model is to everyone else what it was: names, objects, bytes, files, counts."""
+
+import gc
+import json
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import poros
+from poros.errors import PreparedModelError
+from poros.slots.schedule import count, training_visits, walk
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    bits_of,
+    build,
+    changes,
+    layers_of,
+    picture,
+    run,
+)
+from tests.support import same_bits
+
+STATS = {
+    "num_loads",
+    "num_hits",
+    "h2d_num_bytes",
+    "device_num_bytes",
+    "host_num_bytes",
+    "pinned_num_bytes",
+    "disk_num_bytes",
+    "disk_stall_ms",
+    "fallbacks",
+    *("offloaded_num_bytes", "h2d_ms", "h2d_gb_per_s", "stall_ms", "num_resizes"),
+}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_prepare_returns_the_same_object() -> None:
+    model = build()
+    assert poros.prepare(model) is model
+
+
+def test_prepare_again_with_an_equal_policy_does_nothing() -> None:
+    model = poros.prepare(build(), block_size=2)
+    runtime, before = poros.runtime(model), picture(model)
+    assert poros.prepare(model, poros.StreamingPolicy(block_size=2)) is model
+    assert poros.runtime(model) is runtime
+    assert changes(before, picture(model)) == {}
+
+
+def test_prepare_again_with_another_policy_is_refused() -> None:
+    model = poros.prepare(build(), block_size=2)
+    before = picture(model)
+    with pytest.raises(
+        PreparedModelError, match=r"expected .* found .*block_size=2.*poros\.restore"
+    ):
+        poros.prepare(model, block_size=1)
+    assert changes(before, picture(model)) == {}
+    assert_same_run(run(build()), run(model))
+
+
+def test_overrides_replace_fields_of_the_policy() -> None:
+    policy = poros.StreamingPolicy(block_size=2, slots=4)
+    model = poros.prepare(build(), policy, slots=3)
+    assert poros.runtime(model).policy == poros.StreamingPolicy(block_size=2, slots=3)
+    assert policy.slots == 4
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "phi3"])
+def test_names_objects_and_class_names_stay(architecture: str) -> None:
+    def facts(model: Any) -> dict[str, object]:
+        parameters = model.named_parameters(remove_duplicate=False)
+        return {
+            "parameters": [(name, id(each), each.requires_grad) for name, each in parameters],
+            "parameter types": [type(parameter) for parameter in model.parameters()],
+            "buffers": [(name, id(each)) for name, each in model.named_buffers()],
+            "modules": [
+                (
+                    name,
+                    id(each),
+                    type(each).__name__,
+                    type(each).__qualname__,
+                    type(each).__module__,
+                )
+                for name, each in model.named_modules(remove_duplicate=False)
+            ],
+            "causal LM": type(model.get_base_model()),
+        }
+
+    model = build(architecture)
+    classes = [type(layer) for layer in layers_of(model)]
+    before = facts(model)
+    poros.prepare(model)
+    assert changes(before, facts(model)) == {}
+    for layer, original in zip(layers_of(model), classes, strict=True):
+        assert isinstance(layer, original) and type(layer) is not original
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+def test_state_dict_is_equal_key_for_key_and_bit_for_bit(quantize: bool) -> None:
+    model = build(quantize=quantize)
+    expected = {key: each.clone() for key, each in model.state_dict().items()}
+    before = bits_of(model)
+    poros.prepare(model)
+    for _ in range(2):
+        found = model.state_dict()
+        assert list(found) == list(expected)
+        assert [key for key in found if not same_bits(found[key], expected[key])] == []
+        assert changes(before, bits_of(model)) == {}
+        # Once more after forwards and backwards have gone through the slots.
+        model(**batches()[1]).loss.backward()
+        model.zero_grad()
+
+
+def test_base_files_saved_while_prepared_equal_the_resident_ones(tmp_path: Path) -> None:
+    resident, model = build(), poros.prepare(build())
+    model(**batches()[0])
+    resident.get_base_model().save_pretrained(tmp_path / "resident")
+    model.get_base_model().save_pretrained(tmp_path / "prepared")
+    expected = files_in(tmp_path / "resident")
+    assert "model.safetensors" in expected
+    assert changes(expected, files_in(tmp_path / "prepared")) == {}
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+def test_base_saved_while_prepared_loads_to_equal_bytes(tmp_path: Path, quantize: bool) -> None:
+    model = build(quantize=quantize)
+    base = model.get_base_model()
+
+    def without_adapters(tensors: Any) -> dict[str, Any]:
+        names = {name: name.replace(".base_layer.", ".") for name in tensors if "lora_" not in name}
+        return {names[name]: tensors[name] for name in names}
+
+    expected = without_adapters(bits_of(base))
+    poros.prepare(model)
+    model(**batches()[0]).loss.backward()
+    base.save_pretrained(tmp_path)
+    # PEFT's names of a wrapped linear layer are the only thing that keeps the files from loading.
+    weights = tmp_path / "model.safetensors"
+    save_file(without_adapters(load_file(weights)), weights, metadata={"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    assert changes(expected, bits_of(loaded)) == {}
+
+
+def test_adapter_saved_while_prepared_has_the_resident_files(tmp_path: Path) -> None:
+    resident, model = build(), poros.prepare(build(), block_size=2)
+    assert_same_run(run(resident), run(model))
+    resident.save_pretrained(tmp_path / "resident")
+    model.save_pretrained(tmp_path / "prepared")
+    expected = files_in(tmp_path / "resident")
+    assert "adapter_model.safetensors" in expected
+    assert changes(expected, files_in(tmp_path / "prepared")) == {}
+    assert (
+        b"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        in (expected["adapter_model.safetensors"])
+    )
+
+
+def test_parameter_counts_are_the_resident_ones() -> None:
+    def counts(model: Any) -> dict[str, object]:
+        base = model.get_base_model()
+        return {
+            "num_parameters": base.num_parameters(),
+            "trainable": base.num_parameters(only_trainable=True),
+            "without embeddings": base.num_parameters(exclude_embeddings=True),
+            "peft": model.get_nb_trainable_parameters(),
+            "footprint": base.get_memory_footprint(),
+            "without buffers": base.get_memory_footprint(return_buffers=False),
+            "numel": sum(parameter.numel() for parameter in model.parameters()),
+        }
+
+    model = build()
+    before = counts(model)
+    poros.prepare(model)
+    assert changes(before, counts(model)) == {}
+    model(**batches()[0])
+    assert changes(before, counts(model)) == {}
+
+
+def test_device_and_dtype_of_the_model_stay() -> None:
+    model = poros.prepare(build())
+    base = model.get_base_model()
+    assert base.device == torch.device("cpu") and base.dtype is torch.bfloat16
+    assert base.is_loaded_in_4bit and base.is_quantized
+
+
+def test_disable_adapter_gives_the_resident_outputs() -> None:
+    resident, model = build().eval(), poros.prepare(build()).eval()
+    batch = batches()[1]
+    with resident.disable_adapter(), model.disable_adapter():
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                expected, found = resident(**batch), model(**batch)
+            assert same_bits(expected.logits, found.logits)
+            assert same_bits(expected.loss, found.loss)
+    with torch.no_grad():
+        assert same_bits(resident(**batch).logits, model(**batch).logits)
+        assert not same_bits(expected.logits, model(**batch).logits)
+
+
+def test_two_prepared_models_do_not_influence_each_other() -> None:
+    seeds = (0, 7)
+    expected = [run(build(seed=seed)) for seed in seeds]
+    first, second = (poros.prepare(build(seed=seed), block_size=1 + seed % 2) for seed in seeds)
+    batch = batches()[0]
+    alone = [build(seed=seed)(**batch).loss for seed in seeds]
+    # Both graphs are alive at once, and the visits of one come between those of the other.
+    losses = [first.eval()(**batch).loss, second.eval()(**batch).loss]
+    losses[0].backward()
+    losses[1].backward()
+    assert len(set(alone)) == 2
+    for loss, model, seed in zip(losses, (first, second), seeds, strict=True):
+        twin = build(seed=seed).eval()
+        twin_loss = twin(**batch).loss
+        twin_loss.backward()
+        assert same_bits(loss, twin_loss)
+        assert changes(bits_of(twin), bits_of(model)) == {}
+        model.zero_grad()
+    assert_same_run(expected[1], run(second))
+    poros.restore(second)
+    assert_same_run(expected[0], run(first))
+
+
+def test_deleting_the_model_frees_everything() -> None:
+    model = poros.prepare(build())
+    model(**batches()[0]).loss.backward()
+    runtime = poros.runtime(model)
+    parts = [model, runtime, runtime.host, runtime.ring, runtime.manager, runtime.constants]
+    parts += [
+        *layers_of(model),
+        *runtime.host.slabs,
+        *(slot.buffer for slot in runtime.ring.slots),
+    ]
+    references = [weakref.ref(each) for each in parts]
+    del model, runtime, parts
+    gc.collect()
+    assert [reference() for reference in references if reference() is not None] == []
+
+
+def test_stats_have_the_documented_keys_and_plausible_values() -> None:
+    model = poros.prepare(build())
+    runtime = poros.runtime(model)
+    start = runtime.stats()
+    assert set(start) == STATS
+    assert json.loads(json.dumps(start)) == start
+    assert runtime.num_blocks == 3 and runtime.num_slots == 2
+    slabs = [runtime.host_slab(block).numel() for block in range(3)]
+    assert start["num_loads"] == start["num_hits"] == start["h2d_num_bytes"] == 0
+    assert start["host_num_bytes"] == sum(slabs)
+    # Two slots; as constants the code books of 16 and 256 floats and the offsets, each value once.
+    slots = max(slabs[0], slabs[2]) + slabs[1]
+    weights = [parameter for parameter in model.parameters() if hasattr(parameter, "quant_state")]
+    offsets = {float(each.quant_state.offset) for each in weights}
+    assert len(weights) == 3 * 7 and len(offsets) > 3 * 7 / 2
+    # Two norms, three biases and seven nested absmax in each layer, each within 256 bytes.
+    small = 3 * 12 * 256
+    assert start["device_num_bytes"] == slots + small + 4 * (16 + 256 + len(offsets))
+    assert start["pinned_num_bytes"] == 0 and start["fallbacks"] == []
+    num_steps = 3
+    run(model, num_steps=num_steps)
+    actions = list(walk(training_visits(3, num_steps), 3, 2))
+    end = runtime.stats()
+    # The last backward has loaded ahead for a next step: 2K - S, then 2 (K - S) a step.
+    assert end["num_loads"] == count(actions, "prefetch") == 2 * 3 - 2 + (num_steps - 1) * 2
+    assert len(set(slabs)) == 1
+    assert end["h2d_num_bytes"] == end["num_loads"] * slabs[0]
+    # On a CPU whoever computes waits for the whole of a copy.
+    assert 0 < end["h2d_ms"] == end["stall_ms"]
+    assert end["h2d_gb_per_s"] == pytest.approx(end["h2d_num_bytes"] / end["h2d_ms"] / 1e6)
+    # Both visits of a block that no load precedes are hits: S at each turn.
+    assert end["num_hits"] == (2 * num_steps - 1) * 2
+    assert {key: end[key] for key in STATS if "device" in key or "host" in key} == {
+        key: start[key] for key in STATS if "device" in key or "host" in key
+    }
+
+
+def test_runtime_of_a_model_that_is_not_prepared_says_what_to_do() -> None:
+    for call in (poros.runtime, poros.restore):
+        with pytest.raises(PreparedModelError, match=r"found a PeftModel.*poros\.prepare"):
+            call(build(num_layers=1))
+
+
+def test_host_slab_holds_the_bytes_of_the_model() -> None:
+    model = build()
+    packed = dict(model.named_parameters())[
+        "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
+    ]
+    expected = packed.detach().clone()
+    runtime = poros.runtime(poros.prepare(model))
+    slab = runtime.host_slab(1)
+    assert slab.dtype is torch.uint8 and slab.dim() == 1 and slab.device.type == "cpu"
+    offset = packed.data_ptr() - slab.data_ptr()
+    assert 0 <= offset < slab.numel()
+    assert same_bits(slab[offset : offset + expected.numel()], expected.view(-1))
+    assert slab.data_ptr() == runtime.host_slab(1).data_ptr()
+
+
+def test_slots_beyond_the_blocks_are_clamped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "poros"):
+        model = poros.prepare(build(), slots=9)
+    assert [record.getMessage() for record in caplog.records if "slots=9" in record.getMessage()]
+    runtime = poros.runtime(model)
+    assert runtime.num_slots == runtime.num_blocks == 3 and runtime.policy.slots == 9
+    assert_same_run(run(build()), run(model))
+    assert runtime.stats()["num_loads"] == 3
+
+
+def test_patch_hf_model_groups_four_layers() -> None:
+    model = build(num_layers=5)
+    assert poros.patch_hf_model(model) is model
+    assert poros.runtime(model).policy == poros.StreamingPolicy(block_size=4, slots=2)
+    assert poros.runtime(model).num_blocks == 2
+    assert poros.runtime(poros.patch_hf_model(build(), block_size=3)).num_blocks == 1
+    assert_same_run(run(build(num_layers=5)), run(model))
+
+
+def test_an_optimizer_and_gradients_from_before_prepare_stay_valid() -> None:
+    resident, model = build(), build()
+    results = []
+    for each in (resident, model):
+        torch.manual_seed(0)
+        each.train()
+        optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
+        each(**batches()[0]).loss.backward()
+        if each is model:
+            poros.prepare(each)
+        each(**batches()[1]).loss.backward()
+        optimizer.step()
+        results.append(bits_of(each))
+    assert changes(*results) == {}
+
+
+def test_an_adapter_added_while_prepared_trains_exactly() -> None:
+    from peft import LoraConfig
+
+    def second(model: Any) -> Any:
+        torch.manual_seed(3)
+        config = LoraConfig(
+            r=4, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False
+        )
+        model.add_adapter("second", config)
+        model.set_adapter("second")
+        return model
+
+    resident, model = second(build()), second(poros.prepare(build()))
+    assert_same_run(run(resident), run(model))
+    for each in (resident, model):
+        each.set_adapter("default")
+        each.delete_adapter("second")
+    assert_same_run(run(resident), run(model))
+
+
+def test_prepare_works_on_a_base_with_transformers_own_adapters() -> None:
+    from peft import LoraConfig
+
+    def with_adapters() -> Any:
+        base = build().unload()
+        torch.manual_seed(5)
+        base.add_adapter(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+        return base
+
+    assert_same_run(run(with_adapters()), run(poros.prepare(with_adapters())))

@@ -1,0 +1,355 @@
+"""What is refused, by a typed error that says what to do: models, policies and calls.
+
+Whatever was asked for, the model is as it was, and trains as if nobody had asked.
+"""
+
+import logging
+import re
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import remove_hook_from_module
+from torch import distributed, nn
+from transformers import DynamicCache
+
+import poros
+from poros.errors import (
+    PolicyError,
+    PreparedModelError,
+    UnsupportedModelError,
+    UnvalidatedArchitectureError,
+)
+from tests.faults.refused import CASES, changed, hook_a_module, merge_one, train_a_linear
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    bf16,
+    build,
+    changes,
+    digest,
+    layers_of,
+    outcome,
+    picture,
+    run,
+)
+from tests.support import same_bits
+
+IDS = {"input_ids": torch.arange(3, 11).view(1, 8)}
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+# Models.
+
+
+def look_at(model: Any, has_plain_tensors: bool) -> dict[str, object]:
+    if not isinstance(model, nn.Module):
+        return {}
+    if has_plain_tensors:
+        return picture(model)
+    classes = {name: type(module) for name, module in model.named_modules()}
+    return classes | {f"{name} id": id(each) for name, each in model.named_parameters()}
+
+
+def outputs(model: Any, has_plain_tensors: bool) -> object:
+    """What the model gives in evaluation mode, as digests."""
+    if not has_plain_tensors:
+        model(**batches()[0]).loss.backward()
+        return None
+    with torch.no_grad():
+        return digest(model.eval()(**IDS)[0])
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_is_refused_with_a_reason_and_left_untouched(name: str) -> None:
+    case = CASES[name]
+    model = case.make()
+    expected = outputs(model, True) if case.works and case.has_plain_tensors else None
+    before = look_at(model, case.has_plain_tensors)
+    with pytest.raises(case.error) as caught:
+        poros.prepare(model)
+    # The builtin too, so that existing except clauses keep working.
+    assert isinstance(caught.value, ValueError)
+    message = str(caught.value)
+    is_unproven = case.error is UnvalidatedArchitectureError
+    assert is_unproven or ("expected" in message and "found" in message)
+    for pattern in (case.found, case.where, case.advice):
+        assert re.search(pattern, message, re.DOTALL), f"{pattern!r} not in {message!r}"
+    assert changes(before, look_at(model, case.has_plain_tensors)) == {}
+    if case.works:
+        assert outputs(model, case.has_plain_tensors) == expected
+    with pytest.raises(PreparedModelError):
+        poros.runtime(model)
+
+
+def freeze(model: Any) -> None:
+    layers_of(model)[2].mlp.up_proj.base_layer.weight.requires_grad_(False)
+
+
+REPAIRS: dict[str, tuple[Callable[[Any], None], Callable[[Any], object]]] = {
+    "freeze": (train_a_linear, freeze),
+    "unmerge": (merge_one, lambda model: model.unmerge_adapter()),
+    "unhook": (hook_a_module, lambda model: remove_hook_from_module(model, recurse=True)),
+}
+
+
+@pytest.mark.parametrize("repair", REPAIRS)
+def test_a_refused_model_can_be_prepared_once_repaired(repair: str) -> None:
+    spoil, mend = REPAIRS[repair]
+    model = changed(spoil, quantize=False)()
+    with pytest.raises(UnsupportedModelError):
+        poros.prepare(model)
+    mend(model)
+    poros.prepare(model)
+    assert torch.isfinite(model(**batches()[0]).loss)
+
+
+OTHERS = {"olmo2": None, "gpt_neox": None, "gemma2": "eager"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_need_permission_then_warn_and_are_exact(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if the registry had no record of it.
+    monkeypatch.setattr("poros.model.inspect.validated_model_types", lambda: ("qwen2",))
+
+    def make() -> Any:
+        model = build(name, attn_implementation=OTHERS[name])
+        # GPT-NeoX hands its layers the cache under another name, which is refused under grad.
+        model.get_base_model().config.use_cache = name != "gpt_neox"
+        return model
+
+    model = make()
+    before = picture(model)
+    with pytest.raises(UnvalidatedArchitectureError, match=f"`poros check --architecture {name}`"):
+        poros.prepare(model)
+    assert changes(before, picture(model)) == {}
+    with caplog.at_level(logging.WARNING, "poros"):
+        poros.prepare(model, allow_unvalidated=True)
+    assert any(name in record.getMessage() for record in caplog.records)
+    assert_same_run(run(make()), run(model))
+
+
+def test_control_a_validated_architecture_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "poros"):
+        poros.prepare(build())
+    assert not caplog.records
+
+
+# Policies.
+
+POLICIES: dict[str, tuple[dict[str, Any], str]] = {
+    "one slot": ({"slots": 1}, "slots: expected .*at least 2.*found 1"),
+    "no slots": ({"slots": 0}, "slots: expected .*at least 2.*found 0"),
+    "slots of a wrong type": ({"slots": True}, "slots: expected an integer.*found True"),
+    "block size 0": ({"block_size": 0}, "block_size: expected .*at least 1.*found 0"),
+    "half a block": ({"block_size": 1.5}, "block_size: expected an integer.*found 1.5"),
+    "unknown field": (
+        {"evict": 1},
+        "'evict' is not a policy field.*block_size, vram_budget, slots",
+    ),
+    "no such device": ({"device": "cuda:99"}, "device: expected a usable.*found 'cuda:99'"),
+    "not a device": ({"device": "gpu"}, "device: expected a usable.*found 'gpu'"),
+    "meta device": ({"device": "meta"}, "device: expected a usable.*found 'meta'"),
+    "flag of a wrong type": (
+        {"allow_unvalidated": "yes"},
+        "allow_unvalidated: expected a bool.*'yes'",
+    ),
+    "unknown check": ({"self_check": "sometimes"}, "self_check"),
+    **{
+        f"{field} {value!r}": ({field: value}, field)
+        for field, values in {
+            "offload_boundaries": ("yes", 1, 0.5),
+            "vram_budget": ("8 apples", -1, 0, float("nan"), True, "GiB"),
+        }.items()
+        for value in values
+    },
+    **{
+        f"vram_budget {value!r}": (
+            {"vram_budget": value},
+            rf"vram_budget: .* did you mean '{meant}'\?",
+        )
+        for value, meant in ((8, "8GiB"), (24.5, "24.5GiB"), ("8", "8GiB"), (8192, "8192MiB"))
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def unprepared() -> Iterator[Any]:
+    """Everything is asked of one model, which trains exactly in the end."""
+    model = build()
+    yield model
+    assert_same_run(run(build()), run(poros.prepare(model)))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_that_cannot_work_is_refused_and_the_model_left_alone(
+    name: str, unprepared: Any
+) -> None:
+    options, message = POLICIES[name]
+    before = picture(unprepared)
+    with pytest.raises(PolicyError, match=message) as caught:
+        poros.prepare(unprepared, **options)
+    assert isinstance(caught.value, ValueError)
+    assert changes(before, picture(unprepared)) == {}
+    with pytest.raises(PreparedModelError):
+        poros.runtime(unprepared)
+    if "device" not in options and "evict" not in options:
+        with pytest.raises(PolicyError, match=message):
+            poros.StreamingPolicy(**options)
+    if "did you mean" in message:
+        with pytest.raises(PolicyError, match=message):
+            poros.plan(unprepared.config, batch_size=1, seq_len=16, **options)
+        meant = message.split("'")[1]
+        assert poros.StreamingPolicy(vram_budget=meant).vram_budget == meant
+
+
+# Calls, while gradients are enabled.
+
+
+class Notes:
+    """An object of the user."""
+
+
+CONTAINERS: dict[str, Callable[[], object]] = {
+    "dict": dict,
+    "filled dict": lambda: {"states": torch.zeros(2)},
+    "list": list,
+    "set": set,
+    "deque": deque,
+    "subclass of UserDict": type("Marked", (UserDict,), {"__module__": __name__}),
+    "bytearray": bytearray,
+    "object": Notes,
+    "list in a tuple": lambda: (1, [2]),
+}
+NOTES = r"argument 'notes'.*layers\.0.*expected.*found"
+
+
+def empty_cache(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.get_base_model().config)
+
+
+def filled_cache(model: Any) -> dict[str, Any]:
+    cache = empty_cache(model)
+    with torch.no_grad():
+        model(batches()[0]["input_ids"], past_key_values=cache)
+    assert cache.get_seq_length() == 12
+    return {"past_key_values": cache}
+
+
+def used_cache(model: Any) -> dict[str, Any]:
+    cache = empty_cache(model)
+    model(batches()[0]["input_ids"], past_key_values=cache)
+    return {"past_key_values": cache}
+
+
+Options = Callable[[Any], dict[str, Any]]
+CALLS: dict[str, tuple[Options, str]] = {
+    **{
+        f"a mutable container: {kind}": (lambda model, make=make: {"notes": make()}, NOTES)
+        for kind, make in CONTAINERS.items()
+    },
+    "a cache with contents": (filled_cache, r"layers\.0.*cache.*torch\.no_grad"),
+    "a cache used twice": (used_cache, "KV cache"),
+    "recorded attentions": (
+        lambda model: {"output_attentions": True},
+        r"layers\.0.*attentions.*torch\.no_grad",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def called() -> Iterator[Any]:
+    """Every call is made of one prepared model, which trains exactly in the end."""
+    model, twin = (build(attn_implementation="eager") for _ in "ab")
+    poros.prepare(model)(**batches()[0]).loss.backward()
+    model.zero_grad()
+    with torch.no_grad():  # transformers leaves hooks behind when it first records anything
+        model(**batches()[0], output_attentions=True)
+    yield model
+    assert_same_run(run(twin), run(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_refused_by_name_and_exact_without_gradients(name: str, called: Any) -> None:
+    make, message = CALLS[name]
+    called.train()
+    options = make(called)
+    before, stats = picture(called), poros.runtime(called).stats()
+    batch = {"input_ids": batches()[1]["input_ids"]} if "cache" in name else batches()[1]
+    with pytest.raises(UnsupportedModelError, match=message):
+        called(**batch, **options)
+    assert changes(before, picture(called)) == {}
+    assert poros.runtime(called).stats() == stats
+    if "cache" in name:
+        assert options["past_key_values"].get_seq_length() == (12 if "contents" in name else 0)
+        return
+    twin = build(attn_implementation="eager")
+    with torch.no_grad():
+        expected, found = (model.eval()(**batch, **options) for model in (twin, called))
+    assert same_bits(expected.logits, found.logits)
+    if "attentions" in name:
+        assert len(expected.attentions) == len(found.attentions) == 3
+        assert all(map(same_bits, expected.attentions, found.attentions))
+
+
+def test_control_plain_keywords_pass(called: Any) -> None:
+    notes = (1, "two", (torch.float32, None), torch.zeros(2), 3.0, torch.device("cpu"))
+    called.train()(**batches()[0], notes=notes).loss.backward()
+    called.zero_grad()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_cache_dropped_under_grad_never_passes_for_a_filled_one(given: bool) -> None:
+    """Decoding on after a forward with gradients: with the right cache, or an error."""
+    found = []
+    for model in (build(), poros.prepare(build())):
+        model.eval()
+        cache = empty_cache(model) if given else None
+        out = model(batches()[0]["input_ids"], past_key_values=cache, use_cache=True)
+        try:
+            with torch.no_grad():
+                again = model(batches()[1]["input_ids"][:, :1], past_key_values=out.past_key_values)
+        except UnsupportedModelError as error:
+            assert "cache" in str(error)
+            return
+        found.append(digest(again.logits))
+    assert found[0] == found[1]
+
+
+def test_training_with_the_cache_on_is_exact() -> None:
+    found = []
+    for model in (build(), poros.prepare(build())):
+        torch.manual_seed(0)
+        model.train()(**batches()[0], use_cache=True).loss.backward()
+        found.append(outcome(model))
+    assert changes(*found) == {}
+
+
+def test_one_forward_is_pending_in_an_autocast_region_at_a_time() -> None:
+    """A second one is refused until the backward of the first has passed, and exact then."""
+    found = []
+    for model in (build(dtype=torch.float32), poros.prepare(build(dtype=torch.float32))):
+        model.train()
+        torch.manual_seed(0)
+        with bf16():
+            for batch in batches():
+                loss = model(**batch).loss
+                if found:
+                    with pytest.raises(UnsupportedModelError, match="one forward per autocast"):
+                        model(**batch)
+                loss.backward()
+        found.append({name: each for name, each in outcome(model).items() if "random" not in name})
+    assert changes(*found) == {}

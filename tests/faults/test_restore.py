@@ -1,0 +1,262 @@
+"""``restore`` gives the original back, and a ``prepare`` that fails has never happened."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.api import prepare_with
+from poros.errors import HostMemoryError, PreparedModelError
+from poros.gates import tiny
+from poros.host.store import HostSlab
+from poros.streams import EagerStreams
+from tests.snapshots import assert_same_run, batches, build, changes, layers_of, picture, run
+from tests.support import same_bits
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("quantize", [True, False])
+def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> None:
+    model = build(architecture, quantize=quantize, num_layers=4)
+    before = picture(model)
+    assert poros.restore(poros.prepare(model, block_size=2)) is model
+    assert changes(before, picture(model)) == {}
+    with pytest.raises(PreparedModelError):
+        poros.runtime(model)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
+def test_restore_after_training_equals_a_model_that_was_never_prepared(architecture: str) -> None:
+    twin, model = build(architecture), poros.prepare(build(architecture))
+    assert_same_run(run(twin), run(model))
+    poros.restore(model)
+    assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
+    for each in (twin, model):
+        each.eval()
+    with torch.no_grad():
+        for batch in batches():
+            assert same_bits(twin(**batch).logits, model(**batch).logits)
+    assert_same_run(run(twin), run(model))
+    assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
+
+
+def test_everything_works_on_the_restored_model() -> None:
+    def use(model: Any) -> Any:
+        base = model.get_base_model()
+        base.gradient_checkpointing_enable()
+        model.merge_adapter()
+        model.unmerge_adapter()
+        base.gradient_checkpointing_disable()
+        return model.merge_and_unload()
+
+    twin, model = build(), poros.prepare(build())
+    model(**batches()[0])
+    merged = [use(each) for each in (twin, poros.restore(model))]
+    assert changes(*(picture(each, identity=False) for each in merged)) == {}
+    assert not any("lora" in name for name, _ in merged[1].named_modules())
+
+
+def test_hooks_of_the_user_survive() -> None:
+    model = build()
+    seen: list[str] = []
+    layer = layers_of(model)[1]
+    layer.register_forward_hook(lambda *_: seen.append("forward"))
+    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    layer.register_state_dict_post_hook(lambda *_: None)
+    before = picture(model)
+    poros.prepare(model)
+    model(**batches()[0]).loss.backward()
+    assert seen == ["before", "forward", "backward"]
+    model.zero_grad()
+    poros.restore(model)
+    assert changes(before, picture(model)) == {}
+    model(**batches()[0]).loss.backward()
+    assert seen == ["before", "forward", "backward"] * 2
+
+
+def test_restore_then_prepare_again_with_other_options() -> None:
+    model, twin = build(), build()
+    for options in ({"block_size": 1}, {"block_size": 3}, {"block_size": 2, "slots": 3}, {}):
+        poros.prepare(model, **options)
+        assert poros.runtime(model).policy == poros.StreamingPolicy(**options)
+        assert_same_run(run(twin), run(model))
+        poros.restore(model)
+    assert_same_run(run(twin), run(model))
+
+
+def test_restore_with_a_graph_alive_never_gives_another_gradient() -> None:
+    def gradients(model: Any) -> dict[str, torch.Tensor]:
+        named = model.named_parameters()
+        return {name: each.grad for name, each in named if each.grad is not None}
+
+    twin, model = build(dropout=0.0), poros.prepare(build(dropout=0.0))
+    twin(**batches()[0]).loss.backward()
+    loss = model(**batches()[0]).loss
+    poros.restore(model)
+    # Either the exact gradient or a typed error; in both cases the model goes on.
+    try:
+        loss.backward()
+    except poros.PorosError:
+        pass
+    else:
+        found = gradients(model)
+        assert [n for n, each in gradients(twin).items() if not same_bits(each, found[n])] == []
+    assert_same_run(run(twin), run(model))
+
+
+def test_restore_after_a_failed_step() -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a user's hook")
+
+    model = build()
+    handle = layers_of(model)[1].mlp.register_forward_hook(fail)
+    poros.prepare(model)
+    with pytest.raises(KeyError):
+        model(**batches()[0])
+    handle.remove()
+    poros.restore(model)
+    twin = build()
+    assert_same_run(run(twin), run(model))
+    assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+def test_restore_takes_what_stands_in_the_place_of_a_frozen_tensor_out(quantize: bool) -> None:
+    """As an interrupted visit could leave a layer, or a user who has replaced a parameter."""
+    model = build(quantize=quantize)
+    before = picture(model)
+    poros.prepare(model)
+    for layer in layers_of(model):
+        weight = layer.mlp.up_proj.base_layer.weight
+        layer.mlp.up_proj.base_layer._parameters["weight"] = torch.nn.Parameter(
+            torch.zeros_like(weight), requires_grad=False
+        )
+    poros.restore(model)
+    assert changes(before, picture(model)) == {}
+
+
+def test_restore_gives_the_slots_back() -> None:
+    model = poros.prepare(build())
+    model(**batches()[0]).loss.backward()
+    runtime = poros.runtime(model)
+    references = [weakref.ref(slot.buffer) for slot in runtime.ring.slots]
+    references += [weakref.ref(runtime.ring), weakref.ref(runtime.manager)]
+    del runtime
+    poros.restore(model)
+    gc.collect()
+    assert [reference() for reference in references if reference() is not None] == []
+
+
+def _counting(
+    original: Callable[..., Any], error: BaseException | None = None, call: int = 0
+) -> tuple[Callable[..., Any], list[None]]:
+    """``original``, but call number ``call`` (from 1) raises instead; and its calls."""
+    calls: list[None] = []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if error is not None and len(calls) == call:
+            raise error
+        return original(*args, **kwargs)
+
+    return counting, calls
+
+
+def _replace(patch: pytest.MonkeyPatch, where: str, *raising: Any) -> list[None]:
+    """Count the calls of what ``where`` names, in which one may raise."""
+    module, owner, name = where.rsplit(".", 2)
+    original = getattr(import_module(module), owner).__dict__[name]
+    function = getattr(original, "__func__", original)
+    counting, calls = _counting(function, *raising)
+    patch.setattr(where, classmethod(counting) if function is not original else counting)
+    return calls
+
+
+FAILURES = {
+    "host store": ("poros.host.store.HostStore.allocate", 1, HostMemoryError("none left")),
+    "second slab": ("poros.host.store.HostSlab.__init__", 2, HostMemoryError("none left")),
+    "first tensor's move": ("poros.host.store.HostSlab.tensor", 1, RuntimeError("no tensor")),
+    "move in the middle": ("poros.host.store.HostSlab.tensor", 30, RuntimeError("no tensor")),
+    "ring": ("poros.slots.ring.DeviceRing.__init__", 1, MemoryError("no slots")),
+    "second slot": ("poros.streams.EagerStreams.allocate", 2, RuntimeError("out of memory")),
+    "manager": ("poros.slots.manager.BlockManager.__init__", 1, RuntimeError("no manager")),
+    "twin in the middle": (
+        "poros.layer.frozen.DeviceConstants.get",
+        7,
+        RuntimeError("no constants"),
+    ),
+    "bindings of block 3": (
+        "poros.layer.frozen.LayerBindings.__init__",
+        3,
+        RuntimeError("block 3"),
+    ),
+    "layer 3": ("poros.layer.streamed.StreamedLayer.__init__", 3, RuntimeError("layer 3")),
+    "guards": ("poros.model.guards.Guards.install", 1, RuntimeError("no guards")),
+    "guards half-way": ("poros.model.guards.Guards._put", 4, RuntimeError("no guards")),
+    "interrupt": ("poros.layer.frozen.LayerBindings.__init__", 2, KeyboardInterrupt()),
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, call, error = FAILURES[where]
+    model = build()
+    # So that there is something to put back: a checkpointing flag, and the AVX512 switch.
+    model.get_base_model().gradient_checkpointing_enable()
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = True
+    model(**batches()[0]).loss.backward()
+    before = picture(model)
+    with monkeypatch.context() as patch:
+        _replace(patch, target, error, call)
+        with pytest.raises(type(error)) as caught:
+            poros.prepare(model)
+        assert caught.value is error
+    assert changes(before, picture(model)) == {}
+    with pytest.raises(PreparedModelError):
+        poros.runtime(model)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    model.zero_grad()
+    model.get_base_model().gradient_checkpointing_disable()
+    assert_same_run(run(build()), run(poros.prepare(model)))
+
+
+def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the error, each place is reached that often."""
+    places = {target for target, _, _ in FAILURES.values()}
+    with monkeypatch.context() as patch:
+        calls = {target: _replace(patch, target) for target in places}
+        poros.prepare(build())
+    for target, call, _ in FAILURES.values():
+        assert len(calls[target]) >= call, target
+
+
+def test_a_failed_allocation_of_slots_frees_the_host_store() -> None:
+    def slabs() -> set[int]:
+        gc.collect()
+        return {id(value) for value in gc.get_objects() if type(value) is HostSlab}
+
+    class NoRoom(EagerStreams):
+        def allocate(self, num_bytes: int) -> torch.Tensor:
+            found.update(slabs() - earlier)
+            raise torch.OutOfMemoryError("no room for slots")
+
+    model = build()
+    before = picture(model)
+    earlier, found = slabs(), set[int]()
+    with suppress(torch.OutOfMemoryError):  # pytest.raises would keep the frames alive
+        prepare_with(model, poros.StreamingPolicy(), streams=NoRoom(torch.device("cpu")))
+    assert changes(before, picture(model)) == {}
+    assert len(found) == 3 and not slabs() & found

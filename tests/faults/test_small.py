@@ -1,0 +1,347 @@
+"""What is small stays on the device: edited, cast, replaced and trained as in a resident model."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import poros
+from poros.errors import PreparedModelError, RematerializationError
+from poros.gates import tiny
+from poros.layer.frozen import FrozenTensor
+from poros.layout import ALIGNMENT, SMALL_NUM_BYTES, is_small
+from poros.model.inspect import find_frozen, find_layers
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    bits_of,
+    build,
+    changes,
+    layers_of,
+    run,
+)
+from tests.support import AdversarialPrepare, same_bits
+
+NUM_LAYERS = 4
+
+
+def make(**options: Any) -> Any:
+    """In float32, so that a cast of a few tensors is one that a resident model survives."""
+    return build(num_layers=NUM_LAYERS, **{"dtype": torch.float32, **options})
+
+
+def norm_of(model: Any, layer: int = 1) -> Any:
+    return layers_of(model)[layer].input_layernorm
+
+
+def bias_of(model: Any, layer: int = 3) -> Any:
+    return layers_of(model)[layer].self_attn.q_proj.base_layer
+
+
+def in_place(model: Any) -> None:
+    with torch.no_grad():
+        norm_of(model).weight.mul_(1.5)
+        bias_of(model).bias.add_(0.25)
+
+
+def through_data(model: Any) -> None:
+    norm_of(model).weight.data.mul_(0.5)
+    bias_of(model).bias.data += 1
+
+
+def through_numpy(model: Any) -> None:
+    values: Any = norm_of(model).weight.detach().numpy()
+    values *= 1.5
+
+
+def assigned_data(model: Any) -> None:
+    weight = norm_of(model).weight
+    weight.data = weight.data.flip(0).clone()
+
+
+def cast(model: Any) -> None:
+    norm_of(model).weight.data = norm_of(model).weight.data.bfloat16()
+    bias_of(model).bias.data = bias_of(model).bias.data.bfloat16()
+
+
+def cast_by_method(model: Any) -> None:
+    norm_of(model).bfloat16()
+
+
+def replaced(model: Any) -> None:
+    norm = norm_of(model)
+    norm.weight = nn.Parameter(norm.weight.detach() * 2, requires_grad=False)
+
+
+def replaced_module(model: Any) -> None:
+    layer = layers_of(model)[1]
+    layer.input_layernorm = copy.deepcopy(layer.input_layernorm)
+    in_place(model)
+
+
+def loaded(model: Any) -> None:
+    name = "base_model.model.model.layers.1.input_layernorm.weight"
+    state = {name: torch.linspace(0.5, 2.0, 64)}
+    model.load_state_dict(state, strict=False)
+
+
+def trainable(model: Any) -> None:
+    for layer in layers_of(model):
+        layer.input_layernorm.weight.requires_grad_(True)
+
+
+EDITS = [
+    in_place,
+    through_data,
+    through_numpy,
+    assigned_data,
+    cast,
+    cast_by_method,
+    replaced,
+    replaced_module,
+    loaded,
+]
+COUNTED = [each for each in EDITS if each not in (through_data, through_numpy)]
+"""Those that PyTorch, or an address, tells of."""
+
+
+def train(model: Any, edit: Callable[[Any], None]) -> list[Any]:
+    """A run, an edit, a run with the optimizer made anew, an evaluation."""
+    found = [run(model)]
+    edit(model)
+    found.append(run(model))
+    with torch.no_grad():
+        model.eval()
+        found.append([model(**batch).logits for batch in batches()])
+    return found
+
+
+def assert_same(expected: list[Any], found: list[Any]) -> None:
+    for left, right in zip(expected[:2], found[:2], strict=True):
+        assert_same_run(left, right)
+    for left, right in zip(expected[2], found[2], strict=True):
+        assert same_bits(left, right)
+
+
+ROOMS = ({"slots": 2}, {"slots": 2, "block_size": 2}, {"slots": 4, "keep_last": 2})
+
+
+@pytest.mark.parametrize(
+    ("edit", "options"),
+    [
+        *((each, ROOMS[0]) for each in EDITS),
+        *((each, room) for each in (through_data, cast) for room in ROOMS[1:]),
+    ],
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
+def test_edits_between_steps_are_those_of_a_resident_run(
+    edit: Callable[[Any], None], options: dict[str, Any]
+) -> None:
+    expected = train(make(), edit)
+    prepare = AdversarialPrepare()
+    with prepare.watching():
+        found = train(prepare(make(), **options), edit)
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_control_every_edit_shows(edit: Callable[[Any], None]) -> None:
+    model = make().eval()
+    with torch.no_grad():
+        before = model(**batches()[0]).logits
+        edit(model)
+        assert not same_bits(before, model(**batches()[0]).logits)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_the_self_check_passes_after_an_edit_before_the_first_step(
+    edit: Callable[[Any], None],
+) -> None:
+    expected, model = make(), poros.prepare(make())
+    for each in (expected, model):
+        edit(each)
+    assert_same_run(run(expected), run(model))
+    assert poros.runtime(model).self_check["status"] == "passed"
+
+
+@pytest.mark.parametrize("edit", COUNTED, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("self_check", ["strict"])
+def test_edits_between_a_forward_and_its_backward_raise(
+    edit: Callable[[Any], None], self_check: str
+) -> None:
+    model = poros.prepare(make(), self_check=self_check)
+    loss = model.train()(**batches()[0]).loss
+    edit(model)
+    with pytest.raises(RematerializationError, match=r"layers\.\d.*expected"):
+        loss.backward()
+    # The next step is whole again.
+    model.zero_grad()
+    expected = make()
+    edit(expected)
+    assert_same_run(run(expected), run(model))
+
+
+@pytest.mark.parametrize("when", ["before prepare", "after prepare", "after a run"])
+@pytest.mark.parametrize("quantize", [True, False])
+def test_a_norm_that_is_trained_trains_as_in_a_resident_run(when: str, quantize: bool) -> None:
+    expected, model = make(quantize=quantize), make(quantize=quantize)
+    for index, each in enumerate((expected, model)):
+        if when == "before prepare":
+            trainable(each)
+        if index:
+            poros.prepare(model)
+        if when == "after a run":
+            run(each)
+        trainable(each)
+    found = run(model)
+    assert sum("layernorm" in name for name in found.steps[0].gradients) == NUM_LAYERS
+    assert_same_run(run(expected), found)
+    poros.restore(model)
+    assert_same_run(run(expected), run(model))
+
+
+def test_biases_trained_by_peft_train_as_in_a_resident_run() -> None:
+    """``bias="all"`` trains biases of modules without adapters too."""
+
+    def adapted() -> Any:
+        config = LoraConfig(r=4, target_modules=["q_proj"], bias="all")
+        torch.manual_seed(3)
+        return get_peft_model(make().unload(), config)
+
+    found = run(poros.prepare(adapted()))
+    assert sum("bias" in name for name in found.steps[0].gradients) == 3 * NUM_LAYERS
+    assert_same_run(run(adapted()), found)
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_with_a_budget_too(budget: str | None) -> None:
+    expected, model = make(), poros.prepare(make(), vram_budget=budget)
+    for each in (expected, model):
+        run(each)
+        trainable(each)
+    assert_same_run(run(expected), run(model))
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("quantize", [True, False])
+def test_what_streams_and_what_stays(architecture: str, quantize: bool) -> None:
+    """By kind and size alone; and each in one buffer per layer, aligned, with its own storage."""
+    model = build(architecture, quantize=quantize, num_layers=6)
+    name, layers = find_layers(model)
+    blocks, small = find_frozen(model, name, layers, 1)
+    staying = {id(each.tensor): each.tensor for group in small for each in group}
+    for block in blocks:
+        for each in block:
+            assert each.is_4bit or each.tensor.ndim >= 2
+            assert all("nested" not in part.name for part in each.parts())
+    before = {key: tensor.clone() for key, tensor in staying.items()}
+    assert staying and all(tensor.ndim <= 1 for tensor in staying.values())
+    poros.prepare(model)
+    runtime = poros.runtime(model)
+    held = [*staying.values(), *runtime.small.nested.values()]
+    assert bool(runtime.small.nested) == quantize
+    starts = [each.data_ptr() for each in runtime.small._buffers]
+    assert len(starts) == 6
+    for each in held:
+        offset = min(each.data_ptr() - start for start in starts if start <= each.data_ptr())
+        assert runtime.small.holds(each) and offset % ALIGNMENT == 0
+        assert each.untyped_storage().nbytes() == each.numel() * each.element_size()
+    assert all(same_bits(before[key], tensor) for key, tensor in staying.items())
+    poros.restore(model)
+    assert not any(map(runtime.small.holds, staying.values()))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_buffer", "expected"),
+    [
+        (torch.empty(64), False, True),
+        (torch.empty(()), False, True),
+        (torch.empty(SMALL_NUM_BYTES // 4), False, True),
+        (torch.empty(SMALL_NUM_BYTES // 4 + 1), False, False),
+        (torch.empty(2, 2), False, False),
+        (torch.empty(2, 2), True, True),
+        (torch.empty(4, SMALL_NUM_BYTES, dtype=torch.uint8), True, False),
+    ],
+)
+def test_small_is_a_matter_of_kind_and_size(
+    tensor: torch.Tensor, is_buffer: bool, expected: bool
+) -> None:
+    assert is_small(tensor, is_buffer=is_buffer) == expected
+    assert FrozenTensor("x", tensor, is_buffer=is_buffer).stays == expected
+
+
+def test_large_vectors_and_buffers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a bound of 64 bytes the same model is exact too, and guards what streams."""
+    monkeypatch.setattr("poros.layout.SMALL_NUM_BYTES", 64)
+    model = poros.prepare(make())
+    runtime = poros.runtime(model)
+    assert not runtime.small.holds(norm_of(model).weight)
+    assert_same_run(run(make()), run(model))
+    in_place(model)
+    with pytest.raises(PreparedModelError, match="written"):
+        model(**batches()[0])
+
+
+def test_edits_survive_restore() -> None:
+    expected, model = make(), poros.prepare(make())
+    for each in (expected, model):
+        in_place(each)
+        cast(each)
+    poros.restore(model)
+    assert changes(bits_of(expected), bits_of(model)) == {}
+
+
+class Counting(nn.Module):
+    """A norm with a running statistic."""
+
+    def __init__(self, norm: Any, how: str) -> None:
+        super().__init__()
+        self.norm = norm
+        self.how = how
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        value = hidden.detach().float().mean()
+        if self.how == "in place":
+            self.mean.mul_(0.9).add_(value)
+        elif self.how == "replaced":
+            self.mean = self.mean + value
+        elif self.how == "through data":
+            self.mean.data = self.mean.data + value
+        return self.norm(hidden)
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "through data", "not at all"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_layer_that_writes_is_refused(how: str, grad: bool) -> None:
+    model = make()
+    layer = layers_of(model)[2]
+    layer.input_layernorm = Counting(layer.input_layernorm, how)
+    poros.prepare(model)
+    with torch.set_grad_enabled(grad):
+        if how == "not at all":
+            model(**batches()[0])
+            return
+        with pytest.raises(PreparedModelError, match=r"layers\.2\.input_layernorm\.mean"):
+            model(**batches()[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_that_bitsandbytes_casts_for_good_is_cast_as_in_a_resident_run(
+    dtype: torch.dtype,
+) -> None:
+    def cast_biases() -> Any:
+        model = make(dtype=dtype)
+        for layer in layers_of(model):
+            bias = layer.self_attn.q_proj.base_layer.bias
+            bias.data = bias.data.to(torch.float64) * 1.001  # of no dtype that it is used in
+        return model
+
+    expected, model = cast_biases(), poros.prepare(cast_biases())
+    assert_same_run(run(expected), run(model))
+    assert changes(bits_of(expected), bits_of(model)) == {}
+    assert bias_of(model).bias.dtype == dtype

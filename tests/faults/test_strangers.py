@@ -1,0 +1,240 @@
+"""Tensors taken out of a layer, and trainable ones brought into it: exact or refused by name."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import poros
+from poros.errors import PreparedModelError, UnsupportedModelError
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    build,
+    changes,
+    digest,
+    layers_of,
+    outcome,
+    run,
+)
+
+Model = Any
+
+
+def on(targets: list[str], layers: list[int] | None = None, **changed: Any) -> Model:
+    torch.manual_seed(2)
+    base = build(**changed).unload()
+    options = {} if layers is None else {"layers_to_transform": layers}
+    return get_peft_model(
+        base, LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
+    )
+
+
+class Taken:
+    """Keeps what a module inside a layer gives."""
+
+    def __init__(self, model: Model, index: int, name: str) -> None:
+        self.tensors: list[torch.Tensor] = []
+        module = layers_of(model)[index].get_submodule(name)
+        module.register_forward_hook(lambda *given: self.tensors.append(given[-1]))
+
+    def penalty(self) -> torch.Tensor:
+        return self.tensors[0].float().square().mean()
+
+
+# From inside a layer: what is taken, and where the adapters are.
+INSIDE = {
+    "past no adapter": (["up_proj", "down_proj"], "self_attn.o_proj"),
+    "past an adapter": (["o_proj"], "self_attn.o_proj"),
+    "past the weights of the base": (["up_proj"], "mlp.down_proj"),
+}
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize("what", INSIDE)
+def test_a_loss_on_what_a_hook_took_from_inside_a_layer_is_refused(
+    what: str, index: int, quantize: bool
+) -> None:
+    targets, module = INSIDE[what]
+    found = []
+    for model in (on(targets, quantize=quantize), poros.prepare(on(targets, quantize=quantize))):
+        model.train()
+        torch.manual_seed(0)
+        taken = Taken(model, index, module)
+        loss = model(**batches()[1]).loss
+        # With nothing trainable before it, it is a constant.
+        is_constant = not taken.tensors[0].requires_grad
+        if found and not is_constant:
+            with pytest.raises(PreparedModelError, match="inside"):
+                (loss + taken.penalty()).backward()
+            taken.tensors.clear()
+            model(**batches()[1])
+            with pytest.raises(PreparedModelError, match="inside"):
+                taken.penalty().backward()
+            return
+        (loss + taken.penalty()).backward()
+        found.append(outcome(model))
+    assert is_constant and changes(*found) == {}
+
+
+def test_it_is_refused_whatever_the_slots_hold_by_then() -> None:
+    """The slot has passed on to other blocks, so the weights of the dropped graph are gone."""
+    model = poros.prepare(on(["up_proj"], quantize=False, num_layers=5), slots=2)
+    model.train()
+    taken = Taken(model, 0, "mlp.down_proj")
+    out = model(**batches()[1])
+    with pytest.raises(PreparedModelError, match="inside"):
+        taken.penalty().backward()
+    model.zero_grad()
+    taken.tensors.clear()
+    out.loss.backward()
+
+
+def test_looking_at_what_is_inside_stays_exact_and_keeps_nothing() -> None:
+    found = []
+    for model in (build(), poros.prepare(build())):
+        norms: list[torch.Tensor] = []
+        layers_of(model)[1].mlp.register_forward_hook(
+            lambda module, given, result, norms=norms: norms.append(result.detach().norm())
+        )
+        torch.manual_seed(0)
+        model(**batches()[1]).loss.backward()
+        found.append({"norm": digest(norms[0]), **outcome(model)})
+    assert changes(*found) == {}
+
+
+class Probe(nn.Module):
+    """A small network on what is inside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x.detach().float()).square().mean()  # type: ignore[no-any-return]
+
+
+def low() -> Model:
+    """Its lowest adapter is in layer 2."""
+    return on(["up_proj"], [2])
+
+
+@pytest.mark.parametrize(("make", "index"), [(build, 0), (build, 2), (low, 0)])
+def test_a_probe_on_detached_activations_trains_exactly(
+    make: Callable[[], Model], index: int
+) -> None:
+    """What a hook computes from detached tensors is no part of the layer."""
+    found = []
+    for model in (make(), poros.prepare(make())):
+        probe = Probe()
+        losses: list[torch.Tensor] = []
+        layers_of(model)[index].mlp.register_forward_hook(
+            lambda module, given, result, probe=probe, losses=losses: losses.append(probe(result))
+        )
+        torch.manual_seed(0)
+        (model(**batches()[1]).loss + losses[0]).backward()
+        gradients = {f"probe {n}": digest(p.grad) for n, p in probe.named_parameters()}
+        found.append({**gradients, **outcome(model)})
+    assert changes(*found) == {}
+
+
+def test_a_probe_whose_tensors_are_edited_is_refused() -> None:
+    model = poros.prepare(build())
+    probe, losses, seen = Probe(), [], []
+
+    def look(module: nn.Module, given: Any, result: torch.Tensor) -> None:
+        seen.append(result.detach().float())
+        losses.append(probe(seen[-1]))
+
+    layers_of(model)[1].mlp.register_forward_hook(look)
+    model(**batches()[1])
+    seen[0].mul_(2)
+    with pytest.raises(poros.RematerializationError, match="edited in place"):
+        losses[0].backward()
+
+
+def test_hooks_inside_leave_no_cycle() -> None:
+    """A packed tensor that a node gave itself must not keep that node."""
+    model = poros.prepare(build())
+    layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
+    model.train()
+    model(**batches()[0]).loss.backward()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
+        for _ in range(3):
+            model(**batches()[0]).loss.backward()
+        after = sum(isinstance(value, torch.Tensor) for value in gc.get_objects())
+        assert after <= before + 2
+    finally:
+        gc.enable()
+
+
+# Into a layer: a trainable tensor that a hook brings, switched on at some step.
+
+
+def switched(model: Model, index: int, kind: str) -> dict[str, Any]:
+    """Something trainable inside a layer that acts while ``on``."""
+    state: dict[str, Any] = {"on": False, "scale": torch.ones(64, requires_grad=True)}
+    module = layers_of(model)[index].self_attn
+
+    def change(output: Any) -> Any:
+        return (
+            (output[0] * state["scale"].to(output[0].dtype), *output[1:]) if state["on"] else output
+        )
+
+    if kind == "hook":
+        module.register_forward_hook(lambda module, given, output: change(output))
+    elif kind == "global hook":
+        state["handle"] = nn.modules.module.register_module_forward_hook(
+            lambda each, given, output: change(output) if each is module else None
+        )
+    else:
+        own = module.forward
+        module.forward = lambda *args, **kwargs: change(own(*args, **kwargs))
+    return state
+
+
+@pytest.mark.parametrize("self_check", ["strict", "warn", "off"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_trainable_tensor_in_a_hook_is_refused_whenever_it_acts(
+    index: int, first: int, self_check: str
+) -> None:
+    """Layer 0 is below the lowest adapter, layer 2 is not."""
+    model, twin = on(["up_proj"], [1, 2]), on(["up_proj"], [1, 2])
+    poros.prepare(model, self_check=self_check)
+    state = switched(model, index, "hook")
+    model.train()
+    for number in range(2):
+        state["on"] = number == first
+        if state["on"]:
+            with pytest.raises(UnsupportedModelError, match=rf"layers\.{index}: .*trainable"):
+                model(**batches()[0])
+        else:
+            model(**batches()[0]).loss.backward()
+    state["on"] = False
+    model.zero_grad()
+    assert_same_run(run(twin), run(model))
+
+
+@pytest.mark.parametrize("kind", ["global hook", "forward"])
+@pytest.mark.parametrize("index", [0, 2])
+def test_so_it_is_in_hooks_elsewhere_and_in_forwards_of_an_instance(index: int, kind: str) -> None:
+    model = poros.prepare(on(["up_proj"], [1, 2]))
+    state = switched(model, index, kind)
+    try:
+        model(**batches()[0]).loss.backward()
+        state["on"] = True
+        with pytest.raises(UnsupportedModelError, match=rf"layers\.{index}: .*trainable"):
+            model(**batches()[0])
+    finally:
+        if "handle" in state:
+            state["handle"].remove()

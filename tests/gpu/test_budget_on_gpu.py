@@ -1,0 +1,186 @@
+"""Offloaded inputs, the default budget and running out of memory, on a GPU."""
+
+import gc
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.api import prepare_with
+from poros.errors import VRAMBudgetError
+from poros.gates import tiny
+from poros.gates.parity import run_parity
+from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.layer.offload import OffloadedInput
+from tests.hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+NUM_LAYERS = 6
+MEGABYTE = 2**20
+SPEC = TrainingSpec(num_steps=3, accumulation=2)
+BATCHES = tiny.make_batches(6, num_tokens=256, vocab_size=8192, padded=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=1024, dropout=0.05)
+    config.intermediate_size, config.vocab_size = 4096, 8192
+    config.max_position_embeddings = 8192
+    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
+    return folder
+
+
+def load(checkpoint: Path) -> Any:
+    base = tiny.load_base(checkpoint, dtype=torch.bfloat16, device=str(DEVICE))
+    return tiny.attach_lora(base, rank=16, dropout=0.05)
+
+
+def hostile(model: Any, late: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    streams = HostileStreams(DEVICE, is_poisoning=True, **(late or {}))
+    policy = poros.StreamingPolicy(slots=2, offload_boundaries=True).override(**options)
+    return prepare_with(model, policy, streams=streams)
+
+
+@pytest.mark.parametrize("keep_last", [0, 2])
+def test_offloaded_inputs_change_no_bit(checkpoint: Path, keep_last: int) -> None:
+    report = run_parity(
+        partial(load, checkpoint), BATCHES, SPEC, partial(hostile, keep_last=keep_last)
+    )
+    assert report.exact, report.verdict()
+    assert report.stats["offloaded_num_bytes"] > 0 and report.stats["fallbacks"] == []
+
+
+def test_control_inputs_that_are_not_waited_for(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(load(checkpoint), BATCHES, SPEC)
+    wait = HostileStreams.wait
+
+    def give_up(self: OffloadedInput) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            late = HostileStreams(DEVICE, without=(COMPUTE_AFTER_COPY,), compute_cycles=0)
+            patch.setattr(HostileStreams, "wait", lambda _, event: wait(late, event))
+            return original(self)
+
+    original = OffloadedInput._give_up
+    monkeypatch.setattr(OffloadedInput, "_give_up", give_up)
+    # The host takes some milliseconds a layer, and compute does not wait.
+    late = {"always": True, "copy_cycles": 60 * MEGA, "compute_cycles": 0}
+    model = hostile(load(checkpoint), late, self_check="off")
+    assert compare_trajectories(expected, train(model, BATCHES, SPEC))
+
+
+def requested() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    # Memory that another stream used is taken back at the next allocation, not when it is freed.
+    torch.empty(1, device=DEVICE)
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
+def test_two_inputs_are_on_the_device_at_a_time(checkpoint: Path) -> None:
+    batch = {"input_ids": torch.zeros(1, 4096, dtype=torch.long, device=DEVICE)}
+    found = []
+    for is_offloaded in (False, True):
+        model = load(checkpoint).train()
+        poros.prepare(model, slots=2, offload_boundaries=is_offloaded, self_check="off")
+        hidden = model(**batch, logits_to_keep=1).logits
+        del hidden
+        before = requested()
+        hidden = model(**batch, logits_to_keep=1).logits
+        found.append(requested() - before)
+        del hidden, model
+    one = 4096 * 1024 * 2
+    assert found[0] - found[1] == pytest.approx((NUM_LAYERS - 2) * one, rel=0.05)
+
+
+LONG_SPEC = TrainingSpec(num_steps=6, accumulation=2)
+LONG_BATCHES = tiny.make_batches(12, num_tokens=256, vocab_size=8192, padded=False)
+
+
+def reserved_by(model: Any, others: int) -> int:
+    """What the allocator holds at most in a step of ``model``."""
+    torch.cuda.empty_cache()
+    batch = {key: tensor.to(DEVICE) for key, tensor in LONG_BATCHES[0].items()}
+    for _ in range(2):
+        model(**batch).loss.backward()
+    return torch.cuda.memory_reserved(DEVICE) - others
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_a_budget_is_kept_in_bytes_that_the_allocator_holds(checkpoint: Path, share: float) -> None:
+    expected = train(load(checkpoint), LONG_BATCHES, LONG_SPEC)
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_reserved(DEVICE)
+    model = load(checkpoint).train()
+    shape = {"batch_size": 2, "seq_len": 256, "accumulation": 2}
+    least = poros.plan(model, **shape).total_num_bytes
+    most = poros.plan(model, **shape, num_slots=6, keep_last=6).total_num_bytes
+    # Above the floor by what the allocator keeps between tensors.
+    budget = int(1.15 * least + share * 1.3 * (most - least))
+    poros.prepare(model, device=str(DEVICE), vram_budget=budget)
+    assert compare_trajectories(expected, train(model, LONG_BATCHES, LONG_SPEC)) == []
+    runtime = poros.runtime(model)
+    block = max(layout.num_bytes for layout in (slab.layout for slab in runtime.host.slabs))
+    found = reserved_by(model, others)
+    print(f"budget {budget}, held {found}, room {runtime.room}")
+    assert found <= budget
+    if share == 1.0:
+        assert (runtime.room.num_slots, runtime.room.keep_last) == (NUM_LAYERS, NUM_LAYERS)
+    elif runtime.room.num_slots < NUM_LAYERS:
+        assert found > budget - block - 2 * 20 * MEGABYTE
+    assert runtime.stats()["num_resizes"] <= 3
+
+
+def test_the_users_peak_statistics_are_left_alone(checkpoint: Path) -> None:
+    model = load(checkpoint).train()
+    torch.empty(3 * 2**30, dtype=torch.uint8, device=DEVICE)
+    before = torch.cuda.max_memory_allocated(DEVICE)
+    poros.prepare(model, device=str(DEVICE), vram_budget="2GiB")
+    train(model, LONG_BATCHES, LONG_SPEC)
+    assert poros.runtime(model).room.num_slots == NUM_LAYERS
+    assert torch.cuda.max_memory_allocated(DEVICE) == before > 3 * 2**30
+
+
+def test_without_a_budget_free_memory_is_used(checkpoint: Path) -> None:
+    expected = train(load(checkpoint), LONG_BATCHES, LONG_SPEC)
+    model = poros.prepare(load(checkpoint), device=str(DEVICE))
+    assert compare_trajectories(expected, train(model, LONG_BATCHES, LONG_SPEC)) == []
+    runtime = poros.runtime(model)
+    assert runtime.room.keep_last == NUM_LAYERS and runtime.plan is not None
+    free, whole = torch.cuda.mem_get_info(DEVICE)
+    budget = runtime.sizer.budget
+    assert budget is not None and 0.8 * free < budget <= 0.9 * whole
+
+
+def test_running_out_says_what_a_step_needs(checkpoint: Path) -> None:
+    model = load(checkpoint).train()
+    poros.prepare(model, slots=2, self_check="off")
+    tokens = torch.zeros(4, 4096, dtype=torch.long, device=DEVICE)
+    _, whole = torch.cuda.mem_get_info(DEVICE)
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 100 * 2**20
+    torch.cuda.set_per_process_memory_fraction(room / whole)
+    try:
+        with pytest.raises(VRAMBudgetError, match=r"layers\.0: expected room(.|\n)*out of memory"):
+            model(input_ids=tokens)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    model(input_ids=tokens[:1, :64], labels=tokens[:1, :64]).loss.backward()
+
+
+def test_stall_and_rate_are_measured(checkpoint: Path) -> None:
+    model = poros.prepare(load(checkpoint), device=str(DEVICE), slots=2, self_check="off").train()
+    batch = {key: each.to(DEVICE) for key, each in BATCHES[0].items()}
+    for _ in range(3):
+        model(**batch).loss.backward()
+    torch.cuda.synchronize()
+    stats = poros.runtime(model).stats()
+    assert 1 < stats["h2d_gb_per_s"] < 1000 and stats["h2d_ms"] > 0 and stats["stall_ms"] >= 0

@@ -1,0 +1,276 @@
+"""Ways to damage a checkpoint or store, one thing at a time, and what must come of it."""
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from poros.digests import digest_of
+from poros.errors import CheckpointFormatError, PorosError
+from poros.loaders.manifest import MANIFEST, REST, describe_rest
+from tests.loading.checkpoints import SECOND, entry, file_bytes
+
+Break = Callable[[Path], Any]
+WEIGHTS, CONFIG, GENERATION = "model.safetensors", "config.json", "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One damage, and what must come of it.
+
+    Args:
+        name: Of the case.
+        base: What is damaged: "files" (a checkpoint of two shards, opened), "slabs" (a store,
+            opened), or what is loaded: "dense", "moe", "4bit", "4bit single", "store".
+        break_it: Does it, to a copy in a folder.
+        says: What the error has to say, as a pattern. None: it is no damage, and what is loaded has
+            the bytes of ``from_pretrained``.
+        file: Which the error has to name; "." is the folder.
+        tensor: Which the error has to name.
+        source: What is opened, relative to the folder.
+        error: Of that kind.
+        options: Of ``poros.load``.
+        planned: ``poros.plan`` refuses it too.
+    """
+
+    name: str
+    base: str
+    break_it: Break
+    says: str | None
+    file: str | None = None
+    tensor: str | None = None
+    source: str = "."
+    error: type[PorosError] = CheckpointFormatError
+    options: dict[str, Any] = field(default_factory=dict)
+    planned: bool = False
+
+
+# Files, whatever is in them.
+
+
+def both(*changes: Break) -> Break:
+    return lambda folder: [change(folder) for change in changes]
+
+
+def put(name: str, content: bytes) -> Break:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def drop(*names: str) -> Break:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def instead(name: str, make: Callable[[Path], Any]) -> Break:
+    """Put something that is no file in the place of one."""
+    return both(drop(name), lambda folder: make(folder / name))
+
+
+def size(name: str, change: Callable[[int], int], start: bytes | None = None) -> Break:
+    """Cut a file off, or make a large one that takes no room."""
+
+    def resize(folder: Path) -> None:
+        if start is not None:
+            (folder / name).write_bytes(start)
+        os.truncate(folder / name, change((folder / name).stat().st_size))
+
+    return resize
+
+
+def sparse(name: str, num_bytes: int, start: bytes = b"") -> Break:
+    return size(name, lambda _: num_bytes, start)
+
+
+def cut(name: str, by: int = 1) -> Break:
+    return size(name, lambda found: found - by)
+
+
+def flip(name: str, at: int) -> Break:
+    """One bit of a byte, counted from the end if negative."""
+
+    def change(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[at] ^= 1
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def text(name: str, old: bytes, new: bytes) -> Break:
+    """Another text of the same length, the first time that it occurs."""
+    return lambda folder: put(name, (folder / name).read_bytes().replace(old, new, 1))(folder)
+
+
+class RunsCode:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def pickled(name: str, *gone: str) -> Break:
+    """A pickle that would leave a trace if it were loaded."""
+    return both(
+        drop(*gone),
+        lambda folder: put(name, pickle.dumps(RunsCode(folder / "trace"), protocol=4))(folder),
+    )
+
+
+def header(document: object, data: bytes = bytes(8), **options: Any) -> Break:
+    """Put a file built from a header in the place of the second shard."""
+    return put(SECOND, file_bytes(document, data, **options))
+
+
+def one(**changes: Any) -> Break:
+    """The same, with one tensor "t" that is right but for the changes."""
+    return header({"t": entry(**changes)})
+
+
+# Documents.
+
+
+def document(file: str, **changes: Any) -> Break:
+    """Change fields of a JSON file; ``...`` takes one away."""
+
+    def rewrite(folder: Path) -> None:
+        path = folder / file
+        fields = (json.loads(path.read_text()) if path.exists() else {}) | changes
+        path.write_text(
+            json.dumps({key: value for key, value in fields.items() if value is not ...})
+        )
+
+    return rewrite
+
+
+def _changed(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in (fields | changes).items() if value is not ...}
+
+
+def config(**changes: Any) -> Break:
+    return document(CONFIG, **changes)
+
+
+def quantized(**changes: Any) -> Break:
+    """Change the quantization_config of a checkpoint."""
+
+    def change(folder: Path) -> None:
+        found = json.loads((folder / CONFIG).read_text())["quantization_config"]
+        config(quantization_config={**found, **changes})(folder)
+
+    return change
+
+
+def write_sealed(file: Path, store: Any) -> None:
+    """A manifest with the right SHA-256 of whatever it says."""
+    sealed = json.dumps(store, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(sealed.encode()).hexdigest()
+    file.write_text(json.dumps({"sha256": digest, "store": store}, sort_keys=True))
+
+
+def manifest(change: Callable[[dict[str, Any]], Any]) -> Break:
+    """Change a manifest and seal it again: no accident, but made up."""
+
+    def rewrite(folder: Path) -> None:
+        store = json.loads((folder / MANIFEST).read_text())["store"]
+        change(store)
+        write_sealed(folder / MANIFEST, store)
+
+    return rewrite
+
+
+def about(**changes: Any) -> Break:
+    return manifest(lambda store: store["about"].update(changes))
+
+
+def kept_config(**changes: Any) -> Break:
+    """Change the configuration in a store, and say so in its manifest."""
+
+    def rewrite(folder: Path) -> None:
+        config(**changes)(folder)
+        digest = hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()
+        manifest(lambda store: store["files"].update({CONFIG: digest}))(folder)
+
+    return rewrite
+
+
+# Tensors.
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
+    """Change the tensors of the one file."""
+
+    def rewrite(folder: Path) -> None:
+        found = load_file(folder / WEIGHTS)
+        change(found)
+        found = {name: tensor.contiguous() for name, tensor in found.items()}
+        save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return rewrite
+
+
+def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Break:
+    return tensors(lambda found: found.update({name: change(found[name])}))
+
+
+def added(name: str) -> Break:
+    return tensors(lambda found: found.update({name: torch.ones(3)}))
+
+
+def dropped(name: str) -> Break:
+    """Every tensor with this in its name."""
+    return tensors(lambda found: [found.pop(key) for key in list(found) if name in key])
+
+
+def renamed(old: str, new: str, *, is_kept: bool = False) -> Break:
+    """In the name of every tensor; a tensor may stay under its old name too."""
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        for name in [key for key in found if old in key]:
+            found[name.replace(old, new)] = found[name].clone() if is_kept else found.pop(name)
+
+    return tensors(change)
+
+
+def spoil(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One entry."""
+
+    def change(found: torch.Tensor) -> torch.Tensor:
+        found.view(-1)[3] = value
+        return found
+
+    return change
+
+
+def state(weight: str, **changes: Any) -> Break:
+    """Change fields of the JSON in the state of a 4-bit weight; ``...`` takes one away."""
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        (key,) = [name for name in found if name.startswith(f"{weight}.quant_state.")]
+        text = json.dumps(_changed(json.loads(bytes(found[key].tolist())), changes))
+        found[key] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    return tensors(change)
+
+
+def rest(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
+    """Change the tensors of a store that are in no slab, and say so in its manifest."""
+
+    def rewrite(folder: Path) -> None:
+        path = folder / REST
+        found = load_file(path)
+        change(found)
+        save_file(found, path)
+        forms = {name: [kind, list(shape)] for name, (kind, shape) in describe_rest(found).items()}
+        digest = digest_of([memoryview(path.read_bytes())])
+        manifest(lambda store: store.update(rest=forms, rest_digest=digest))(folder)
+
+    return rewrite

@@ -1,0 +1,110 @@
+"""Stores for tests: of a model that was built in memory, and of bytes that are no model's."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poros.host.store import HostStore, attach_store
+from poros.layer.frozen import FrozenTensor
+from poros.layout import BlockLayout, view
+from poros.loaders.store import OpenStore
+from poros.loaders.store_writer import write_store
+from poros.model.inspect import _collect, find_layers
+from poros.nf4 import Part
+from tests.support import same_bits
+
+
+def parts_by_layer(model: Any) -> list[list[Part]]:
+    """What moves, layer by layer, in the order in which ``poros.prepare`` lists it."""
+    name, layers = find_layers(model)
+    found = []
+    for index, layer in enumerate(layers):
+        inside: dict[int, FrozenTensor] = {}
+        _collect(f"{name}.{index}", index, layer, inside)
+        found.append([p for frozen in inside.values() if not frozen.stays for p in frozen.parts()])
+    return found
+
+
+def layouts_of(model: Any) -> list[BlockLayout]:
+    return [
+        BlockLayout.pack([(part.name, part.get()) for part in parts])
+        for parts in parts_by_layer(model)
+    ]
+
+
+def lay_down(model: Any, store: HostStore | None = None) -> HostStore:
+    """Move the layers of a base model (without adapters) into ``store``, and leave it there."""
+    model.requires_grad_(False)
+    store = store or HostStore.allocate(layouts_of(model))
+    for parts, slab in zip(parts_by_layer(model), store.slabs, strict=True):
+        for part, spec in zip(parts, slab.layout.tensors, strict=True):
+            with torch.no_grad():
+                target = slab.tensor(spec)
+                target.copy_(part.get())
+            part.put(target)
+    attach_store(model, store)
+    return store
+
+
+# A store of three slabs that is no model's, for what needs no model.
+
+ABOUT = {"source": "a1b2", "quantization": {"quant_type": "nf4"}, "num_threads": 1}
+FILES = {"config.json": b'{"model_type": "qwen2"}', "generation_config.json": b"{}"}
+
+
+def some_layouts(num_layers: int = 3) -> list[BlockLayout]:
+    return [
+        BlockLayout.pack(
+            [
+                (f"layers.{index}.weight", torch.empty(40_000 + index, 1, dtype=torch.uint8)),
+                (f"layers.{index}.absmax", torch.empty(77)),
+                (f"layers.{index}.norm", torch.empty(64, dtype=torch.bfloat16)),
+                (f"layers.{index}.empty", torch.empty(0, 3)),
+            ]
+        )
+        for index in range(num_layers)
+    ]
+
+
+def some_rest() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "embed.weight": torch.rand(50, 8, generator=generator).bfloat16(),
+        "norm.weight": torch.rand(8, generator=generator),
+        "offset": torch.tensor(0.25),
+        "empty": torch.empty(0, 2),
+        "flags": torch.tensor([True, False]),
+        "transposed": torch.rand(4, 6, generator=generator).T,
+    }
+
+
+def fill(host: HostStore, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for slab in host.slabs:
+        for spec in slab.layout.tensors:
+            flat = view(slab.bytes, spec).reshape(-1).view(torch.uint8)
+            flat.copy_(torch.randint(256, flat.shape, dtype=torch.uint8, generator=generator))
+
+
+def filled(num_layers: int = 3, seed: int = 0) -> HostStore:
+    host = HostStore.allocate(some_layouts(num_layers))
+    fill(host, seed)
+    return host
+
+
+def write(directory: Path, num_layers: int = 3, seed: int = 0) -> Path:
+    """A whole store of these."""
+    return write_store(directory, filled(num_layers, seed), some_rest(), ABOUT, FILES)
+
+
+def read(opened: OpenStore) -> HostStore:
+    host = HostStore.allocate(opened.layouts)
+    opened.read_into(host)
+    opened.check()
+    return host
+
+
+def assert_same_store(left: HostStore, right: HostStore) -> None:
+    for one, other in zip(left.slabs, right.slabs, strict=True):
+        assert one.layout == other.layout and same_bits(one.bytes, other.bytes)

@@ -1,0 +1,141 @@
+"""Adapters on fused experts, which PEFT puts on the 3-D parameters themselves.
+
+PEFT registers a parametrization at each forward and takes it off again; streaming has to be exact
+through that, and the frozen experts have to be back in their places afterwards.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+import poros
+from poros.errors import PreparedModelError
+from tests.snapshots import assert_same_run, batches, bits_of, build, run
+from tests.support import AdversarialPrepare, same_bits
+
+ARCHITECTURES = ("mixtral", "qwen3_moe")
+ALLOWED = {"allow_unvalidated": True}
+# Some versions of transformers cannot weight router logits by the mask of a prompt.
+OPTIONS = {"max_new_tokens": 4, "do_sample": False, "output_router_logits": False}
+
+
+def make(architecture: str, **options: Any) -> Any:
+    """A model with adapters on its attention and on its experts."""
+    base = build(architecture, dropout=0.0, **options).unload()
+    return attach(base)
+
+
+def attach(base: Any) -> Any:
+    torch.manual_seed(1)
+    model = get_peft_model(
+        base, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    assert any("experts" in name for name, part in model.named_parameters() if part.requires_grad)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_exact(architecture: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
+    expected = run(make(architecture, dtype=dtype), num_steps=3, autocast_dtype=autocast)
+    assert all(bool(part.any()) for part in expected.steps[0].gradients.values())
+    model = poros.prepare(make(architecture, dtype=dtype), **ALLOWED)
+    assert_same_run(expected, run(model, num_steps=3, autocast_dtype=autocast))
+    assert poros.runtime(model).self_check["status"] == "passed"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_exact_under_adversarial_streams(architecture: str) -> None:
+    expected = run(make(architecture), num_steps=3)
+    with AdversarialPrepare().watching() as prepare:
+        model = prepare(make(architecture), slots=2, **ALLOWED)
+        assert_same_run(expected, run(model, num_steps=3))
+
+
+def test_control_another_expert_adapter_shows() -> None:
+    model = poros.prepare(make("mixtral"), **ALLOWED)
+    edited = next(
+        part for name, part in model.named_parameters() if part.requires_grad and "experts" in name
+    )
+    with torch.no_grad():
+        edited.view(-1)[0] += 1
+    with pytest.raises(AssertionError):
+        assert_same_run(run(make("mixtral")), run(model))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_generation_and_disabled_adapters_are_exact(architecture: str) -> None:
+    def outputs(model: Any) -> list[torch.Tensor]:
+        model.eval()
+        batch = batches()[0]
+        with torch.no_grad():
+            found = [model(**batch).logits]
+            with model.disable_adapter():
+                found.append(model(**batch).logits)
+            prompt = {key: batch[key][:, :4] for key in ("input_ids", "attention_mask")}
+            found.append(model.generate(**prompt, **OPTIONS))
+        return found
+
+    expected = outputs(make(architecture))
+    assert not torch.equal(expected[0], expected[1])
+    found = outputs(poros.prepare(make(architecture), **ALLOWED))
+    assert all(same_bits(*pair) for pair in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path: Path) -> None:
+    resident, streamed = make(architecture), poros.prepare(make(architecture), **ALLOWED)
+    for name, model in (("resident", resident), ("streamed", streamed)):
+        run(model)
+        model.save_pretrained(tmp_path / name)
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        contents = [(tmp_path / part / file).read_bytes() for part in ("resident", "streamed")]
+        assert contents[0] == contents[1], file
+    base = build(architecture, dropout=0.0).unload()
+    plain = PeftModel.from_pretrained(base, tmp_path / "streamed").eval()
+    with torch.no_grad():
+        assert same_bits(plain(**batches()[1]).logits, streamed.eval()(**batches()[1]).logits)
+
+
+def test_restore_gives_the_bytes_back() -> None:
+    model = make("mixtral")
+    before = bits_of(model)
+    poros.restore(poros.prepare(model, **ALLOWED))
+    assert bits_of(model) == before
+    poros.prepare(model, **ALLOWED)
+    run(model)
+    frozen = {name for name, part in model.named_parameters() if not part.requires_grad}
+    poros.restore(model)
+    after = bits_of(model)
+    assert {name: after[name] for name in frozen} == {name: before[name] for name in frozen}
+
+
+def test_a_write_to_another_frozen_tensor_is_still_noticed() -> None:
+    model = poros.prepare(make("mixtral"), **ALLOWED)
+    layers = model.get_base_model().model.layers
+
+    def write(module: Any, args: Any, output: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+    layers[1].input_layernorm.register_forward_hook(write)
+    with pytest.raises(PreparedModelError, match=r"layers\.1\.input_layernorm\.weight: .*written"):
+        model(**batches()[0])
+
+
+def test_an_adapter_on_experts_added_while_prepared_is_never_silent() -> None:
+    model = poros.prepare(build("mixtral", dropout=0.0), **ALLOWED)
+    config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model.add_adapter("experts", config)
+    model.set_adapter("experts")
+    with pytest.raises(PreparedModelError, match="written"):
+        model(**batches()[0])

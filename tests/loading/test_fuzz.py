@@ -1,0 +1,348 @@
+"""Random files: whatever they say, they are read as the library reads them, or refused.
+
+Properties: no exception but ``CheckpointFormatError``, no hang, memory bounded by the size of the
+file, nothing left open; and what is accepted here is accepted by safetensors, with the same form
+and bytes. The last is checked on inputs that are often right, and a count in the tests makes sure
+that both outcomes occur.
+
+A few seconds and the same examples at every run by default. POROS_FUZZ=50 draws fifty times as
+many from a fresh seed, and prints the smallest one that fails:
+
+    POROS_FUZZ=50 python -m pytest tests/loading/test_fuzz.py -q
+
+Whole loads are fuzzed by ``python -m tests.loading.fuzz``; a short run of it ends this file.
+"""
+
+import functools
+import json
+import operator
+import os
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+
+from poros.errors import CheckpointFormatError
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.header import DTYPES, Header, parse_json
+from poros.loaders.manifest import MANIFEST, read_manifest, write_manifest
+from poros.loaders.store import open_store
+from tests.loading.checkpoints import (
+    FIRST,
+    INDEX,
+    SECOND,
+    file_bytes,
+    header_of,
+    mappings,
+    open_files,
+    write_sharded,
+)
+from tests.loading.damage import write_sealed
+from tests.loading.file_cases import RIGHT_MAP
+from tests.loading.fuzz import make_bases, run
+from tests.loading.mutations import places
+from tests.loading.stores import write
+
+FACTOR = int(os.environ.get("POROS_FUZZ", "1"))
+
+
+def examples(number: int) -> settings:
+    """Settings of a test that draws so many by default; the same ones at every run of CI."""
+    return settings(
+        max_examples=number * FACTOR,
+        derandomize=FACTOR == 1,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+@contextmanager
+def file_of(content: bytes) -> Iterator[Path]:
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "x.safetensors"
+        file.write_bytes(content)
+        yield file
+
+
+def read(content: bytes) -> Header | None:
+    """The header of a file of that content; None if it is refused, in the way it should be."""
+    with file_of(content) as file:
+        before = open_files()
+        try:
+            return header_of(file)
+        except CheckpointFormatError as error:
+            assert "x.safetensors: " in str(error) and len(str(error)) < 3000
+            return None
+        finally:
+            assert open_files() == before
+
+
+def library_reads(content: bytes) -> dict[str, tuple[str, list[int]]] | None:
+    """What safetensors says of the same file: dtype and shape by name; None if it refuses."""
+    with file_of(content) as file:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                return {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
+        except SafetensorError:
+            return None
+
+
+SIZES = st.integers(0, 3) | st.sampled_from([-1, 2**31, 2**62, 2**63, 2**64, 10**400])
+NUMBERS = SIZES | st.floats() | st.booleans() | st.none() | st.text(max_size=3)
+NAMES = st.text(max_size=5) | st.sampled_from(["a", "layers.0.weight", "__metadata__", "\0"])
+ANY_JSON = st.recursive(
+    NUMBERS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@st.composite
+def right_headers(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a file as a writer would make it."""
+    names = draw(st.lists(st.text(max_size=6), unique=True, max_size=5))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        if name == "__metadata__":
+            continue
+        dtype = draw(st.sampled_from(sorted(DTYPES)))
+        shape = draw(st.lists(st.integers(0, 3), max_size=4))
+        begin, end = end, end + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    items = draw(st.permutations(list(header.items())))
+    return dict(items), draw(st.binary(min_size=end, max_size=end))
+
+
+@st.composite
+def damaged_headers(draw: st.DrawFn) -> bytes:
+    """A right file with one to three things changed: a value of the header, or bytes."""
+    header, data = draw(right_headers())
+    for _ in range(draw(st.integers(0, 2))):
+        if header and draw(st.booleans()):
+            name = draw(st.sampled_from(sorted(header)))
+            if isinstance(header[name], dict) and draw(st.booleans()):
+                key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "extra"]))
+                header[name] = {**header[name], key: draw(ANY_JSON)}
+            else:
+                header[name] = draw(ANY_JSON)
+        else:
+            header[draw(NAMES)] = draw(ANY_JSON)
+    content = bytearray(file_bytes(header, data))
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, len(content) - 1))
+        content[at] = draw(st.integers(0, 255))
+    cut = draw(st.integers(0, 20))
+    return bytes(content[: len(content) - cut] if draw(st.booleans()) and cut else content)
+
+
+@examples(150)
+@given(right_headers())
+def test_what_a_writer_makes_is_read(file: tuple[dict[str, Any], bytes]) -> None:
+    header, data = file
+    content = file_bytes(header, data)
+    found = read(content)
+    assert found is not None
+    assert found.tensors.keys() == header.keys()
+    for name, entry in found.tensors.items():
+        begin, end = header[name]["data_offsets"]
+        assert list(entry.shape) == header[name]["shape"]
+        assert DTYPES[header[name]["dtype"]] is entry.dtype
+        assert content[entry.offset :][: entry.num_bytes] == data[begin:end]
+
+
+def test_what_is_accepted_is_what_the_library_reads() -> None:
+    outcomes: list[tuple[bool, bool]] = []
+    names = {dtype: name for name, dtype in DTYPES.items()}
+
+    @examples(400)
+    @given(damaged_headers())
+    def check(content: bytes) -> None:
+        ours, library = read(content), library_reads(content)
+        outcomes.append((ours is not None, library is not None))
+        if ours is not None:
+            assert library == {
+                name: (names[entry.dtype], list(entry.shape))
+                for name, entry in ours.tensors.items()
+            }
+
+    check()
+    # The other direction does not hold: the library takes keys that it does not know.
+    assert outcomes.count((True, True)) > 20 and outcomes.count((False, False)) > 100
+
+
+@examples(200)
+@given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda text: file_bytes(text)))
+def test_random_bytes_are_refused(content: bytes) -> None:
+    found = read(content)
+    assert found is None or content[8:].strip().startswith(b"{")
+
+
+@examples(200)
+@given(ANY_JSON | st.dictionaries(NAMES, ANY_JSON))
+def test_random_json_is_parsed_as_the_library_parses_it_or_refused(value: Any) -> None:
+    text = json.dumps(value).encode()
+    try:
+        found = parse_json(text, Path("x.json"))
+    except CheckpointFormatError:
+        return
+    assert json.dumps(found) == json.dumps(value) and isinstance(value, dict)
+
+
+PATHS = st.sampled_from(
+    [
+        FIRST,
+        SECOND,
+        f"./{FIRST}",
+        "../model.safetensors",
+        "/dev/zero",
+        "/etc/passwd.safetensors",
+        "a/../../b.safetensors",
+        "config.json",
+        "pytorch_model.bin",
+    ]
+)
+CHANGES = st.dictionaries(
+    st.sampled_from([*RIGHT_MAP, "layers.4.weight"]) | NAMES, PATHS | ANY_JSON
+)
+
+
+@st.composite
+def indexes(draw: st.DrawFn) -> bytes:
+    """An index that is right but for a few entries, or that is no index."""
+    weight_map = {**RIGHT_MAP, **(draw(CHANGES) if draw(st.booleans()) else {})}
+    for name in draw(st.lists(st.sampled_from(sorted(RIGHT_MAP)), max_size=1)):
+        weight_map.pop(name, None)
+    document = {**draw(st.dictionaries(NAMES, ANY_JSON, max_size=2)), "weight_map": weight_map}
+    if draw(st.integers(0, 4)) == 0:
+        document["weight_map"] = draw(ANY_JSON)
+    text = json.dumps(document).encode()
+    return text[: draw(st.integers(0, len(text)))] if draw(st.integers(0, 4)) == 0 else text
+
+
+def test_a_random_index_opens_the_checkpoint_that_it_describes_or_none(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    opened: list[bool] = []
+
+    @examples(300)
+    @given(indexes())
+    def check(text: bytes) -> None:
+        (tmp_path / INDEX).write_bytes(text)
+        before = open_files()
+        try:
+            with Checkpoint.open(tmp_path) as checkpoint:
+                weight_map = json.loads(text)["weight_map"]
+                assert weight_map.keys() == set(checkpoint.names) == RIGHT_MAP.keys()
+                for name, shard in weight_map.items():
+                    assert checkpoint.entry(name).file == tmp_path / shard
+            opened.append(True)
+        except CheckpointFormatError as error:
+            assert str(tmp_path) in str(error) and len(str(error)) < 3000
+            opened.append(False)
+        assert open_files() == before and mappings(tmp_path) == []
+
+    check()
+    assert opened.count(True) > 20 and opened.count(False) > 100
+
+
+def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:
+    """Sealed again after the change: the SHA-256 finds accidents, not a manifest made up."""
+    store = write(tmp_path / "store")
+    file = store / MANIFEST
+    sound = read_manifest(file)
+    assert write_manifest(sound) == file.read_bytes()
+    text = json.dumps(json.loads(file.read_bytes())["store"])
+    everywhere = list(places(json.loads(text)))
+    accepted: list[bool] = []
+    change = st.tuples(st.sampled_from(everywhere), ANY_JSON | st.text(max_size=9), st.booleans())
+
+    @examples(500)
+    @given(st.lists(change, min_size=1, max_size=2))
+    def check(changes: list[tuple[tuple[Any, ...], Any, bool]]) -> None:
+        said = json.loads(text)
+        for (*parents, last), value, is_renamed in changes:
+            with suppress(TypeError, LookupError):  # an earlier change took the place away
+                container = functools.reduce(operator.getitem, parents, said)
+                if is_renamed and isinstance(value, str) and isinstance(container, dict):
+                    container[value] = container.pop(last)
+                else:
+                    container[last] = value
+        write_sealed(file, json.loads(json.dumps(said)))  # every key is a text after that
+        try:
+            found = read_manifest(file)
+        except CheckpointFormatError as error:
+            assert "manifest.json: " in str(error) and len(str(error)) < 3000
+            accepted.append(False)
+        else:
+            accepted.append(True)
+            for layout in found.layouts:
+                for spec in layout.tensors:
+                    assert min(spec.shape, default=0) >= 0 <= spec.offset
+                    assert spec.offset + spec.num_bytes <= layout.num_bytes
+        with suppress(CheckpointFormatError):  # and nothing else, with the files beside it
+            open_store(store).close()
+
+    check()
+    assert accepted.count(True) > 10 and accepted.count(False) > 100
+
+
+@pytest.mark.parametrize(
+    ("start", "unit"),
+    [
+        (b"{", b'"a":{},'),
+        (b'{"a":[', b"[],"),
+        (b'{"a":[', b"{},"),
+        (b'{"a":[', b"0,"),
+        (b'{"a":[', b"1e9,"),
+        (b'{"a":[', b'"",'),
+        (b'{"a":[', b"[[[[],[]],[]]],"),
+    ],
+    ids=str,
+)
+def test_memory_is_bounded_by_the_file(tmp_path: Path, start: bytes, unit: bytes) -> None:
+    """The JSON that takes the most memory takes less than 60 bytes for each of its own."""
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(file_bytes(start + unit * (10**6 // len(unit))))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointFormatError, match="found text that is none"):
+            header_of(file)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 10**6 < peak < 60 * 10**6
+
+
+# Whole loads.
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bases(tmp_path_factory.mktemp("bases"))
+
+
+def test_programs_from_a_fixed_seed(bases: Path) -> None:
+    """Refused by name, or loaded: no other error, no signal, no bytes that differ."""
+    found = run(7, num_programs=40, bases=bases)
+    assert found.failures == [] and found.num_programs == 40
+    assert found.outcomes["refused"] > 10
+    assert sum(number for name, number in found.outcomes.items() if "ran" in name) > 0
+
+
+def test_control_what_it_looks_for_is_found(bases: Path) -> None:
+    """An untyped error, a crash and a hang, each of which the programs after it survive."""
+    controls = {0: "raise", 1: "crash", 2: "hang"}
+    found = run(7, num_programs=3, controls=controls, hang_s=10, bases=bases)
+    assert [failure["outcome"] for failure in found.failures] == ["untyped", "signal", "hang"]
+    assert [failure["number"] for failure in found.failures] == [0, 1, 2]
+    assert found.failures[1]["what"] == "SIGSEGV" and found.num_programs == 3

@@ -1,0 +1,448 @@
+"""Loaded models train where their base was loaded, in memory or on a disk, exactly.
+
+``poros.prepare`` takes over the memory that a loader filled, instead of copying it. What trains is
+compared with a resident model of ``from_pretrained``, made once for each kind.
+"""
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import DynamicCache
+
+import poros
+import poros.self_check.check
+from poros.api import prepare_with
+from poros.errors import UnsupportedModelError
+from poros.gates import tiny
+from poros.gates.reference import Trajectory
+from poros.host.disk import NUM_STAGING, DiskStore
+from poros.host.store import HostStore, attached_store
+from poros.layout import PAGE_NUM_BYTES
+from poros.loaders.load import load
+from poros.slots.schedule import count, training_visits, walk
+from poros.streams import EagerStreams
+from tests.loading.loaded import Kinds, budget_for, standard, tensors, wanted
+from tests.snapshots import assert_same_run, batches, bits_of, build, changes, picture, run
+from tests.support import AdversarialPrepare
+from tests.unit.driver import FakeDriver, install
+
+BOTH = (True, False)
+ON_DISK = 7
+"""Layers of models on a disk: more than the reader has buffers."""
+Readers = Callable[[], list[threading.Thread]]
+
+
+def kind(kinds: Kinds, architecture: str = "qwen2", num_layers: int = 5) -> Path:
+    return kinds.dense(architecture, num_layers=num_layers, dropout=0.05)
+
+
+def adapted(base: Any) -> Any:
+    return tiny.attach_lora(tiny.without_repacking(base), rank=8, dropout=0.05, seed=1)
+
+
+def resident(
+    kinds: Kinds, path: Path, is_quantized: bool = True, adapt: Callable[[Any], Any] = adapted
+) -> Trajectory:
+    """How a model of ``from_pretrained`` trains."""
+    return kinds.kept(
+        f"trained {path} {is_quantized} {adapt.__name__}",
+        lambda: run(adapt(standard(path, wanted(is_quantized)[1]))),
+    )
+
+
+def from_disk(
+    kinds: Kinds, path: Path | None = None, num_resident: int = 2, is_quantized: bool = True
+) -> Any:
+    """A base whose first layers lie in memory, the others in a store on the disk."""
+    path = path or kind(kinds, num_layers=ON_DISK)
+    quantization = wanted(is_quantized)[0]
+    store = kinds.store(path, quantization=quantization)
+    budget = budget_for(store, num_resident) if num_resident < ON_DISK else None
+    return load(path, quantization=quantization, store=store, host_budget=budget)
+
+
+def places(base: Any) -> list[int]:
+    """Where the tensors of layers lie that lie in a slab."""
+    store = attached_store(base)
+    assert store is not None
+    slabs = [(slab.bytes.data_ptr(), slab.layout.num_bytes) for slab in store.slabs]
+    pointers = [tensor.data_ptr() for tensor in tensors(base).values()]
+    return [at for at in pointers if any(0 <= at - start < size for start, size in slabs)]
+
+
+def adopted(model: Any, block_size: int) -> list[bool]:
+    """For each block, whether it is the memory that was loaded."""
+    runtime, store = poros.runtime(model), attached_store(model.get_base_model())
+    assert store is not None
+    return [
+        runtime.host_slab(block).data_ptr() == store.slabs[block * block_size].bytes.data_ptr()
+        for block in range(runtime.num_blocks)
+    ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    architecture: str
+    is_quantized: bool
+    block_size: int
+    tier: str = "memory"
+    num_resident: int = ON_DISK
+
+
+MOST = [*((name, True) for name in ("qwen2", "gemma4_shared_kv", "mixtral", "phi3"))]
+MOST += [("qwen2", False), ("mixtral", False)]
+CELLS = [
+    *(Cell(name, how, size) for name in tiny.ARCHITECTURES for how in BOTH for size in (1, 2, 9)),
+    *(Cell(*most, 2, "reopened") for most in MOST),
+    *(Cell(*most, 1, "disk", 2) for most in (*MOST, ("gemma3", True))),
+    # All on the disk; blocks of two; a block in memory and on the disk; nothing on the disk.
+    *(Cell("qwen2", True, size, "disk", at) for at, size in ((0, 1), (4, 2), (3, 2), (7, 1))),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, vars(cell).values())))
+def test_training_is_exact_and_nothing_is_copied(
+    kinds: Kinds, cell: Cell, readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under adversarial streams; blocks of nine layers with the self-check instead."""
+    size, is_on_disk = cell.block_size, cell.tier == "disk"
+    path = kind(kinds, cell.architecture, ON_DISK if is_on_disk else 5)
+    expected = resident(kinds, path, cell.is_quantized)
+    if is_on_disk:
+        base = from_disk(kinds, path, cell.num_resident, cell.is_quantized)
+    else:
+        quantization = wanted(cell.is_quantized)[0]
+        store = kinds.store(path, quantization=quantization) if cell.tier == "reopened" else None
+        base = load(path, quantization=quantization, store=store)
+        monkeypatch.setattr(HostStore, "allocate", None)  # nobody may ask for memory
+    num_layers = base.config.num_hidden_layers
+    num_blocks = -(-num_layers // size)
+    on_disk = range(-(-cell.num_resident // size), num_blocks)
+    assert isinstance(attached_store(base), DiskStore) == (len(on_disk) > 0 and is_on_disk)
+    model = adapted(base)
+    before, bits = places(base), bits_of(model)
+    assert before
+    prepare = AdversarialPrepare()
+    with prepare.watching():
+        how: Any = poros.prepare if size == 9 else prepare
+        how(model, block_size=size, device="cpu", allow_unvalidated=True)
+        is_split = is_on_disk and cell.num_resident % size
+        assert adopted(model, size) == [
+            not (is_split and block == cell.num_resident // size) for block in range(num_blocks)
+        ]
+        assert changes(bits, bits_of(model)) == {}
+        found = run(model)
+    assert_same_run(expected, found)
+    runtime = poros.runtime(model)
+    stats = runtime.stats()
+    assert runtime.num_blocks == num_blocks
+    if is_on_disk and on_disk:
+        assert stats["disk_num_bytes"] == sum(runtime.host_slab(k).numel() for k in on_disk)
+        assert stats["disk_stall_ms"] > 0 and len(readers()) == 1
+    if size != 9:  # what moved is what the plan says, wherever it came from
+        planned = walk(training_visits(num_blocks, 2), num_blocks, min(2, num_blocks))
+        assert stats["num_loads"] == count(planned, "prefetch")
+    trained = bits_of(model)
+    poros.restore(model)
+    assert changes(trained, bits_of(model)) == {} and readers() == []
+    assert is_split or places(base) == before
+
+
+def test_control_one_bit_of_a_loaded_base_shows(kinds: Kinds) -> None:
+    base = load(kind(kinds))
+    base.model.layers[3].mlp.up_proj.weight.data.view(-1)[0] ^= 8
+    model = AdversarialPrepare()(adapted(base), device="cpu")
+    with pytest.raises(AssertionError):
+        assert_same_run(resident(kinds, kind(kinds)), run(model))
+
+
+# What is changed between loading and training.
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_what_is_cast_for_training_is_in_no_slab(kinds: Kinds, tier: str) -> None:
+    """The usual preparation casts norms and biases to fp32; slabs are taken over all the same."""
+
+    def cast(base: Any) -> Any:
+        return adapted(prepare_model_for_kbit_training(base, use_gradient_checkpointing=False))
+
+    path = kind(kinds, num_layers=ON_DISK)
+    base = from_disk(kinds, path) if tier == "disk" else load(path)
+    before = places(base)
+    model = cast(base)
+    bits = bits_of(model)
+    for block_size in (2, 1):
+        poros.prepare(model, block_size=block_size)
+        stats = poros.runtime(model).stats()
+        assert all(adopted(model, block_size)) and stats["fallbacks"] == []
+        assert (stats["disk_num_bytes"] > 0) == (tier == "disk")
+        assert changes(bits, bits_of(model)) == {} and set(places(base)) <= set(before)
+        if block_size == 1:
+            assert_same_run(resident(kinds, path, adapt=cast), run(model))
+        poros.restore(model)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "moved weight": lambda weight, _: weight.clone(),
+    "replaced weight": lambda weight, _: weight * 2,
+    "overlap": lambda _, neighbour: neighbour,
+    "written in place": lambda weight, _: weight.mul_(2),
+}
+
+
+@pytest.mark.parametrize(
+    ("reason", "block_size", "tier"),
+    [
+        *((reason, size, "memory") for reason in [*CHANGES][:3] for size in (1, 2)),
+        ("written in place", 1, "disk"),
+    ],
+)
+def test_a_block_that_was_changed_is_copied_loudly(
+    kinds: Kinds, reason: str, block_size: int, tier: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = kind(kinds, num_layers=ON_DISK)
+
+    def make(base: Any) -> Any:
+        mlp = base.model.layers[4].mlp
+        mlp.up_proj.weight.data = CHANGES[reason](
+            mlp.up_proj.weight.data, mlp.gate_proj.weight.data
+        )
+        return adapted(base)
+
+    if tier == "disk":
+        base = from_disk(kinds, path, is_quantized=False)
+    else:
+        base = load(path, quantization=None)
+    model = make(base)
+    bits = bits_of(model)
+    with caplog.at_level(logging.WARNING, "poros"):
+        poros.prepare(model, block_size=block_size)
+    changed = 4 // block_size
+    assert changes(bits, bits_of(model)) == {}
+    fallbacks = poros.runtime(model).stats()["fallbacks"]
+    assert fallbacks == [f"blocks [{changed}] copied to new host memory"]
+    assert sum("GB of host memory more" in line.getMessage() for line in caplog.records) == 1
+    assert [k for k, is_old in enumerate(adopted(model, block_size)) if not is_old] == [changed]
+    expected = run(make(standard(path, None)))
+    assert_same_run(expected, run(model))
+    # With other blocks, from adapters as at the start.
+    poros.restore(model)
+    fresh = make(standard(path, None)).state_dict()
+    model.load_state_dict({key: fresh[key] for key in fresh if "lora" in key}, strict=False)
+    assert_same_run(expected, run(poros.prepare(model, block_size=3)))
+
+
+@pytest.mark.parametrize("reason", ["another number of slabs", "another number of layers"])
+def test_a_store_that_does_not_fit_is_copied_and_dropped(
+    kinds: Kinds, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, expected = load(kind(kinds)), standard(kind(kinds), wanted(True)[1])
+    store = attached_store(base)
+    assert store is not None
+    if reason == "another number of slabs":
+        store.slabs.pop()
+    else:
+        for one in (base, expected):
+            one.model.layers = one.model.layers[1:]
+            one.config.num_hidden_layers -= 1
+            one.config.layer_types = one.config.layer_types[1:]
+            for index, layer in enumerate(one.model.layers):
+                layer.self_attn.layer_idx = index
+    model = adapted(base)
+    with caplog.at_level(logging.WARNING, "poros"):
+        poros.prepare(model)
+    assert attached_store(base) is None
+    assert sum("held twice" in line.getMessage() for line in caplog.records) == 1
+    assert_same_run(run(adapted(expected)), run(model))
+
+
+def test_a_trained_bias_leaves_its_slab(kinds: Kinds) -> None:
+    """``bias="lora_only"`` trains biases that the loader laid down: they go to the device."""
+
+    def with_bias(base: Any) -> Any:
+        config = LoraConfig(target_modules=["q_proj", "v_proj"], bias="lora_only", r=4)
+        torch.manual_seed(3)
+        return get_peft_model(tiny.without_repacking(base), config)
+
+    model = poros.prepare(with_bias(load(kind(kinds))))
+    assert all(adopted(model, 1))
+    assert_same_run(resident(kinds, kind(kinds), adapt=with_bias), run(model))
+
+
+# The store that a loader left.
+
+
+def test_restore_leaves_everything_in_place_and_it_is_adopted_again(kinds: Kinds) -> None:
+    model = adapted(load(kind(kinds)))
+    before = picture(model)
+    for block_size in (2, 1, 3):
+        poros.prepare(model, block_size=block_size)
+        assert all(adopted(model, block_size))
+        assert changes(before, picture(poros.restore(model))) == {}
+
+
+def test_a_failed_prepare_leaves_the_store_on_the_model(kinds: Kinds) -> None:
+    class NoRoom(EagerStreams):
+        def allocate(self, num_bytes: int) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no room for slots")
+
+    model = adapted(load(kind(kinds)))
+    before = picture(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        prepare_with(model, poros.StreamingPolicy(), streams=NoRoom(torch.device("cpu")))
+    assert changes(before, picture(model)) == {}
+    poros.prepare(model)
+    assert all(adopted(model, 1))
+
+
+def test_copies_of_the_model_have_bytes_of_their_own(kinds: Kinds) -> None:
+    # A 4-bit weight does not survive a pickle of a model.
+    base = load(kind(kinds), quantization=None)
+    model, store = adapted(base), attached_store(base)
+    assert store is not None
+    start, end = store.slabs[0].bytes.data_ptr(), store.slabs[-1].bytes.data_ptr()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    twins = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+    ]
+    expected = resident(kinds, kind(kinds), is_quantized=False)
+    for twin in twins:
+        assert attached_store(twin.get_base_model()) is None
+        weights = [
+            parameter.data_ptr() for parameter in twin.get_base_model().model.layers.parameters()
+        ]
+        assert not [at for at in weights if start <= at <= end]
+        assert_same_run(expected, run(poros.prepare(twin)))
+    assert attached_store(base) is store
+    assert_same_run(expected, run(poros.prepare(model)))
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_saved_weights_are_those_of_the_slabs(kinds: Kinds, tmp_path: Path, tier: str) -> None:
+    path = kind(kinds, num_layers=ON_DISK)
+    base = from_disk(kinds, path) if tier == "disk" else load(path)
+    for name, model in (("ours", base), ("expected", standard(path, wanted(True)[1]))):
+        model.save_pretrained(tmp_path / name)
+    ours, expected = (tmp_path / name / "model.safetensors" for name in ("ours", "expected"))
+    assert ours.read_bytes() == expected.read_bytes()
+
+
+# Layers on a disk.
+
+
+def test_memory_is_the_budget_and_the_staging(kinds: Kinds) -> None:
+    base = from_disk(kinds)
+    sizes = [slab.layout.num_bytes for slab in attached_store(base).slabs]
+    model = poros.prepare(adapted(base))
+    stats = poros.runtime(model).stats()
+    staging = NUM_STAGING * -(-max(sizes) // PAGE_NUM_BYTES) * PAGE_NUM_BYTES
+    assert stats["host_num_bytes"] == sum(sizes[:2]) + staging
+    assert stats["disk_num_bytes"] == sum(sizes[2:])
+    poros.restore(model)
+
+
+def test_evaluation_and_generation_in_between(kinds: Kinds) -> None:
+    expected = adapted(standard(kind(kinds, num_layers=ON_DISK), wanted(True)[1]))
+    model = poros.prepare(adapted(from_disk(kinds)))
+    prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(*(one.eval().generate(prompt, **options) for one in (expected, model)))
+    assert_same_run(run(expected), run(model))
+
+
+def test_a_forgotten_model_ends_its_reader(kinds: Kinds, readers: Readers) -> None:
+    model = poros.prepare(adapted(from_disk(kinds)))
+    run(model, num_steps=1)
+    assert len(readers()) == 1
+    reference = weakref.ref(poros.runtime(model))
+    del model
+    gc.collect()
+    assert reference() is None  # and the fixture waits for the thread
+
+
+@pytest.mark.parametrize("keep_last", [2, ON_DISK])
+@pytest.mark.parametrize("is_lent_early", [False, True])
+def test_kept_layers_come_from_the_disk(
+    kinds: Kinds, keep_last: int, is_lent_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks are lent once, before any other: the reader has to wait for those copies too."""
+    if is_lent_early:  # as on a GPU, where page-locking makes the staging buffers first
+        adopt = DiskStore.adopt
+
+        def adopt_and_start(self: DiskStore, blocks: Any) -> HostStore | None:
+            made = adopt(self, blocks)
+            assert made is not None
+            made.start(EagerStreams(torch.device("cpu")))
+            return made
+
+        monkeypatch.setattr(DiskStore, "adopt", adopt_and_start)
+    model = AdversarialPrepare()(adapted(from_disk(kinds, num_resident=0)), keep_last=keep_last)
+    assert_same_run(resident(kinds, kind(kinds, num_layers=ON_DISK)), run(model))
+
+
+# Page locks, and what else ``prepare`` leaves behind.
+
+
+def test_pageable_memory_shows_in_stats_and_training_stays_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = install(FakeDriver(refuse_at=1), monkeypatch)
+    model = poros.prepare(build())
+    assert poros.runtime(model).stats()["fallbacks"] == []
+    assert driver.calls == []  # a CPU needs no page-locks
+    poros.restore(model)
+    # As on a GPU, once.
+    pin = lambda self, _: self.pinned_num_bytes or self.pin(torch.device("cpu"))  # noqa: E731
+    monkeypatch.setattr(HostStore, "start", pin)
+    runtime = poros.runtime(poros.prepare(model))
+    stats = runtime.stats()
+    assert stats["fallbacks"] == ["pageable host memory for blocks 1 to 2"]
+    assert stats["pinned_num_bytes"] == runtime.host_slab(0).numel()
+    assert_same_run(run(build()), run(model))
+    poros.restore(model)
+    assert driver.locked == {} and driver.calls.count("unregister") == 1
+
+
+def test_an_interrupted_check_leaves_the_model_unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model = build()
+    classes = [type(module) for module in model.modules()]
+    with monkeypatch.context() as patch:
+        patch.setattr(poros.self_check.check, "_digests", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            poros.prepare(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert_same_run(run(build()), run(poros.prepare(model)))
+
+
+def test_every_dropped_cache_is_refused_afterwards() -> None:
+    model = poros.prepare(build()).train()
+    caches = [DynamicCache(), DynamicCache()]
+    row = {"input_ids": batches()[0]["input_ids"]}
+    for cache in caches:
+        model(**row, past_key_values=cache, use_cache=True)
+    with torch.no_grad():
+        for cache in caches:
+            with pytest.raises(UnsupportedModelError, match="left empty"):
+                model(**row, past_key_values=cache, use_cache=True)
+    references = [weakref.ref(cache) for cache in caches]
+    del caches, cache
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]

@@ -1,0 +1,204 @@
+"""Loads that transformers has to do, and the memory of the host that a load takes."""
+
+import gc
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import poros.loaders.load
+from poros.errors import CheckpointFormatError, HostMemoryError, UnsupportedModelError
+from poros.host.disk import DiskStore
+from poros.host.store import attached_store
+from poros.loaders import slab_writer
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.load import load
+from poros.loaders.quantize import Quantizer
+from tests.loading.loaded import (
+    Kinds,
+    budget_for,
+    copy_of,
+    differences,
+    quantization,
+    standard,
+    tensors,
+    unplaced,
+    wanted,
+)
+
+BOTH = (True, False)
+
+
+# Models without layers to stream: openai-gpt has no list of checkpointable layers.
+
+
+@pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
+def test_without_layers_transformers_loads_it_loudly(
+    kinds: Kinds, caplog: pytest.LogCaptureFixture, is_quantized: bool
+) -> None:
+    """With the memory that it takes, and on record."""
+    path = kinds.dense("openai-gpt", num_layers=2)
+    ours, theirs = wanted(is_quantized)
+    with caplog.at_level(logging.WARNING, logger="poros.loaders.load"):
+        model = load(path, quantization=ours)
+    assert differences(model, kinds.expected(path, theirs)) == []
+    records = [record for record in caplog.records if record.name == "poros.loaders.load"]
+    (line,) = [record.getMessage() for record in records]
+    constants = (".code", ".offset", ".nested_code")
+    sizes = {name: tensor.nbytes for name, tensor in tensors(model).items()}
+    num_bytes = sum(size for name, size in sizes.items() if not name.endswith(constants))
+    assert "cannot be streamed" in line and f"about {num_bytes / 1e9:.2f} GB" in line
+    (fallback,) = attached_store(model).fallbacks
+    assert fallback.startswith("loaded by transformers: expected exactly one ModuleList")
+
+
+def test_without_layers_it_gets_no_store(kinds: Kinds, tmp_path: Path) -> None:
+    """There would be no slab in it."""
+    with pytest.raises(UnsupportedModelError, match="expected exactly one ModuleList"):
+        load(kinds.dense("openai-gpt", num_layers=2), store=tmp_path / "store")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_named_file_that_transformers_has_to_load(kinds: Kinds, tmp_path: Path) -> None:
+    """That file, not the one beside it."""
+    copy_of(kinds.dense("openai-gpt", num_layers=2), tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    name = next(key for key in found if key.endswith("tokens_embed.weight"))
+    save_file({**found, name: found[name] + 1}, tmp_path / "named.safetensors", {"format": "pt"})
+    model = load(tmp_path / "named.safetensors", quantization=None)
+    assert torch.equal(model.get_input_embeddings().weight, found[name] + 1)
+    assert not hasattr(model.config, "transformers_weights")
+
+
+# Host memory.
+
+
+@pytest.mark.parametrize("is_persistent", BOTH)
+def test_only_what_is_loaded_has_to_be_finite(is_persistent: bool) -> None:
+    """A mask that is computed may well be infinite; both kinds of buffers are moved to the slab,
+    if they are large enough to be streamed."""
+
+    def make() -> torch.nn.Module:
+        layer = torch.nn.Linear(3, 3, bias=False)
+        mask = torch.full((160, 160), float("-inf"), device=layer.weight.device)
+        layer.register_buffer("mask", mask, persistent=is_persistent)
+        return torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
+
+    with torch.device("meta"):
+        planned = make()
+    intake = slab_writer.SlabWriter(
+        Path("here"),
+        lambda model: ("layers", list(model["layers"])),
+        Quantizer(torch.device("cpu")),
+        None,
+        lambda tensor: False,
+    )
+    intake.plan(planned, {})
+    model = make()
+    if is_persistent:
+        with pytest.raises(CheckpointFormatError, match=r"here: layers\.0\.mask: expected finite"):
+            intake.finish(model)
+        return
+    intake.finish(model)
+    parts = (*model.named_parameters(), *model.named_buffers())
+    assert all(intake.is_placed(name, tensor) for name, tensor in parts)
+
+
+def test_too_little_host_memory_is_refused_before_anything_is_read(
+    kinds: Kinds, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A store on disk takes less: what lies outside the layers."""
+    asked = list[int]()
+
+    def require(num_bytes: int, what: str) -> None:
+        asked.append(num_bytes)
+        if len(asked) == 1:
+            raise HostMemoryError(f"{what}: no")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("read")
+
+    path, model = kinds.dense(), standard(kinds.dense(), quantization())
+    monkeypatch.setattr(slab_writer, "require_host_memory", require)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "fetch", fail)
+        with pytest.raises(HostMemoryError, match="no"):
+            load(path)
+    monkeypatch.setattr(poros.loaders.load, "_open", lambda *_: model)
+    load(path, store=tmp_path / "store")
+    stays = ("norm.weight", ".bias", ".nested_absmax")
+    sizes = {name: tensor.nbytes for name, tensor in tensors(model).items()}
+    outside = [
+        size for name, size in sizes.items() if ".layers." not in name or name.endswith(stays)
+    ]
+    assert asked[0] > asked[1] == sum(outside)
+
+
+class Peak:
+    """The most memory of this process inside the body, over what it had before.
+
+    Anonymous and shared pages; pages of mapped files are the system's to drop.
+    """
+
+    def __enter__(self) -> "Peak":
+        gc.collect()
+        self._before = self._now()
+        self.num_bytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._is_over.wait(0.001):
+            self.num_bytes = max(self.num_bytes, self._now() - self._before)
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+@pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
+def test_host_memory_while_loading(kinds: Kinds, is_quantized: bool) -> None:
+    """The model as it will be, one tensor, and what pieces of it take."""
+    sizes = {"num_layers": 6, "hidden_size": 1024, "vocab_size": 4096, "intermediate_size": 4096}
+    path, ours = kinds.dense(**sizes), wanted(is_quantized)[0]
+    load(path, quantization=ours)  # whatever libraries allocate once
+    with Peak() as peak:
+        model = load(path, quantization=ours)
+    store = attached_store(model)
+    parts = tensors(model).items()
+    outside = sum(tensor.nbytes for name, tensor in parts if ".layers." not in name)
+    largest = 1024 * 4096 * 2
+    bound = store.num_bytes + outside + largest + 192 * 2**20  # pieces, and what allocators hold
+    assert 0.9 * store.num_bytes < peak.num_bytes <= bound
+    del model, store, parts
+    with Peak() as control:  # float32 takes more than the bound, and is seen to
+        load(path, quantization=None, dtype=torch.float32)
+    assert control.num_bytes > bound
+
+
+def test_a_host_budget(kinds: Kinds) -> None:
+    """The first layers lie in memory, the others are the file's, unwritten."""
+    path = kinds.dense("gemma4_shared_kv")
+    store, expected = kinds.store(path), kinds.expected(path, quantization())
+    starts = [budget_for(store, index) for index in range(4)]
+    for num_layers, budget in ((0, 0), (0, starts[1] - 1), (1, starts[1]), (3, str(starts[3]))):
+        model = load(path, store=store, host_budget=budget)
+        assert differences(model, expected) == [] and unplaced(model) == []
+        host = attached_store(model)
+        assert isinstance(host, DiskStore)
+        on_disk = [slab.arena is host.mapped for slab in host.slabs]
+        assert on_disk == [index >= num_layers for index in range(4)]
+        assert all(host.is_untouched(slab) for slab in host.slabs)
+    assert not isinstance(attached_store(load(path, store=store, host_budget="1 GiB")), DiskStore)

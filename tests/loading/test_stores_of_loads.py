@@ -1,0 +1,316 @@
+"""``poros.load`` with a store on disk: made, opened again, refused where it is another's.
+
+Damage is done to the bytes that the tensors lie in, so that every fast check passes; whole files
+are damaged in test_damage.py.
+"""
+
+import gc
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import poros.loaders.load
+from poros.errors import CheckpointFormatError, PolicyError
+from poros.host.store import attached_store
+from poros.layout import slab_offsets
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.header import defect
+from poros.loaders.load import load
+from poros.loaders.manifest import REST, SLABS
+from poros.loaders.store import open_store
+from tests.loading.checkpoints import header_of
+from tests.loading.loaded import (
+    DOWN,
+    EMBED,
+    Kinds,
+    copy_of,
+    differences,
+    quantization,
+    standard,
+    tensors,
+    unplaced,
+    wanted,
+)
+
+BOTH = (True, False)
+
+
+@pytest.fixture
+def source(kinds: Kinds, tmp_path: Path) -> Path:
+    """A checkpoint that a test may write to."""
+    return copy_of(kinds.dense(), tmp_path / "source")
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma4_shared_kv", "mixtral", "phi3"])
+@pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
+def test_a_reopened_store_is_the_model(
+    kinds: Kinds, tmp_path: Path, architecture: str, is_quantized: bool
+) -> None:
+    """Made on the way, opened by the checkpoint's name, and by its own."""
+    path, store = kinds.dense(architecture), tmp_path / "store"
+    ours, theirs = wanted(is_quantized)
+    expected = kinds.expected(path, theirs)
+    for model in (load(path, quantization=ours, store=store) for _ in range(2)):
+        assert differences(model, expected) == [] and unplaced(model) == []
+    model = load(store)
+    assert differences(model, expected) == ["config", "name_or_path"]  # its own name
+    model.name_or_path = model.config.name_or_path = str(path)
+    assert differences(model, expected) == [] and unplaced(model) == []
+    gc.collect()
+    assert str(store) not in Path("/proc/self/maps").read_text()
+    shutil.rmtree(store)  # in memory is all of it
+    assert sum(tensor.float().sum().item() for tensor in tensors(model).values()) != 0
+    outside = [tensor for name, tensor in tensors(model).items() if ".layers." not in name]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in outside}
+    assert len(storages) == len(outside) > 1
+
+
+def test_a_store_of_a_checkpoint_that_is_4bit_already(kinds: Kinds, tmp_path: Path) -> None:
+    """Whatever is asked for."""
+    path = kinds.packed(bnb_4bit_use_double_quant=False, bnb_4bit_quant_type="fp4")
+    for _ in range(2):
+        assert differences(load(path, store=tmp_path / "store"), kinds.expected(path)) == []
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "mixtral"])
+def test_saving_a_loaded_model(kinds: Kinds, tmp_path: Path, architecture: str) -> None:
+    """Conversions are undone as after from_pretrained, for a reopened store too."""
+    path, saved = kinds.dense(architecture), {}
+    for name, model in {
+        "standard": standard(path, None),
+        "loaded": load(path, quantization=None),
+        "reopened": load(path, quantization=None, store=kinds.store(path, quantization=None)),
+    }.items():
+        model.save_pretrained(tmp_path / name)
+        saved[name] = load_file(tmp_path / name / "model.safetensors")
+    for name in ("loaded", "reopened"):
+        assert saved[name].keys() == saved["standard"].keys()
+        assert all(torch.equal(saved[name][key], saved["standard"][key]) for key in saved[name])
+
+
+def test_what_a_store_remembers(kinds: Kinds) -> None:
+    """Who made it, of what, and how."""
+    with open_store(kinds.store(), verify=True) as opened:
+        about = opened.manifest.about
+    assert about["versions"]["torch"] == torch.__version__
+    assert about["device"] == "cpu" and about["num_threads"] == torch.get_num_threads()
+    assert about["quantization"] == quantization().to_dict() and about["dtype"] == "bfloat16"
+    assert about["source"].startswith("xxh3:")
+
+
+def test_options_of_a_reopened_model(kinds: Kinds) -> None:
+    """Those of the configuration; others than its layers are refused, as of other transformers."""
+    assert load(kinds.store(), attn_implementation="eager").config._attn_implementation == "eager"
+    kept, given = (
+        json.loads((at / "config.json").read_text()) for at in (kinds.store(), kinds.dense())
+    )
+    assert kept == given
+    with pytest.raises(CheckpointFormatError, match="expected layer 0 as this configuration"):
+        load(kinds.store(), intermediate_size=96)
+    with pytest.raises(CheckpointFormatError, match="expected 3 layers, found 4"):
+        load(kinds.store(), num_hidden_layers=3, layer_types=["full_attention"] * 3)
+
+
+def test_a_store_is_readable_for_others_and_may_lie_behind_a_link(
+    kinds: Kinds, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk", target_is_directory=True)
+    model = load(kinds.dense(), store=tmp_path / "link")
+    assert (tmp_path / "disk" / "manifest.json").is_file() and attached_store(model) is not None
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_another_process_that_was_faster_is_no_error(
+    kinds: Kinds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not seen the store before the other one was done."""
+    path, store = kinds.dense(), kinds.store()
+    is_store, first = poros.loaders.load.is_store, iter([False])
+    monkeypatch.setattr(
+        poros.loaders.load,
+        "is_store",
+        lambda folder: next(first, True) and is_store(folder) if folder == store else False,
+    )
+    assert attached_store(load(path, store=store)) is not None
+
+
+# A store of another checkpoint, or of another state of it.
+
+
+def edit(source: Path, *, is_time_kept: bool = False) -> None:
+    """One bit in the middle of the weights of a layer."""
+    file = source / "model.safetensors"
+    before = file.stat()
+    entry = header_of(file).tensors[DOWN]
+    patch(file, entry.offset + entry.num_bytes // 2, flip)
+    if is_time_kept:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def patch(file: Path, offset: int, change: Callable[[bytes], bytes], num_bytes: int = 1) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        before = stream.read(num_bytes)
+        stream.seek(offset)
+        stream.write(change(before))
+
+
+def flip(text: bytes) -> bytes:
+    return bytes([text[0] ^ 16])
+
+
+@pytest.mark.parametrize("is_time_kept", BOTH)
+def test_one_bit_of_the_checkpoint_makes_it_another(
+    kinds: Kinds, source: Path, is_time_kept: bool
+) -> None:
+    """By the content, not by the name."""
+    load(source, store=kinds.store())
+    edit(source, is_time_kept=is_time_kept)
+    with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint xxh3"):
+        load(source, store=kinds.store())
+
+
+def test_files_that_nobody_has_touched_are_not_hashed_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, hashed = tmp_path / "store", list[Path]()
+    load(source, store=store)
+    fingerprint = Checkpoint.fingerprint
+
+    def note(self: Checkpoint) -> str:
+        hashed.append(self.path)
+        return fingerprint(self)
+
+    monkeypatch.setattr(Checkpoint, "fingerprint", note)
+    load(source, store=store)
+    assert hashed == []
+    os.utime(source / "model.safetensors")
+    load(source, store=store)
+    (source / "config.json").write_text((source / "config.json").read_text() + " ")
+    with pytest.raises(CheckpointFormatError, match="expected a store of the checkpoint"):
+        load(source, store=store)
+    assert hashed == [source, source]
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_looked_at(
+    source: Path, tmp_path: Path
+) -> None:
+    """Its own configuration of generation would change what is generated."""
+    assert not (source / "generation_config.json").exists()
+    load(source, store=tmp_path / "store")
+    (tmp_path / "store" / "generation_config.json").write_text('{"max_length": 7, "top_k": 3}')
+    assert differences(load(source, store=tmp_path / "store"), load(source)) == []
+    # The control: beside the checkpoint it counts.
+    (source / "generation_config.json").write_text('{"max_length": 7, "top_k": 3}')
+    assert load(source).generation_config.top_k == 3
+
+
+@pytest.mark.parametrize("is_nan", BOTH)
+def test_what_was_allowed_is_on_record(kinds: Kinds, tmp_path: Path, is_nan: bool) -> None:
+    def spoil(found: dict[str, Any]) -> None:
+        if is_nan:
+            found["model.norm.weight"][3] = float("nan")
+
+    source, store = copy_of(kinds.dense(), tmp_path / "source", spoil), tmp_path / "store"
+    load(source, store=store, allow_nonfinite=True)
+    for path, options in ((store, {}), (source, {"store": store})):
+        with pytest.raises(PolicyError, match="allow_nonfinite: expected a store of finite"):
+            load(path, **options)
+        model = load(path, allow_nonfinite=True, **options)
+        assert bool(model.model.norm.weight.isnan().any()) == is_nan
+    if not is_nan:
+        strict = load(source, store=tmp_path / "strict")
+        model = load(source, store=tmp_path / "strict", allow_nonfinite=True)
+        assert differences(model, strict) == []
+
+
+# Damage to the bytes of a store.
+
+
+def place_of(store: Path, name: str) -> tuple[Path, int]:
+    """Where the first byte of a tensor lies."""
+    with open_store(store) as opened:
+        for start, layout in zip(slab_offsets(opened.layouts), opened.layouts, strict=True):
+            for spec in layout.tensors:
+                if spec.name == name:
+                    return store / SLABS, opened.data_offset + start + spec.offset
+    return store / REST, header_of(store / REST).tensors[name].offset
+
+
+NAN = b"\xc0\x7f"
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes], int]] = {
+    "a packed weight": (DOWN, flip, 1),
+    "a scale": (f"{DOWN}.absmax", flip, 1),
+    "a scale of scales": (f"{DOWN}.nested_absmax", flip, 1),
+    "a norm": ("model.layers.1.input_layernorm.weight", flip, 1),
+    "a bias": ("model.layers.0.self_attn.q_proj.bias", flip, 1),
+    "a code book": (f"{DOWN}.code", flip, 1),
+    "an offset": (f"{DOWN}.offset", flip, 1),
+    "the embedding": (EMBED, flip, 1),
+    "NaN in the embedding": (EMBED, lambda _: NAN, 2),
+    "NaN in the last norm": ("model.norm.weight", lambda _: NAN, 2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_one_changed_value_is_an_error_of_load(kinds: Kinds, tmp_path: Path, damage: str) -> None:
+    """By the name of the store, and by that of its checkpoint."""
+    name, change, num_bytes = DAMAGE[damage]
+    store = Path(shutil.copytree(kinds.store(), tmp_path / "store"))
+    file, offset = place_of(store, name)
+    patch(file, offset, change, num_bytes)
+    for path, options in ((store, {}), (kinds.dense(), {"store": store})):
+        with pytest.raises(CheckpointFormatError, match=rf"{file.name}.*bytes changed"):
+            load(path, **options)
+
+
+def test_a_failed_load_leaves_no_store(kinds: Kinds, tmp_path: Path) -> None:
+    """Nothing that opens, nothing hidden."""
+
+    def spoil(found: dict[str, Any]) -> None:
+        found["model.layers.3.mlp.up_proj.weight"] *= float("nan")
+
+    path = copy_of(kinds.dense(), tmp_path / "bad", spoil)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointFormatError, match=r"layers\.3\.mlp\.up_proj.*finite"):
+        load(path, store=tmp_path / "out" / "store")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["memory", "store"])
+@pytest.mark.parametrize("fault", ["touched", "replaced", "unreadable"])
+def test_a_checkpoint_that_changes_while_it_is_read(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, is_stored: bool
+) -> None:
+    """Ends in an error that names the file; the model is nowhere."""
+    file = source / "model.safetensors"
+    fetch, names = Checkpoint.fetch, list[str]()
+
+    def fetch_and_spoil(self: Checkpoint, name: str) -> torch.Tensor:
+        names.append(name)
+        if len(names) == 20:
+            if fault == "touched":
+                os.utime(file)
+            elif fault == "replaced":
+                shutil.copy(file, tmp_path / "copy")
+                os.replace(tmp_path / "copy", file)
+            else:
+                raise defect(file, "expected to read it, found: Input/output error", tensor=name)
+        return fetch(self, name)
+
+    monkeypatch.setattr(Checkpoint, "fetch", fetch_and_spoil)
+    with pytest.raises(CheckpointFormatError, match=r"model\.safetensors"):
+        load(source, store=tmp_path / "store" if is_stored else None)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    monkeypatch.undo()
+    assert differences(load(source), standard(source, quantization())) == []

@@ -1,0 +1,198 @@
+"""Plans from numbers alone: what a budget becomes, what is counted when, and time."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import poros
+from poros.config import parse_num_bytes
+from poros.errors import PolicyError, VRAMBudgetError
+from poros.gates import tiny
+from poros.layout import BlockLayout
+from poros.planning.formula import (
+    LayerCost,
+    MemoryPlan,
+    Shapes,
+    StepCost,
+    optimizer_cost,
+    plan_for,
+)
+from poros.planning.request import PlanRequest, Speeds
+from tests.planning.cells import OperatorBytes, num_bytes, optimizer_of, state_of
+
+_TENSOR = torch.empty(1000, dtype=torch.uint8, device="meta")
+SHAPES = Shapes(
+    [BlockLayout.pack([("w", _TENSOR)])] * 8, [5] * 8, [(10, 40)], 500, 500, 10, 10**6, 10**5
+)
+COST = StepCost([LayerCost(300, 16, 600)] * 8, 16, 4, 700, 160)
+
+
+def plan(shapes: Shapes = SHAPES, cost: StepCost = COST, **options: Any) -> MemoryPlan:
+    if "vram_budget" in options:
+        options["vram_budget"] = f"{options['vram_budget']}B"  # few bytes, and meant as such
+    return plan_for(shapes, cost, PlanRequest(seq_len=10, **options))
+
+
+@given(st.integers(1, 60_000), st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_more_budget_never_gives_less_and_is_never_exceeded(budget: int, block_size: int) -> None:
+    try:
+        less = plan(vram_budget=budget, block_size=block_size)
+    except VRAMBudgetError:
+        return
+    more = plan(vram_budget=budget + 1500, block_size=block_size)
+    assert less.total_num_bytes <= budget
+    assert less.offload_boundaries >= more.offload_boundaries
+    if less.offload_boundaries and not more.offload_boundaries:
+        return  # the room that offloading frees becomes slots
+    assert more.num_slots >= less.num_slots and more.keep_last >= less.keep_last
+    assert more.bytes_per_step <= less.bytes_per_step
+    assert less.keep_last == 0 or less.num_slots == less.num_blocks
+
+
+def test_at_full_budget_nothing_moves_and_nothing_is_recomputed() -> None:
+    found = plan(vram_budget=10**9, speeds=Speeds(50.0, 100.0))
+    assert (found.num_slots, found.keep_last, found.bytes_per_step) == (8, 8, 0)
+    assert found.terms["slots"] == 0 and found.terms["kept blocks"] >= 8 * 1000
+    streamed = plan(num_slots=2, speeds=Speeds(50.0, 100.0))
+    assert streamed.bytes_per_step == 2 * 6 * 1024
+    assert streamed.step_ms is not None and found.step_ms is not None
+    assert streamed.step_ms > found.step_ms > 0
+
+
+def test_below_the_floor_the_floor_and_the_terms_are_named() -> None:
+    floor = plan(offload_boundaries=True).total_num_bytes
+    assert plan(vram_budget=floor).num_slots == 2
+    with pytest.raises(VRAMBudgetError, match=r"the floor for 2 slots(.|\n)*slots(.|\n)*workspace"):
+        plan(vram_budget=floor - 1)
+
+
+def test_boundaries_are_offloaded_when_not_even_two_slots_fit_otherwise() -> None:
+    kept_here, offloaded = plan(), plan(offload_boundaries=True)
+    assert not kept_here.offload_boundaries and offloaded.offload_boundaries
+    floor = kept_here.total_num_bytes
+    assert not plan(vram_budget=floor).offload_boundaries
+    assert plan(vram_budget=floor - 1).as_dict() == {
+        **offloaded.as_dict(),
+        "vram_budget": floor - 1,
+    }
+    with pytest.raises(VRAMBudgetError):
+        plan(vram_budget=floor - 1, offload_boundaries=False)
+    # Eight layers: two of eight inputs on the device, eight more on the host and twice on the wire.
+    assert kept_here.terms["boundaries"] == 8 * COST.boundary
+    assert offloaded.terms["boundaries"] == 2 * COST.boundary
+    assert offloaded.host_num_bytes - kept_here.host_num_bytes == 8 * COST.boundary
+    assert offloaded.bytes_per_step - kept_here.bytes_per_step == 16 * COST.boundary
+
+
+def test_inputs_of_kept_layers_stay_in_their_graphs() -> None:
+    found = plan(num_slots=8, keep_last=3, offload_boundaries=True)
+    assert found.terms["boundaries"] == 2 * COST.boundary
+    assert found.terms["kept graphs"] == 3 * (COST.layers[0].saved + COST.boundary)
+    assert found.host_num_bytes == plan().host_num_bytes + 5 * COST.boundary
+    everything = plan(num_slots=8, keep_last=8, offload_boundaries=True)
+    assert everything.bytes_per_step == 0
+    assert everything.terms == plan(num_slots=8, keep_last=8).terms
+
+
+@pytest.mark.parametrize("num_layers", [6, 7])
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_kept_layers_are_those_that_the_runtime_keeps(num_layers: int, block_size: int) -> None:
+    model = tiny.make_model("qwen2", num_layers=num_layers, hidden_size=16, dropout=0.0)
+    shapes = replace(SHAPES, layers=SHAPES.layers[:num_layers], layer_adapters=[5] * num_layers)
+    cost = replace(COST, layers=COST.layers[:num_layers])
+    for keep_last in range(9):
+        options: dict[str, Any] = {"block_size": block_size, "keep_last": keep_last}
+        found = plan(shapes, cost, **options, num_slots=3)
+        # As it was asked for, and as the plan says that it was rounded.
+        for layout in ((3, keep_last), (found.num_slots, found.keep_last)):
+            options.update(zip(("slots", "keep_last"), layout, strict=True))
+            runtime = poros.runtime(poros.prepare(model, device="cpu", **options))
+            num_streamed = runtime.num_streamed_blocks
+            num_kept = num_layers - min(num_streamed * block_size, num_layers)
+            assert found.terms["kept graphs"] == num_kept * (300 + COST.boundary)
+            assert found.num_slots == runtime.num_slots + found.num_blocks - num_streamed
+            poros.restore(model)
+
+
+def test_time_is_the_larger_of_wire_and_compute_in_each_phase() -> None:
+    tokens = COST.inputs / 16
+    products = 2e-9 * tokens * SHAPES.num_linear_parameters  # ms at one TFLOP per second
+    head = 2e-9 * tokens * SHAPES.num_head_parameters
+    block, boundary = 1024 / 1e6, COST.boundary / 1e6  # ms at one GB per second
+
+    def step_ms(copy: float, compute: float, cost: StepCost = COST, **options: Any) -> float:
+        found = plan(cost=cost, speeds=Speeds(copy, compute), **options).step_ms
+        assert found is not None
+        return found
+
+    endless = 1e12
+    half: dict[str, Any] = {"num_slots": 8, "keep_last": 4}
+    with_attention = replace(COST, layers=[replace(COST.layers[0], attention_flop=10**6)] * 8)
+    # Forward eight times, again in backward four times, and two and a half times that for each.
+    attention = (8 + 4 + 2.5 * 8) * 1e6 * 1e-9
+    found = step_ms(endless, 1, with_attention, **half)
+    assert found == pytest.approx(2.5 * products + 2 * head + attention)
+    assert step_ms(endless, 1) == pytest.approx(3 * products + 2 * head)
+    assert step_ms(endless, 1, **half) == pytest.approx(2.5 * products + 2 * head)
+    assert step_ms(1, endless) == pytest.approx(2 * 6 * block)
+    # Out against the blocks, whose 6 take longer than the 8 boundaries; back behind them.
+    offloaded = step_ms(1, endless, offload_boundaries=True)
+    assert offloaded == pytest.approx(2 * 6 * block + 8 * boundary)
+    # The wire takes longer than the forward's products, and shorter than the backward's.
+    rate = (1.5 * products + head) / (6 * block)
+    assert step_ms(1, rate) == pytest.approx(6 * block + (2 * products + head) / rate)
+
+
+def test_sizes_are_read() -> None:
+    sizes = {"8GiB": 8 * 2**30, "8 GB": 8 * 10**9, "1.5gib": 3 * 2**29, 512: 512, "100": 100}
+    for value, expected in sizes.items():
+        assert parse_num_bytes(value, "vram_budget") == expected
+
+
+BAD_SIZES = ["8 apples", "", "-1GiB", "GiB", "nan", float("nan"), float("inf"), 0, -5, True, None]
+
+
+@pytest.mark.parametrize("value", BAD_SIZES, ids=map(repr, BAD_SIZES))
+def test_bad_sizes_are_refused(value: Any) -> None:
+    with pytest.raises(PolicyError, match="vram_budget"):
+        parse_num_bytes(value, "vram_budget")
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "sgd"])
+def test_an_optimizer_keeps_and_needs_what_is_planned(name: str) -> None:
+    """Counted while a real one steps, over parameters above and below the size of 8 bits."""
+    sizes = [(64, 256), (16, 100), (64, 64), (63, 65)]
+    trained = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+    adapter_sizes = [(each.numel(), 4 * each.numel()) for each in trained]
+    request = PlanRequest(seq_len=1, optimizer=name)
+    expected = optimizer_cost(request, replace(SHAPES, adapter_sizes=adapter_sizes))
+    optimizer = optimizer_of(name, trained)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    # Steps are scalars, and the code books of 8-bit states, which all share, 2 kB in all.
+    kept = [each for each in state_of(optimizer) if each.dim() and each.shape != (256,)]
+    assert expected.state == num_bytes(kept)
+    with OperatorBytes() as counted:
+        optimizer.step()
+    assert expected.temporaries == pytest.approx(counted.peak, abs=64)
+
+
+def test_temporaries_of_the_optimizer_count_at_its_step_only() -> None:
+    """AdamW as PyTorch makes it has as many as there are adapters, and fused it has none."""
+    shapes = replace(SHAPES, adapter_sizes=[(10, 10**6)])
+    small = replace(COST, layers=[LayerCost(0, 0, 0)] * 8, loss_peak=0)
+    for name, temporaries in (("adamw_torch_fused", 0), ("adamw_torch", 10**6)):
+        assert plan(shapes, small, optimizer=name).terms["workspace"] == temporaries
+    assert plan(optimizer="adamw_torch").terms == plan().terms
+
+
+def test_a_given_state_is_that_of_an_optimizer_that_is_not_known() -> None:
+    assert plan(optimizer="mine", optimizer_num_bytes=77).terms["optimizer"] == 77
+    with pytest.raises(PolicyError, match="give optimizer_num_bytes"):
+        plan(optimizer="mine")

@@ -1,0 +1,173 @@
+"""A plan needs a configuration only, and says what the model and the runtime then have."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+
+import poros
+from poros.errors import PolicyError, UnsupportedModelError
+from poros.gates import tiny
+from poros.planning import cost_model
+from poros.planning.cost_model import CostModel
+from poros.planning.formula import StepCost
+from poros.planning.meta_model import Recipe, shapes_of
+from poros.planning.planner import plan, render
+from poros.planning.request import PlanRequest, Speeds
+from tests.lora_kinds import KINDS as TRAINED
+from tests.planning.cells import lora
+
+ARCHITECTURES = ["qwen2", "llama", "phi3", "gemma3", "gemma4", "mixtral", "qwen3_moe"]
+
+
+def base_of(architecture: str = "qwen2", **options: Any) -> Any:
+    return tiny.make_model(architecture, **{"num_layers": 3, "hidden_size": 64, **options}).unload()
+
+
+def config_of(architecture: str = "qwen2", num_layers: int = 2) -> Any:
+    return tiny.small_config(architecture, num_layers=num_layers, hidden_size=64, dropout=0.0)
+
+
+def recipe_of(config: Any, **options: Any) -> Recipe:
+    return Recipe.of(config, "nf4", torch.bfloat16, lora(**options))
+
+
+def trained_in(model: Any) -> tuple[int, int]:
+    """Numbers and bytes."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sizes = (parameter.numel() * parameter.element_size() for parameter in trained)
+    return sum(parameter.numel() for parameter in trained), sum(sizes)
+
+
+# Those that training is tested with, some that only change what is drawn, and fused experts.
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: ("qwen2", options) for kind, options in TRAINED.items()},
+    "plain": ("qwen2", {}),
+    "rank pattern": ("qwen2", {"rank_pattern": {"v_proj": 7}}),
+    "gaussian": ("qwen2", {"init_lora_weights": "gaussian"}),
+    "tied head": ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
+    "experts of mixtral": ("mixtral", EXPERTS),
+    "experts of qwen3_moe": ("qwen3_moe", EXPERTS),
+    "everything of mixtral": ("mixtral", {"target_modules": "all-linear"}),
+    "everything of qwen3_moe": ("qwen3_moe", {"target_modules": "all-linear"}),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_planned_are_the_models(case: str) -> None:
+    architecture, options = ADAPTERS[case]
+    base = base_of(architecture)
+    found = plan(base.config, seq_len=8, lora=lora(**options))
+    model = get_peft_model(base, lora(**options))
+    assert (found.num_adapter_parameters, found.terms["adapters"]) == trained_in(model) > (0, 0)
+    has_experts = any(
+        "experts" in name for name, each in model.named_parameters() if "lora" in name
+    )
+    assert has_experts == (architecture != "qwen2")
+    assert plan(model, seq_len=8).as_dict() == found.as_dict()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_planned_sizes_are_those_of_the_prepared_model(architecture: str, block_size: int) -> None:
+    model = get_peft_model(base_of(architecture), lora())
+    expected = plan(model, seq_len=8, block_size=block_size)
+    real = shapes_of(model)
+    on_meta = plan(model.config, seq_len=8, block_size=block_size, lora=lora())
+    assert on_meta.terms == expected.terms
+    assert real.other == expected.terms["other"] and real.head == expected.terms["head"]
+    poros.prepare(model, device="cpu", block_size=block_size, self_check="off")
+    runtime = poros.runtime(model)
+    assert expected.host_num_bytes == runtime.stats()["host_num_bytes"]
+    assert expected.num_blocks == runtime.num_blocks
+    assert expected.num_adapter_parameters == trained_in(model)[0]
+    blocks = [runtime.host_slab(block).numel() for block in range(runtime.num_blocks)]
+    slots = [max(blocks[slot :: runtime.num_slots]) for slot in range(runtime.num_slots)]
+    assert expected.terms["slots"] == sum(slots)
+    batch = tiny.make_batches(1, num_tokens=8)[0]
+    for _ in range(2):
+        before = runtime.stats()["h2d_num_bytes"]
+        model.train()(**batch).loss.backward()
+    assert runtime.stats()["h2d_num_bytes"] - before == expected.bytes_per_step
+
+
+def test_bad_requests_are_refused() -> None:
+    config = config_of()
+    for options in ({"seq_len": 0}, {"seq_len": 8, "batch_size": -1}, {"seq_len": 8, "rank": 0}):
+        with pytest.raises(PolicyError, match="positive whole number"):
+            plan(config, **options)
+    limit = config.max_position_embeddings
+    with pytest.raises(PolicyError, match=f"at most the model's {limit} positions"):
+        plan(config, seq_len=limit + 1)
+    with pytest.raises(PolicyError, match="quantization"):
+        plan(config, seq_len=8, quantization="int3")
+    with pytest.raises(UnsupportedModelError, match="PEFT adapters"):
+        plan(base_of(), seq_len=8)
+    for name in ("adamw", "", None):
+        with pytest.raises(PolicyError, match=r"optimizer: expected one of adamw_torch_fused, .*"):
+            plan(config, seq_len=8, optimizer=name)  # type: ignore[arg-type]
+
+
+def test_a_model_that_looks_at_values_is_refused() -> None:
+    class Curious(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden * hidden.nonzero().shape[0]
+
+    costs = CostModel(recipe_of(config_of()))
+    costs.layers[0].mlp = Curious()
+    with pytest.raises(UnsupportedModelError, match=r"operators run on shapes alone.*'qwen2'"):
+        costs.plan(PlanRequest(seq_len=8))
+
+
+def test_a_plan_is_plain_values_and_a_table() -> None:
+    found = plan(config_of(), seq_len=8, speeds=Speeds(50.0, 100.0))
+    again = json.loads(json.dumps(found.as_dict()))
+    assert again["total_num_bytes"] == sum(again["terms"].values())
+    assert render(found).row_count > len(found.terms)
+
+
+# What layers cost on the meta device.
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_leaving_layers_out_changes_no_figure(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[object] = []
+
+    def note(own: Any, /, *args: Any, **kwargs: Any) -> Any:
+        ran.append(own)
+        return own(*args, **kwargs)
+
+    def cost() -> StepCost:
+        ran.clear()
+        costs = CostModel(recipe_of(config_of(architecture, num_layers=6)))
+        for layer in costs.layers:
+            layer.forward = partial(note, layer.forward)
+        return costs.cost(2, 32)
+
+    some, num_some = cost(), len(ran)
+    monkeypatch.setattr(cost_model, "_has_side_channels", lambda kwargs: True)
+    assert cost() == some
+    assert len(ran) == 6
+    has_side_channels = architecture in ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
+    assert (num_some < 6) != has_side_channels
+
+
+def test_dropout_keeps_its_result_and_a_byte_per_element() -> None:
+    saved = []
+    for rate in (0.0, 0.1):
+        recipe = recipe_of(config_of(), target_modules=["q_proj", "down_proj"], lora_dropout=rate)
+        saved.append(CostModel(recipe).cost(2, 32).layers[0].saved)
+    # The adapters' input in float32 is kept anyway: before dropout, or after it.
+    assert saved[1] - saved[0] == 2 * 32 * (64 + 128)
+
+
+def test_operations_of_attention_are_counted() -> None:
+    found = CostModel(recipe_of(config_of())).cost(3, 32).layers[0].attention_flop
+    # Two products of rows x heads x 32 x 32 x 16, two operations each, half of them masked.
+    assert found == 3 * 4 * 32 * 32 * 16 * 2 * 2 // 2

@@ -1,0 +1,201 @@
+"""A planner keeps what no batch changes, notices when it no longer holds, and gives advice."""
+
+import gc
+import re
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+
+import poros
+from benchmarks.models import config_of, random_nf4, with_lora
+from poros.errors import VRAMBudgetError
+from poros.gates import tiny
+from poros.planning import cost_model
+from poros.planning.meta_model import Recipe
+from poros.planning.planner import Planner, plan
+from poros.planning.request import PlanRequest
+from tests.planning.cells import lora
+
+SHORT = PlanRequest(seq_len=16)
+
+
+def model_of(architecture: str = "qwen2") -> Any:
+    base = tiny.make_model(architecture, num_layers=4, hidden_size=64, dropout=0.0).unload()
+    return get_peft_model(base, lora())
+
+
+def test_another_batch_needs_no_other_model_and_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ran = [], []
+    make, layer_cost = Recipe.make, cost_model._layer_cost
+
+    def noted_make(recipe: Recipe) -> Any:
+        made.append(recipe)
+        return make(recipe)
+
+    def noted_cost(*args: Any) -> Any:
+        ran.append(args)
+        return layer_cost(*args)
+
+    monkeypatch.setattr(Recipe, "make", noted_make)
+    monkeypatch.setattr(cost_model, "_layer_cost", noted_cost)
+    planner = Planner(config_of("qwen2.5-72b"))
+    first = planner.plan(PlanRequest(seq_len=256))
+    shape: dict[str, Any] = {"seq_len": 1024, "batch_size": 2, "self_check": True}
+    second = planner.plan(PlanRequest(**shape, vram_budget="24GiB"))
+    # Of 80 layers one, for each shape; another budget or layout takes none.
+    assert (len(made), len(ran)) == (1, 2)
+    planner.plan(PlanRequest(**shape, num_slots=9))
+    assert (len(made), len(ran)) == (1, 2)
+    assert second.terms["workspace"] > 4 * first.terms["workspace"] > 0
+    assert second == plan(config_of("qwen2.5-72b"), **shape, vram_budget="24GiB")
+
+
+def cast(model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float16)
+
+
+def freeze_some(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "v_proj" in name:
+            parameter.requires_grad_(False)
+
+
+def use_another(model: Any) -> None:
+    model.add_adapter("other", lora(r=32))
+    model.set_adapter("other")
+
+
+@pytest.mark.parametrize("change", [cast, freeze_some, use_another])
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_changed_adapters_are_noticed(change: Any, is_prepared: bool) -> None:
+    model = model_of()
+    if is_prepared:
+        poros.prepare(model, device="cpu", self_check="off")
+    planner = Planner(model)
+    before = planner.plan(SHORT)
+    assert planner.plan(SHORT) == before
+    change(model)
+    after = planner.plan(SHORT)
+    assert after == plan(model, seq_len=16)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert after.num_adapter_parameters == sum(each.numel() for each in trained)
+    assert after.terms["adapters"] == sum(each.numel() * each.element_size() for each in trained)
+    assert after.terms["adapters"] != before.terms["adapters"]
+
+
+def test_a_planner_does_not_keep_its_model_alive() -> None:
+    model = model_of()
+    planner = Planner(model)
+    expected = planner.plan(SHORT)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert planner.plan(SHORT) == expected
+
+
+def test_a_plan_is_the_same_each_time() -> None:
+    """Though storages come to lie where others have been."""
+    model = with_lora(random_nf4(config_of("tiny")))
+    options: dict[str, Any] = {"num_slots": 4, "keep_last": 4, "accumulation": 2}
+    first, *others = (plan(model, seq_len=16, **options) for _ in range(6))
+    assert others == [first] * 5
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_planning_draws_no_random_numbers(is_there: bool) -> None:
+    model = model_of()
+    before = torch.get_rng_state()
+    plan(model if is_there else model.config, seq_len=16)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_planning_within_a_forward_leaves_what_it_records_alone() -> None:
+    """Routers hand their logits to the model by the side, and the model on meta has routers too."""
+    model = model_of("mixtral").train()
+    ids = torch.randint(0, 500, (1, 16))
+    batch = {"input_ids": ids, "labels": ids, "output_router_logits": True}
+    expected = model(**batch)
+    planner = Planner(model)
+    layers = model.get_base_model().model.layers
+    layers[0].register_forward_pre_hook(lambda *_: planner.plan(SHORT) and None)
+    found = model(**batch)
+    assert len(found.router_logits) == len(expected.router_logits) == 4
+    assert torch.equal(found.aux_loss, expected.aux_loss)
+
+
+SURROUNDINGS: dict[str, Any] = {
+    "no gradients": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "activations on the CPU": torch.autograd.graph.save_on_cpu,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+def test_a_plan_is_the_same_whatever_surrounds_it(surroundings: str) -> None:
+    model = model_of()
+    expected = plan(model, seq_len=16)
+    with SURROUNDINGS[surroundings]():
+        assert plan(model, seq_len=16) == expected
+
+
+# What would make it fit.
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9, 0.99])
+def test_each_advice_makes_it_fit_and_hardly_a_larger_value_does(share: float) -> None:
+    config = tiny.small_config("qwen2", num_layers=4, hidden_size=64, dropout=0.0)
+    asked: dict[str, Any] = {"seq_len": 96, "batch_size": 5, "block_size": 2, "rank": 32}
+
+    def needed(**changes: int) -> int:
+        options = {**asked, **changes}
+        planner = Planner(config, lora=lora(r=options.pop("rank"), target_modules="all-linear"))
+        return planner.plan(PlanRequest(**options, offload_boundaries=True)).total_num_bytes
+
+    budget = int(share * needed())
+    rank = asked["rank"]
+    step = {name: value for name, value in asked.items() if name != "rank"}
+    with pytest.raises(VRAMBudgetError) as caught:
+        Planner(config, lora=lora(r=rank, target_modules="all-linear")).plan(
+            PlanRequest(**step, vram_budget=budget)
+        )
+    line = next(line for line in str(caught.value).splitlines() if line.startswith("What would"))
+    found = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", line)}
+    assert {"seq_len", "batch_size"} <= found.keys()
+    for name, value in found.items():
+        larger = value + 1 + value // 50
+        fits = [needed(**{name: number}) <= budget for number in (value, larger)]
+        assert fits == [True, False], (name, value)
+
+
+def test_offloading_is_advised_where_it_was_ruled_out() -> None:
+    config = tiny.small_config("qwen2", num_layers=16, hidden_size=64, dropout=0.0)
+    planner = Planner(config, lora=lora())
+    kept, offloaded = (
+        planner.plan(PlanRequest(seq_len=256, offload_boundaries=choice)).total_num_bytes
+        for choice in (False, True)
+    )
+    budget = kept - 1
+    assert planner.plan(PlanRequest(seq_len=256, vram_budget=budget)).offload_boundaries
+    saved = (kept - offloaded) / 1e9
+    for vram_budget, text in (
+        (budget, "fit, each alone: offload_boundaries=True"),
+        ("100kB", f"too little alone: offload_boundaries=True .{saved:.2f} GB"),
+    ):
+        request = PlanRequest(seq_len=256, vram_budget=vram_budget, offload_boundaries=False)
+        with pytest.raises(VRAMBudgetError, match=text):
+            planner.plan(request)
+
+
+def test_advice_at_real_shapes_is_short() -> None:
+    planner = Planner(config_of("qwen2.5-72b"))
+    request = PlanRequest(seq_len=8192, batch_size=4, block_size=4, vram_budget="12GiB")
+    with pytest.raises(VRAMBudgetError) as caught:
+        planner.plan(request)
+    assert len(str(caught.value).splitlines()) < 20

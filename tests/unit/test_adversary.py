@@ -1,0 +1,263 @@
+"""The stand-in has power: each broken protocol is caught, and the right one passes."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from poros.errors import PorosError
+from poros.gates.adversary import POISON, AdversarialStreams, SlotHazard
+from poros.streams import Event
+from tests.support import same_bits
+
+SIZE = 64
+
+
+def source(value: int = 7, size: int = SIZE) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def is_all(tensor: torch.Tensor, value: int) -> bool:
+    """Looked at through numpy, which no dispatch mode sees."""
+    found: bool = (tensor.numpy() == value).all().item()
+    return found
+
+
+def ready(streams: AdversarialStreams, value: int = 7) -> tuple[torch.Tensor, Event]:
+    """A slot that holds ``value`` and has been waited for, and the event before its reads."""
+    slot = streams.allocate(SIZE)
+    done = streams.copy(slot, source(value), after=streams.record())
+    streams.wait(done)
+    return slot, streams.record()
+
+
+# Late bytes, early poison.
+
+
+def test_bytes_arrive_at_the_wait_and_not_earlier() -> None:
+    streams = AdversarialStreams()
+    slot = streams.allocate(SIZE)
+    assert is_all(slot, POISON)
+    first = streams.copy(slot[:32], source(1, 32), after=streams.record())
+    assert is_all(slot, POISON)
+    streams.record()
+    assert is_all(slot, POISON)
+    streams.wait(first)
+    assert is_all(slot[:32], 1) and is_all(slot[32:], POISON)
+
+
+def test_poison_comes_when_the_copy_is_queued() -> None:
+    streams = AdversarialStreams()
+    slot, event = ready(streams)
+    assert is_all(slot, 7)
+    done = streams.copy(slot, source(8), after=event)
+    assert is_all(slot, POISON) and is_all(slot.clone(), POISON)
+    assert slot[:2].view(torch.bfloat16).isnan().all()
+    assert slot[:4].view(torch.float32).isnan().all()
+    streams.wait(done)
+    assert is_all(slot, 8)
+
+
+def test_the_host_bytes_are_read_at_the_wait() -> None:
+    """Who changes or frees them before, changes what arrives."""
+    streams = AdversarialStreams()
+    slot, bytes_on_host = streams.allocate(SIZE), source(1)
+    done = streams.copy(slot, bytes_on_host, after=streams.record())
+    bytes_on_host.fill_(2)
+    streams.wait(done)
+    assert is_all(slot, 2)
+
+
+def test_copies_run_in_order_and_no_further_than_waited_for() -> None:
+    streams = AdversarialStreams()
+    slots = [streams.allocate(SIZE) for _ in range(3)]
+    start = streams.record()
+    done = [streams.copy(slot, source(i), after=start) for i, slot in enumerate(slots)]
+    streams.wait(done[1])
+    assert [is_all(slot, i) for i, slot in enumerate(slots)] == [True, True, False]
+    assert is_all(slots[2], POISON)
+    # An event that has passed brings nothing.
+    streams.wait(done[0])
+    assert is_all(slots[2], POISON)
+    streams.wait(done[2])
+    assert is_all(slots[2], 2)
+
+
+def test_only_copy_events_bring_bytes() -> None:
+    streams = AdversarialStreams()
+    slot = streams.allocate(SIZE)
+    streams.copy(slot, source(), after=streams.record())
+    streams.wait(streams.record())
+    streams.wait(None)
+    assert is_all(slot, POISON)
+
+
+def test_copies_and_bytes_are_counted() -> None:
+    streams = AdversarialStreams()
+    slot = streams.allocate(SIZE)
+    for size in (16, 32):
+        streams.wait(streams.copy(slot[:size], source(1, size), after=streams.record()))
+    assert (streams.num_copies, streams.num_bytes) == (2, 48)
+
+
+# A read before the wait.
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda s: s.clone(), id="whole"),
+        pytest.param(lambda s: s[8:16].sum(), id="a part"),
+        pytest.param(lambda s: s.view(torch.float32).view(4, 4) @ torch.ones(4, 4), id="a matmul"),
+        pytest.param(lambda s: torch.cat([torch.zeros(1, dtype=torch.uint8), s]), id="in a list"),
+        pytest.param(lambda s: torch.equal(source(), s), id="second argument"),
+        pytest.param(lambda s: torch.add(source(), 1, out=s), id="out="),
+        pytest.param(lambda s: s.add_(1), id="in place"),
+        pytest.param(lambda s: torch.where(s > 0, s, s), id="in a condition"),
+        pytest.param(
+            lambda s: torch.nn.functional.linear(
+                torch.ones(1, 4, dtype=torch.bfloat16),
+                torch.nn.Parameter(s[:32].view(torch.bfloat16).view(4, 4), requires_grad=False),
+            ),
+            id="as a parameter",
+        ),
+    ],
+)
+def test_any_operator_that_reads_before_the_wait_is_caught(
+    read: Callable[[torch.Tensor], object],
+) -> None:
+    streams = AdversarialStreams()
+    slot, event = ready(streams)
+    with streams.watch():
+        read(slot)  # waited for: allowed
+        event = streams.record()
+        done = streams.copy(slot, source(8), after=event)
+        with pytest.raises(SlotHazard, match="read without waiting for copy 2"):
+            read(slot)
+        streams.wait(done)
+        read(slot)
+
+
+class KeepsItsWeight(torch.autograd.Function):
+    """Keeps the weight as a plain attribute, out of sight of autograd's version check."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return inputs @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient @ ctx.weight.t(), None
+
+
+def test_a_backward_that_reads_is_caught() -> None:
+    """A graph kept beyond the release reads the slot when autograd, not Python, says so."""
+    streams = AdversarialStreams()
+    slot, _ = ready(streams)
+    weight = slot.view(torch.float32).view(4, 4)
+    with streams.watch():
+        inputs = torch.ones(4, 4, requires_grad=True)
+        loss = KeepsItsWeight.apply(inputs, weight).sum()
+        streams.copy(slot, source(8), after=streams.record())
+        with pytest.raises(SlotHazard, match="without waiting for copy 2"):
+            loss.backward()
+
+
+def test_views_and_other_memory_are_no_reads() -> None:
+    streams = AdversarialStreams()
+    slot = streams.allocate(SIZE)
+    streams.copy(slot, source(), after=streams.record())
+    with streams.watch():
+        view = slot[8:16].view(torch.bfloat16).view(2, 2).t().detach()
+        assert view.shape == (2, 2)
+        torch.zeros(SIZE).add_(1)
+
+
+# An overwrite of what is still read.
+
+
+def fresh(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
+    """Memory counts as read until an event after its allocation."""
+    too_early = streams.record()
+    return streams.allocate(SIZE), too_early
+
+
+def read_after(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
+    slot, event = ready(streams)
+    slot.sum()
+    return slot, event
+
+
+def waited_after(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
+    """Where nobody watches, reads are taken from the waits."""
+    slot = streams.allocate(SIZE)
+    before = streams.record()
+    streams.wait(streams.copy(slot, source(), after=before))
+    return slot, before
+
+
+def behind_a_copy(streams: AdversarialStreams) -> tuple[torch.Tensor, Event]:
+    """The event of a copy covers no reads."""
+    slot = streams.allocate(SIZE)
+    done = streams.copy(slot, source(), after=streams.record())
+    streams.wait(done)
+    return slot, done
+
+
+@pytest.mark.parametrize(
+    ("arrange", "watched", "message"),
+    [
+        (lambda streams: (streams.allocate(SIZE), None), False, "while it is read"),
+        (fresh, False, ""),
+        (read_after, True, "up to time"),
+        (waited_after, False, ""),
+        (behind_a_copy, False, ""),
+    ],
+)
+def test_an_overwrite_behind_no_event_or_one_before_the_last_read_is_caught(
+    arrange: Callable[[AdversarialStreams], tuple[torch.Tensor, Event]], watched: bool, message: str
+) -> None:
+    streams = AdversarialStreams()
+    with streams.watch() if watched else nullcontext():
+        slot, event = arrange(streams)
+        num_copies, before = streams.num_copies, slot.numpy().copy()
+        with pytest.raises(SlotHazard, match=message):
+            streams.copy(slot, source(8), after=event)
+        assert streams.num_copies == num_copies and (slot.numpy() == before).all()
+        streams.copy(slot, source(8), after=streams.record())
+
+
+def test_reads_of_one_slot_do_not_hold_another() -> None:
+    streams = AdversarialStreams()
+    (left, event), (right, _) = ready(streams, 1), ready(streams, 2)
+    with streams.watch():
+        right.sum()
+        streams.copy(left, source(8), after=event)
+
+
+def test_a_hazard_is_an_error_of_this_project() -> None:
+    assert issubclass(SlotHazard, PorosError) and issubclass(SlotHazard, RuntimeError)
+
+
+# The right protocol.
+
+
+def test_the_right_protocol_passes_and_brings_the_right_bytes() -> None:
+    streams = AdversarialStreams()
+    slots = [streams.allocate(SIZE) for _ in range(2)]
+    released = [streams.record()] * 2
+    ready_at: list[Event] = [None, None]
+    with streams.watch():
+        ready_at[0] = streams.copy(slots[0], source(0), after=released[0])
+        for visit in range(10):
+            following = visit + 1
+            place = following % 2
+            ready_at[place] = streams.copy(slots[place], source(following), after=released[place])
+            here = visit % 2
+            streams.wait(ready_at[here])
+            assert same_bits(slots[here], source(visit))
+            released[here] = streams.record()
+    assert streams.num_copies == 11

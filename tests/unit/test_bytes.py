@@ -1,0 +1,101 @@
+"""Reads are whole, however the system cuts them; digests are of the bytes, and of every one."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xxhash import xxh3_128
+
+from poros import digests, reads
+from poros.digests import PIECE_NUM_BYTES, digest_of, identity_of
+from poros.reads import read_into
+
+CONTENT = bytes(range(100))
+
+
+@pytest.fixture
+def descriptor(tmp_path: Path) -> Iterator[int]:
+    (tmp_path / "file").write_bytes(CONTENT)
+    opened = os.open(tmp_path / "file", os.O_RDONLY)
+    yield opened
+    os.close(opened)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 2**20])
+@pytest.mark.parametrize("given", [1, 3, 2**20])
+def test_short_reads_are_continued(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch, at_once: int, given: int
+) -> None:
+    original = os.preadv
+
+    def short(descriptor: int, buffers: Any, offset: int) -> int:
+        assert sum(map(len, buffers)) <= at_once
+        return original(descriptor, [buffers[0][:given]], offset)
+
+    monkeypatch.setattr(reads, "_AT_ONCE_NUM_BYTES", at_once)
+    monkeypatch.setattr(os, "preadv", short)
+    target = bytearray(20)
+    assert read_into(descriptor, memoryview(target), 10) == 20
+    assert target == CONTENT[10:30]
+    assert os.lseek(descriptor, 0, os.SEEK_CUR) == 0
+
+
+@pytest.mark.parametrize(("offset", "found"), [(90, 10), (100, 0), (200, 0)])
+def test_the_end_of_the_file_ends_it(descriptor: int, offset: int, found: int) -> None:
+    target = bytearray(20)
+    assert read_into(descriptor, memoryview(target), offset) == found
+    assert target == CONTENT[offset:].ljust(20, b"\0")
+    assert read_into(descriptor, memoryview(b""), offset) == 0
+
+
+def test_an_error_of_the_system_is_not_the_end(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_into(descriptor, memoryview(bytearray(1)), 0)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 9, 10, 11, 20, 47])
+def test_a_digest_is_of_pieces(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the definition, however the bytes are spread, with threads and without."""
+    monkeypatch.setattr(digests, "PIECE_NUM_BYTES", 10)
+    text = os.urandom(num_bytes)
+    pieces = [text[at : at + 10] for at in range(0, num_bytes, 10)]
+    expected = xxh3_128(b"".join(xxh3_128(piece).digest() for piece in pieces))
+    with ThreadPoolExecutor(2) as pool:
+        for at in {0, num_bytes // 3, num_bytes // 2, num_bytes}:
+            parts = [memoryview(part) for part in (text[:at], b"", text[at:])]
+            for threads in (None, pool):
+                assert digest_of(parts, threads) == expected.hexdigest()
+
+
+def test_every_bit_counts() -> None:
+    text = bytearray(PIECE_NUM_BYTES + 100)
+    sound = digest_of([memoryview(text)])
+    for place in (0, PIECE_NUM_BYTES - 1, PIECE_NUM_BYTES, len(text) - 1):
+        text[place] ^= 1
+        assert digest_of([memoryview(text)]) != sound
+        text[place] ^= 1
+    assert digest_of([memoryview(text)]) == sound
+    assert digest_of([memoryview(text), memoryview(b"\0")]) != sound
+
+
+def test_a_write_shows_in_the_identity_whatever_becomes_of_its_time(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"before")
+    status = file.stat()
+    while True:  # clocks of file systems are coarse
+        file.write_bytes(b"behind")
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        if file.stat().st_ctime_ns != status.st_ctime_ns:
+            break
+    found = file.stat()
+    assert (found.st_size, found.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert identity_of(found) != identity_of(status)

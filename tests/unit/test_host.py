@@ -1,0 +1,379 @@
+"""Host slabs and their arenas: tensors, memory, sharing, and page locks that the driver refuses."""
+
+import gc
+import logging
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+import poros.host.store
+from poros.errors import HostMemoryError, PorosError
+from poros.host.store import Arena, HostSlab, HostStore
+from poros.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
+from tests.snapshots import build, layers_of
+from tests.support import num_memory_files, same_bits
+from tests.unit.driver import FakeDriver, install, some_layout, some_tensors
+
+CPU = torch.device("cpu")
+
+
+def store_of(num_slabs: int) -> HostStore:
+    return HostStore.allocate([some_layout()] * num_slabs)
+
+
+def filled_slab() -> tuple[HostSlab, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    source, slab = some_tensors(), HostSlab(some_layout())
+    inside = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
+    for name, tensor in inside.items():
+        tensor.copy_(source[name])
+    return slab, source, inside
+
+
+# Slabs.
+
+
+def test_tensors_lie_inside_the_slab_where_the_layout_says() -> None:
+    slab, source, inside = filled_slab()
+    start, end = slab.bytes.data_ptr(), slab.bytes.data_ptr() + slab.bytes.numel()
+    assert slab.bytes.numel() == slab.layout.num_bytes and slab.bytes.dtype is torch.uint8
+    for spec in slab.layout.tensors:
+        tensor, expected = inside[spec.name], source[spec.name]
+        assert same_bits(tensor, expected) and spec.offset % ALIGNMENT == 0
+        if tensor.numel():
+            assert tensor.data_ptr() == start + spec.offset
+            assert tensor.data_ptr() + spec.num_bytes <= end
+            flat = slab.bytes[spec.offset : spec.offset + spec.num_bytes]
+            assert same_bits(flat, expected.contiguous().reshape(-1).view(torch.uint8))
+
+
+def test_tensors_have_storages_of_their_own() -> None:
+    _, _, inside = filled_slab()
+    tensors = [tensor for tensor in inside.values() if tensor.numel()]
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        assert storage.data_ptr() == tensor.data_ptr() and tensor.storage_offset() == 0
+        assert storage.nbytes() == tensor.numel() * tensor.element_size()
+    assert len({tensor.untyped_storage()._cdata for tensor in tensors}) == len(tensors)
+
+
+def test_a_write_to_a_tensor_is_a_write_to_the_slab() -> None:
+    slab, _, inside = filled_slab()
+    inside["absmax"].fill_(0)
+    spec = next(spec for spec in slab.layout.tensors if spec.name == "absmax")
+    assert not slab.bytes[spec.offset : spec.offset + spec.num_bytes].any()
+    assert slab.bytes.any()
+
+
+def test_a_store_has_one_slab_per_block_and_counts_its_bytes() -> None:
+    layouts = [some_layout(), BlockLayout.pack([("a", torch.zeros(3))]), BlockLayout.pack([])]
+    store = HostStore.allocate(layouts)
+    assert [slab.bytes.numel() for slab in store.slabs] == [one.num_bytes for one in layouts]
+    assert (
+        store.num_bytes == sum(layout.num_bytes for layout in layouts) and layouts[2].num_bytes == 0
+    )
+    assert store.pinned_num_bytes == 0 and store.fallbacks == []
+
+
+def test_host_slab_of_a_prepared_model_equals_its_tensors() -> None:
+    model = build()
+    layer = layers_of(model)[2]
+
+    def packed() -> list[Any]:
+        return [part for part in layer.parameters() if hasattr(part, "quant_state")]
+
+    expected = [part.detach().clone() for part in packed()]
+    runtime = poros.runtime(poros.prepare(model))
+    slab, found = runtime.host_slab(2), packed()
+    assert len(expected) == len(found) == 7
+    for before, tensor in zip(expected, found, strict=True):
+        offset = tensor.data_ptr() - slab.data_ptr()
+        size = tensor.numel() * tensor.element_size()
+        assert 0 <= offset <= slab.numel() - size
+        assert same_bits(slab[offset : offset + size], before.view(-1).view(torch.uint8))
+        assert 0 <= tensor.quant_state.absmax.data_ptr() - slab.data_ptr() < slab.numel()
+    assert runtime.stats()["host_num_bytes"] == sum(runtime.host_slab(k).numel() for k in range(3))
+
+
+def test_memory_that_cannot_be_had_is_a_typed_error() -> None:
+    impossible = BlockLayout((), num_bytes=2**50)
+    with pytest.raises(HostMemoryError, match=f"expected {2**50} bytes.*found none.*free memory"):
+        HostSlab(impossible)
+    with pytest.raises(MemoryError) as caught:
+        HostStore.allocate([some_layout(), impossible])
+    assert isinstance(caught.value, PorosError)
+
+
+def test_the_memory_goes_with_the_last_tensor() -> None:
+    gc.collect()
+    store = store_of(3)
+    before = num_memory_files()
+    memory = weakref.ref(store.slabs[0].arena.memory)
+    slab = store.slabs[1]
+    kept = slab.tensor(slab.layout.tensors[0])
+    kept.fill_(7)
+    del store, slab
+    gc.collect()
+    assert memory() is not None and bool((kept == 7).all())
+    del kept
+    assert memory() is None and num_memory_files() == before - 2  # ours, and the mapping's own
+
+
+# Arenas.
+
+
+def layer_of(hidden: int, intermediate: int, kv: int) -> BlockLayout:
+    """A layer of a quantized Qwen2, as a loader lays it out; no memory is touched."""
+    attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+    mlp = [(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)]
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for index, (rows, columns) in enumerate(attention + mlp):
+        for part, size in (("weight", rows * columns // 2), ("absmax", rows * columns // 64)):
+            tensors.append((f"{part}{index}", torch.empty(size, dtype=torch.uint8, device="meta")))
+    return BlockLayout.pack(tensors)
+
+
+def resident_num_bytes(arena: Arena) -> int:
+    """Memory that the system has committed to the arena's memory file."""
+    return 512 * os.fstat(arena.fileno()).st_blocks
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "kv", "num_layers"),
+    [
+        (896, 4864, 128, 24),
+        (3584, 18944, 512, 28),
+        (5120, 27648, 1024, 64),
+        (8192, 29568, 1024, 80),
+    ],
+    ids=["0.5B", "7B", "32B", "72B"],
+)
+def test_an_arena_is_at_most_3_percent_over_its_tensors(
+    hidden: int, intermediate: int, kv: int, num_layers: int
+) -> None:
+    """Only address space is taken: nothing is written."""
+    layouts = [layer_of(hidden, intermediate, kv)] * num_layers
+    stored = sum(spec.num_bytes for layout in layouts for spec in layout.tensors)
+    (arena,) = {slab.arena for slab in HostStore.allocate(layouts).slabs}
+    assert stored < len(arena.memory) <= 1.03 * stored
+    assert resident_num_bytes(arena) == 0
+    # Control: the caching host allocator's rounding would not pass.
+    rounded = sum(1 << (layout.num_bytes - 1).bit_length() for layout in layouts)
+    assert rounded > 1.03 * stored
+
+
+def test_memory_is_committed_as_it_is_written() -> None:
+    store = HostStore.allocate([BlockLayout((), 4 * PAGE_NUM_BYTES)] * 3)
+    arena = store.slabs[0].arena
+    assert resident_num_bytes(arena) == 0
+    store.slabs[1].bytes.fill_(1)
+    assert resident_num_bytes(arena) == 4 * PAGE_NUM_BYTES
+    assert not store.slabs[0].bytes.any() and not store.slabs[2].bytes.any()
+
+
+def test_slabs_lie_one_after_the_other_on_pages() -> None:
+    empty, odd = BlockLayout((), 0), BlockLayout((), PAGE_NUM_BYTES + 256)
+    layouts = [some_layout(), empty, odd, some_layout()]
+    store = HostStore.allocate(layouts)
+    start = store.slabs[0].bytes.data_ptr()
+    assert start % mmap.PAGESIZE == 0
+    assert [slab.offset for slab in store.slabs] == slab_offsets(layouts)
+    for slab in store.slabs:
+        assert slab.offset % PAGE_NUM_BYTES == 0
+        assert not slab.layout.num_bytes or slab.bytes.data_ptr() == start + slab.offset
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_neighbouring_slabs_are_the_slab_of_their_block(cut: int) -> None:
+    """The layout of a block is that of its layers, as they lie in the arena."""
+    layers = [some_layout()] * 3
+    layers.append(BlockLayout.pack([("a", torch.empty(70_000, dtype=torch.uint8))]))
+    offsets = slab_offsets(layers)
+    block = BlockLayout.join(layers[:cut])
+    assert block.num_bytes == offsets[cut - 1] + layers[cut - 1].num_bytes
+    specs = iter(block.tensors)
+    for offset, layer in zip(offsets[:cut], layers[:cut], strict=True):
+        for spec in layer.tensors:
+            joined = next(specs)
+            assert joined.offset == offset + spec.offset and joined.offset % ALIGNMENT == 0
+            assert (joined.name, joined.shape, joined.dtype) == (spec.name, spec.shape, spec.dtype)
+
+
+CHILD = """
+import pickle, sys
+from poros.host.store import HostStore
+file, layouts = sys.argv[1:]
+store = HostStore.attach(int(file), pickle.loads(bytes.fromhex(layouts)))
+for slab in store.slabs:
+    tensor = slab.tensor(slab.layout.tensors[0])
+    assert tensor[0].item() == 7, tensor[0]
+    tensor[1] = 9
+print(sum(int(slab.bytes.sum()) for slab in store.slabs))
+"""
+
+
+def test_another_process_sees_the_same_bytes() -> None:
+    store = store_of(3)
+    layouts = [slab.layout for slab in store.slabs]
+    for slab in store.slabs:
+        slab.tensor(slab.layout.tensors[0])[0] = 7
+    file, root = store.slabs[0].arena.fileno(), Path(__file__).resolve().parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", CHILD, str(file), pickle.dumps(layouts).hex()],
+        pass_fds=[file],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) == 3 * 16
+    # It wrote here, not into a copy.
+    assert all(slab.tensor(slab.layout.tensors[0])[1] == 9 for slab in store.slabs)
+    with pytest.raises(HostMemoryError, match=r"expected a shared store of \d+ bytes"):
+        HostStore.attach(file, layouts[:2])
+
+
+def test_without_memory_files_there_is_no_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    (slab,) = store_of(1).slabs
+    slab.bytes.fill_(3)
+    assert bool((slab.bytes == 3).all())
+    with pytest.raises(HostMemoryError, match="other processes can map"):
+        slab.arena.fileno()
+
+
+def test_a_private_mapping_of_a_file_keeps_writes_to_itself(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(256)) * (2 * PAGE_NUM_BYTES // 256))
+    with file.open("rb") as stream:
+        arena = Arena(PAGE_NUM_BYTES, file=stream.fileno(), offset=PAGE_NUM_BYTES, private=True)
+    (slab,) = HostStore.over(arena, [BlockLayout((), PAGE_NUM_BYTES)]).slabs
+    assert slab.bytes[:3].tolist() == [0, 1, 2]
+    slab.bytes.fill_(5)
+    assert file.read_bytes()[PAGE_NUM_BYTES : PAGE_NUM_BYTES + 3] == bytes([0, 1, 2])
+
+
+# Page locks.
+
+
+@pytest.mark.parametrize("refuse_at", [0, 1, 2, 3])
+def test_slabs_are_locked_in_place_until_the_driver_refuses_and_the_rest_is_pageable(
+    refuse_at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = install(FakeDriver(refuse_at), monkeypatch)
+    store = store_of(3)
+    with caplog.at_level(logging.WARNING, "poros"):
+        store.pin(CPU)
+    locked = store.slabs[:refuse_at]
+    assert driver.locked == {slab.bytes.data_ptr(): slab.layout.num_bytes for slab in locked}
+    assert [slab.is_pinned for slab in store.slabs] == [index < refuse_at for index in range(3)]
+    assert store.pinned_num_bytes == refuse_at * store.num_bytes // 3
+    if refuse_at == 3:
+        assert store.fallbacks == [] and caplog.records == []
+        return
+    # Nothing is tried after a refusal: the limit is one for all slabs.
+    assert driver.calls == ["register"] * refuse_at + ["refused"]
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "page-locked" in message and f"block {refuse_at}" in message and "ulimit -l" in message
+    assert store.fallbacks == [f"pageable host memory for blocks {refuse_at} to 2"]
+
+
+def test_unpin_unregisters_each_slab_once_behind_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = install(FakeDriver(refuse_at=2), monkeypatch)
+    store = store_of(3)
+    store.pin(CPU)
+    driver.calls.clear()
+    store.unpin()
+    assert driver.calls == ["synchronize", "unregister"] * 2
+    assert driver.locked == {} and store.pinned_num_bytes == 0
+    store.unpin()
+    del store
+    gc.collect()
+    assert driver.calls == ["synchronize", "unregister"] * 2
+
+
+def test_a_dropped_slab_is_unregistered_before_its_memory_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = install(FakeDriver(), monkeypatch)
+    store = store_of(3)
+    store.pin(CPU)
+    alive: list[bool] = []
+    memories = [weakref.ref(slab.arena.memory) for slab in store.slabs]
+    unregister = driver.cudaHostUnregister
+
+    def watching(pointer: int) -> int:
+        alive.append(any(memory() is not None for memory in memories))
+        return unregister(pointer)
+
+    driver.cudaHostUnregister = watching  # type: ignore[method-assign]
+    del store
+    gc.collect()
+    assert alive == [True] * 3 and driver.locked == {}
+    assert [memory() for memory in memories if memory() is not None] == []
+
+
+def test_a_refused_page_lock_tells_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU the warning holds measured rates; the copies are those of a CPU here."""
+
+    class Device:
+        type = "cuda"
+
+    rates, measured = iter([2.5, 25.0]), list[int]()
+
+    def copy_rate(source: torch.Tensor, device: object) -> float:
+        measured.append(source.data_ptr())
+        return next(rates)
+
+    install(FakeDriver(refuse_at=2), monkeypatch)
+    monkeypatch.setattr(poros.host.store, "_copy_rate", copy_rate)
+    monkeypatch.setattr(poros.host.store, "_clear_cuda_error", lambda device: None)
+    store = store_of(3)
+    with caplog.at_level(logging.WARNING, "poros"):
+        store.pin(Device())  # type: ignore[arg-type]
+    (record,) = caplog.records
+    assert "measured here: 2.5 GB/s pageable, 25.0 pinned" in record.getMessage()
+    # The slab that was refused, and the last one that was not.
+    assert measured == [store.slabs[at].bytes.data_ptr() for at in (2, 1)]
+
+
+@pytest.mark.gpu
+def test_the_rates_of_a_real_copy() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    store = HostStore.allocate([BlockLayout((), 64 * 2**20)] * 2)
+    assert store.slabs[0].pin(device)
+    pinned, pageable = (poros.host.store._copy_rate(slab.bytes, device) for slab in store.slabs)
+    store.unpin()
+    assert 0 < pageable < pinned
+
+
+@pytest.mark.gpu
+def test_page_locked_slabs_of_an_arena_are_copied_as_they_are() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    store = store_of(3)
+    for index, slab in enumerate(store.slabs):
+        slab.bytes.fill_(index + 1)
+    store.pin(device)
+    assert store.pinned_num_bytes == store.num_bytes and store.fallbacks == []
+    for slab in store.slabs:
+        assert slab.bytes.is_pinned()
+        target = torch.zeros_like(slab.bytes, device=device)
+        target.copy_(slab.bytes, non_blocking=True)
+        torch.cuda.synchronize(device)
+        assert same_bits(target.cpu(), slab.bytes)
+    store.unpin()
+    assert not store.slabs[0].bytes.is_pinned()

@@ -1,0 +1,167 @@
+"""A layer's adapters are looked up once, and again after any change that matters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from poros.layer.layer_index import LayerIndex
+
+
+class Layer(nn.Module):
+    """A frozen weight with its bias, two adapters, one that is switched off, and a plain module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.off = nn.Linear(4, 4, bias=False)
+        self.act = nn.Identity()
+        for each in (self.base, self.off):
+            each.requires_grad_(False)
+
+
+def tree_of(layer: Layer) -> LayerIndex:
+    return LayerIndex(layer, {id(layer.base.weight)})
+
+
+Places = list[tuple[int, str, int, int, torch.dtype, tuple[int, ...]]]
+
+
+def places(tree: LayerIndex) -> Places:
+    """What ``adapters`` says: owners, keys, parameters, and the memory of the stand-ins."""
+    return [
+        (
+            id(each.owner),
+            each.key,
+            id(each.parameter),
+            each.stand_in.data_ptr(),
+            each.stand_in.dtype,
+            tuple(each.stand_in.shape),
+        )
+        for each in tree.adapters()
+    ]
+
+
+def new(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape))
+
+
+def rename(layer: Layer) -> None:
+    table: dict[str, Any] = layer.first._parameters
+    table["other"] = table.pop("weight")
+
+
+def hand_over(layer: Layer) -> None:
+    """The same parameters in the same order, but one in another module."""
+    table: dict[str, Any] = layer.first._parameters
+    table["weight"], layer.off._parameters["weight"] = layer.off.weight, table["weight"]
+
+
+def put_in_the_place_of_none(layer: Layer) -> None:
+    del layer.first._parameters["bias"]
+    layer.first._parameters["scale"] = new(4)
+
+
+def put(module: str, key: str, *shape: int) -> Callable[[Layer], object]:
+    """A new parameter in the place of one."""
+    return lambda layer: getattr(layer, module)._parameters.__setitem__(key, new(*shape))
+
+
+def give(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Layer], object]:
+    """Other memory to the same parameter."""
+    return lambda layer: setattr(layer.first.weight, "data", change(layer.first.weight.data))
+
+
+CHANGES: dict[str, Callable[[Layer], object]] = {
+    "rename": rename,
+    "hand over": hand_over,
+    "put in the place of None": put_in_the_place_of_none,
+    "replace a bias": put("base", "bias", 4),
+    "replace": put("first", "weight", 4, 4),
+    "delete": lambda layer: layer.second._parameters.pop("weight"),
+    "move memory": give(torch.clone),
+    "cast": give(torch.Tensor.bfloat16),
+    "reshape in place": give(lambda values: values.view(2, 8)),
+    "freeze": lambda layer: layer.first.weight.requires_grad_(False),
+    "switch on": lambda layer: layer.off.weight.requires_grad_(True),
+    "train a bias": lambda layer: layer.base.bias.requires_grad_(True),
+    "register": lambda layer: layer.act.register_parameter("scale", new(4)),
+    "register a bias": lambda layer: layer.first.register_parameter("bias", new(4)),
+}
+changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+def test_the_list_is_the_same_as_long_as_nothing_changes() -> None:
+    layer = Layer()
+    tree = tree_of(layer)
+    found = tree.adapters()
+    assert [each.parameter for each in found] == [layer.first.weight, layer.second.weight]
+    with torch.no_grad():
+        layer.first.weight.mul_(2)
+    assert tree.adapters() is found
+
+
+@changes
+def test_a_change_is_seen(change: Callable[[Layer], object]) -> None:
+    layer = Layer()
+    tree = tree_of(layer)
+    before = tree.adapters()
+    change(layer)
+    found = places(tree)
+    assert tree.adapters() is not before
+    # As a tree sees it that has looked for the first time, but for its own stand-ins.
+    assert found == places(tree_of(layer))
+    assert all(adapter.owner.get(adapter.key) is adapter.parameter for adapter in tree.adapters())
+
+
+@changes
+def test_a_stand_in_that_was_given_other_memory_is_made_anew(
+    change: Callable[[Layer], object],
+) -> None:
+    layer = Layer()
+    tree = tree_of(layer)
+    before = tree.adapters()
+    before[0].stand_in.data = torch.zeros(4, 4)
+    assert tree.adapters() is not before
+    change(layer)
+    assert all(
+        adapter.stand_in.data_ptr() == adapter.parameter.data_ptr() for adapter in tree.adapters()
+    )
+
+
+@changes
+def test_control_a_list_that_is_never_looked_up_again_is_wrong(
+    change: Callable[[Layer], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LayerIndex, "_are_current", lambda *_: True)
+    layer = Layer()
+    tree = tree_of(layer)
+    tree.adapters()
+    change(layer)
+    assert places(tree) != places(tree_of(layer))
+
+
+def test_a_hook_is_seen_wherever_it_is() -> None:
+    layer = Layer()
+    tree = tree_of(layer)
+    assert tree.hooks() == []
+    handles = [
+        layer.act.register_forward_hook(lambda *_: None),
+        layer.base.register_forward_pre_hook(lambda *_: None),
+    ]
+    assert sorted(tree.hooks()) == sorted(handle.id for handle in handles)
+    for each in handles:
+        each.remove()
+    assert tree.hooks() == []
+
+
+def test_a_module_is_seen_wherever_it_is() -> None:
+    layer = Layer()
+    tree = tree_of(layer)
+    assert tree.is_current()
+    layer.act.add_module("inner", nn.Identity())
+    assert not tree.is_current() and tree_of(layer).is_current()

@@ -1,0 +1,303 @@
+"""The manager: slot states and what may follow what, counters, journal, a device that refuses."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from poros.errors import PorosError, SlotStateError
+from poros.gates.adversary import AdversarialStreams
+from poros.host.store import HostStore
+from poros.layout import BlockLayout
+from poros.slots.ring import SlotState
+from poros.slots.schedule import Phase, count, training_visits, walk
+from poros.streams import EagerStreams, Event
+from tests.slots import Slots
+
+FREE, LOADING, READY, IN_USE = SlotState.FREE, SlotState.LOADING, SlotState.READY, SlotState.IN_USE
+FORWARD, BACKWARD, INFERENCE = Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE
+
+
+def make(num_blocks: int = 4, num_slots: int = 2) -> Slots:
+    return Slots(num_blocks, num_slots, AdversarialStreams())
+
+
+# States.
+
+
+def test_a_slot_goes_from_free_to_loading_to_in_use_to_ready() -> None:
+    slots = make()
+    assert slots.states() == [(FREE, None), (FREE, None)]
+    slots.manager.prefetch(0)
+    assert slots.states() == [(LOADING, 0), (FREE, None)]
+    slot = slots.manager.acquire(0, FORWARD)
+    assert slot is slots.ring.slots[0]
+    assert slots.states() == [(IN_USE, 0), (LOADING, 1)]
+    slots.read(0)
+    slots.manager.release(0)
+    assert slots.states() == [(READY, 0), (LOADING, 1)]
+    slots.manager.acquire(1, FORWARD)
+    assert slots.states() == [(LOADING, 2), (IN_USE, 1)]
+
+
+def test_the_last_blocks_stay_ready_at_the_turn_and_the_first_at_the_next() -> None:
+    slots = make(5, 3)
+    for block in range(5):
+        slots.visit(block, FORWARD)
+    assert slots.states() == [(READY, 3), (READY, 4), (READY, 2)]
+    for block in reversed(range(5)):
+        slots.visit(block, BACKWARD)
+    assert slots.states() == [(READY, 0), (READY, 1), (READY, 2)]
+
+
+def test_more_slots_than_blocks_are_not_made() -> None:
+    slots = make(3, 8)
+    assert len(slots.ring.slots) == 3
+    assert slots.ring.num_bytes == slots.host.num_bytes
+    slots.train(2)
+    assert slots.manager.num_loads == 3
+
+
+def test_slots_are_as_large_as_they_must_be() -> None:
+    slots = Slots(5, 2, EagerStreams(torch.device("cpu")), sizes=[256, 1024, 512, 256, 768])
+    assert [slot.buffer.numel() for slot in slots.ring.slots] == [768, 1024]
+    assert slots.ring.num_bytes == 1792
+    slots.train(2)
+
+
+# Illegal transitions.
+
+
+def hold(slots: Slots, block: int) -> None:
+    slots.manager.acquire(block, FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("arrange", "act", "message"),
+    [
+        pytest.param(
+            lambda s: hold(s, 0),
+            lambda s: s.manager.acquire(0, FORWARD),
+            r"acquire of block 0: .*slot 0 .*free, loading or ready.*in use with block 0",
+            id="acquire twice",
+        ),
+        pytest.param(
+            lambda s: hold(s, 0),
+            lambda s: s.manager.acquire(2, FORWARD),
+            r"acquire of block 2: .*slot 0 .*in use with block 0",
+            id="acquire into a slot in use",
+        ),
+        pytest.param(
+            lambda s: hold(s, 0),
+            lambda s: s.manager.prefetch(2),
+            r"prefetch of block 2: .*slot 0 .*in use with block 0",
+            id="prefetch into a slot in use",
+        ),
+        pytest.param(
+            lambda s: None,
+            lambda s: s.manager.release(1),
+            r"release of block 1: .*slot 1 .*in use by this block.*free with block None",
+            id="release of a free slot",
+        ),
+        pytest.param(
+            lambda s: s.manager.prefetch(1),
+            lambda s: s.manager.release(1),
+            r"release of block 1: .*slot 1 .*loading with block 1",
+            id="release while loading",
+        ),
+        pytest.param(
+            lambda s: s.visit(3, FORWARD),
+            lambda s: s.manager.release(3),
+            r"release of block 3: .*slot 1 .*ready with block 3",
+            id="release twice",
+        ),
+        pytest.param(
+            lambda s: hold(s, 0),
+            lambda s: s.manager.release(2),
+            r"release of block 2: .*slot 0 .*in use with block 0",
+            id="release of another block",
+        ),
+    ],
+)
+def test_an_illegal_transition_raises_and_changes_nothing(
+    arrange: Callable[[Slots], object], act: Callable[[Slots], object], message: str
+) -> None:
+    slots = make()
+    arrange(slots)
+    states, journal = slots.states(), list(slots.journal)
+    with pytest.raises(SlotStateError) as caught:
+        act(slots)
+    assert re.search(message, str(caught.value), re.DOTALL), caught.value
+    assert isinstance(caught.value, PorosError | RuntimeError)
+    assert slots.states() == states and slots.journal == journal
+
+
+@pytest.mark.parametrize("block", [-1, 4, 100])
+def test_a_block_out_of_range_is_refused(block: int) -> None:
+    """-1 would otherwise be the last block under another number."""
+    slots = make()
+    slots.manager.prefetch(block % 2)
+    before = slots.states()
+    for act in (
+        lambda: slots.manager.acquire(block, FORWARD),
+        lambda: slots.manager.prefetch(block),
+    ):
+        with pytest.raises(ValueError, match=rf"{block}.*4 blocks"):
+            act()
+        assert slots.states() == before and slots.manager.num_loads == 1
+
+
+# Prefetch.
+
+
+def test_a_prefetch_of_what_is_there_or_on_its_way_does_nothing() -> None:
+    slots = make()
+    slots.manager.prefetch(1)
+    slots.manager.prefetch(1)
+    slots.visit(3, INFERENCE)
+    slots.manager.acquire(3, FORWARD)
+    slots.manager.prefetch(3)
+    slots.read(3)
+    assert (
+        count(slots.journal, "prefetch")
+        == slots.manager.num_loads
+        == len([action for action in slots.journal if action.kind == "prefetch"])
+    )
+    assert slots.states()[1] == (IN_USE, 3)
+
+
+def test_a_block_that_lost_its_slot_is_loaded_again() -> None:
+    slots = make(4, 2)
+    slots.visit(0, FORWARD)
+    slots.visit(2, FORWARD)
+    # Other bytes on the host since then: only a new copy brings them.
+    slots.host.slabs[0].bytes.bitwise_xor_(0x0F)
+    slots.visit(0, FORWARD)
+
+
+# Counters and journal.
+
+
+@pytest.mark.parametrize(("num_blocks", "num_slots"), [(1, 2), (2, 2), (5, 2), (5, 3), (6, 6)])
+def test_counters_agree_with_the_copy_stream_and_with_the_walk(
+    num_blocks: int, num_slots: int
+) -> None:
+    slots = make(num_blocks, num_slots)
+    num_slots = min(num_blocks, num_slots)
+    streams: Any = slots.streams
+    for steps in range(1, 4):
+        slots.train()
+        loads = 2 * num_blocks - num_slots + 2 * (num_blocks - num_slots) * (steps - 1)
+        assert slots.manager.num_loads == streams.num_copies == loads
+        assert slots.manager.h2d_num_bytes == streams.num_bytes
+        assert count(slots.journal, "prefetch") == loads
+        # What was not loaded for a visit was still there.
+        assert slots.manager.num_hits == 2 * num_blocks * steps - loads
+    copied = [action.block for action in slots.journal if action.kind == "prefetch"]
+    sizes = [slab.layout.num_bytes for slab in slots.host.slabs]
+    assert slots.manager.h2d_num_bytes == sum(sizes[block] for block in copied)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_slots"), [(1, 1), (2, 2), (3, 2), (5, 3)])
+def test_the_layers_of_one_block_are_one_visit(num_blocks: int, num_slots: int) -> None:
+    """They are counted once, and the block stays in its slot until the last of them is done."""
+    slots = make(num_blocks, num_slots)
+    for block, phase in training_visits(num_blocks, 2):
+        for _ in range(3):
+            slots.visit(block, phase)
+            assert (READY, block) in slots.states()
+    loads = 2 * num_blocks - num_slots + 2 * (num_blocks - num_slots)
+    assert slots.manager.num_loads == loads
+    assert slots.manager.num_hits == 4 * num_blocks - loads
+
+
+@pytest.mark.parametrize("num_blocks", range(1, 9))
+def test_the_journal_of_training_is_the_walk(num_blocks: int) -> None:
+    for num_slots in range(1, num_blocks + 1):
+        slots = make(num_blocks, num_slots)
+        slots.train(3)
+        assert slots.journal == list(walk(training_visits(num_blocks, 3), num_blocks, num_slots))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_journal_of_any_visits_is_the_walk(data: st.DataObject) -> None:
+    num_blocks = data.draw(st.integers(1, 8))
+    num_slots = data.draw(st.integers(1, num_blocks))
+    visit = st.tuples(st.integers(0, num_blocks - 1), st.sampled_from(Phase))
+    visits = data.draw(st.lists(visit, max_size=30))
+    slots = make(num_blocks, num_slots)
+    for block, phase in visits:
+        slots.visit(block, phase)
+        slots.check_ready_bytes()
+    assert slots.journal == list(walk(visits, num_blocks, num_slots))
+
+
+# Copies that fail.
+
+
+class CopyFails(AdversarialStreams):
+    """The copy with this number (from 1) is refused, once: before or after it has been queued."""
+
+    def __init__(self, number: int, is_queued: bool = False) -> None:
+        super().__init__()
+        self.countdown = number
+        self.is_queued = is_queued
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
+        self.countdown -= 1
+        if self.countdown == 0:
+            if self.is_queued:
+                super().copy(target, source, after=after)
+            raise OSError("the copy was refused")
+        return super().copy(target, source, after=after)
+
+
+def test_a_copy_that_fails_leaves_its_slot_free() -> None:
+    slots = Slots(4, 2, CopyFails(1))
+    with pytest.raises(OSError, match="refused"):
+        slots.manager.acquire(0, FORWARD)
+    assert slots.states() == [(FREE, None)] * 2
+    assert slots.manager.num_loads == 0 and slots.journal == []
+    slots.train(2)
+    assert slots.manager.num_loads == 6 + 4
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+@pytest.mark.parametrize("number", range(1, 11))
+def test_training_goes_on_after_any_copy_failed(number: int, is_queued: bool) -> None:
+    """Whether it was wanted now or ahead of time; and no slot says that it holds what it lost."""
+    slots = Slots(4, 2, CopyFails(number, is_queued))
+    with pytest.raises(OSError, match="refused"):
+        slots.train(2)
+    assert not any(state is IN_USE for state, _ in slots.states()), slots.states()
+    slots.check_ready_bytes()
+    slots.train(2)
+
+
+def test_a_wait_that_fails_does_not_hold_the_slot() -> None:
+    class WaitFails(AdversarialStreams):
+        is_broken = True
+
+        def wait(self, event: Event) -> None:
+            if self.is_broken:
+                raise OSError("the wait was refused")
+            super().wait(event)
+
+    streams = WaitFails()
+    slots = Slots(4, 2, streams)
+    with pytest.raises(OSError, match="refused"):
+        slots.manager.acquire(0, FORWARD)
+    streams.is_broken = False
+    slots.train(2)
+
+
+def test_a_block_without_frozen_bytes_takes_part_like_any_other() -> None:
+    """All of its tensors may be shared with other blocks and stay on the device."""
+    full = BlockLayout.pack([("weight", torch.empty(256, dtype=torch.uint8))])
+    host = HostStore.allocate([full, BlockLayout.pack([]), full])
+    assert [slab.bytes.numel() for slab in host.slabs] == [256, 0, 256]

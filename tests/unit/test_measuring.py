@@ -1,0 +1,357 @@
+"""A run on a device with an allocator starts with two slots and spends what a step has left.
+
+The allocator is a simulated one over a CPU: what a step takes follows from a few numbers that the
+test knows and the runtime does not.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import poros
+from poros.errors import VRAMBudgetError
+from poros.gates import tiny
+from poros.gates.reference import TrainingSpec, compare_trajectories, train
+from poros.layout import BlockLayout
+from poros.model.measuring import DeviceMemory, MeasuredSizer
+from poros.model.runtime import Runtime
+from poros.model.sizing import (
+    BlockSizes,
+    Needs,
+    Room,
+    Shape,
+    Wanted,
+    affordable,
+    growth,
+    step_num_bytes,
+)
+from tests.snapshots import layers_of
+
+NUM_LAYERS = 6
+KB = 1024
+STANDING, OTHERS = 300 * KB, 5000 * KB
+PER_TOKEN, GRAPH_PER_TOKEN = 4 * KB, 2 * KB
+
+
+class SimulatedMemory(DeviceMemory):
+    """Holds what the numbers above say; ``overhead`` is lost between the graphs of kept layers."""
+
+    def __init__(self, overhead: float = 1.0) -> None:
+        self.overhead = overhead
+        self.runtime: Runtime | None = None
+        self.peaks: list[int] = []
+        """Of each micro-batch, without what is not the model's."""
+        self._reserved = OTHERS
+        self._graph = 0
+
+    def allocated(self) -> int:
+        found = OTHERS + self._graph
+        self._graph = 0
+        if self.runtime is not None:
+            found += STANDING + self.runtime.ring.num_bytes
+        return found
+
+    def reserved(self) -> int:
+        return self._reserved
+
+    def give_back(self) -> None:
+        self._reserved = self.allocated()
+
+    def free(self) -> int:
+        return 10**9
+
+    def hold(self, runtime: Runtime) -> None:
+        """Belong to ``runtime``'s model."""
+        self.runtime = runtime
+        sizer: Any = runtime.sizer
+        sizer._held = lambda: STANDING + runtime.ring.num_bytes
+
+    def recompute(self, num_tokens: int) -> None:
+        """A layer keeps its graph; seen by whoever asks next."""
+        if torch._C._current_graph_task_id() != -1:
+            self._graph = GRAPH_PER_TOKEN * num_tokens
+
+    def train(self, num_tokens: int, times: float = 1.0) -> None:
+        """A micro-batch has passed."""
+        assert self.runtime is not None
+        graphs = self.runtime.room.keep_last * GRAPH_PER_TOKEN * num_tokens * self.overhead
+        passing = PER_TOKEN * num_tokens * times + graphs
+        self.peaks.append(STANDING + self.runtime.ring.num_bytes + int(passing))
+        self._reserved = max(self._reserved, OTHERS + self.peaks[-1])
+
+
+Prepare = Callable[..., tuple[Any, SimulatedMemory]]
+
+
+def build() -> Any:
+    return tiny.make_model("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepare]:
+    def prepare(overhead: float = 1.0, **policy: Any) -> tuple[Any, SimulatedMemory]:
+        memory = SimulatedMemory(overhead)
+        monkeypatch.setattr("poros.model.runtime.device_memory", lambda device: memory)
+        model = poros.prepare(build(), device="cpu", **policy).train()
+        runtime = poros.runtime(model)
+        runtime.sizer._estimate = lambda _, budget, wanted, check: Estimated(wanted)  # type: ignore[assignment]
+        memory.hold(runtime)
+        for layer in layers_of(model):
+            layer.mlp.register_forward_hook(
+                lambda _, args, result: memory.recompute(args[0].shape[0] * args[0].shape[1])
+            )
+        return model, memory
+
+    yield prepare
+
+
+class Estimated:
+    """An estimate that everything fits: the floor is not what is tested."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.num_slots, self.keep_last = wanted.num_slots, wanted.keep_last
+        self.offload_boundaries = bool(wanted.offload_inputs)
+        self.num_blocks, self.total_num_bytes = NUM_LAYERS, 1
+
+    def table(self) -> str:
+        return "nothing"
+
+
+class Loop:
+    """Optimizer steps over batches of given lengths; the room in which each ran."""
+
+    def __init__(self, model: Any, memory: SimulatedMemory) -> None:
+        self.model, self.memory = model, memory
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
+
+    def run(self, *lengths: int, times: float = 1.0, steps: bool = True) -> list[Room]:
+        rooms = []
+        for length in lengths:
+            batch = tiny.make_batches(1, batch_size=1, num_tokens=length, padded=False)[0]
+            self.model(**batch).loss.backward()
+            rooms.append(poros.runtime(self.model).room)
+            self.memory.train(length, times)
+            if steps:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return rooms
+
+
+def block_num_bytes() -> int:
+    return poros.runtime(poros.prepare(build(), device="cpu", slots=2)).ring.num_bytes // 2
+
+
+BLOCK = block_num_bytes()
+
+
+def budget(num_slots: int, keep_last: int, length: int) -> int:
+    graphs = keep_last * GRAPH_PER_TOKEN * length
+    return STANDING + num_slots * BLOCK + PER_TOKEN * length + graphs
+
+
+@pytest.mark.parametrize("check", ["strict", "off"])
+@pytest.mark.parametrize(("slots", "kept"), [(2, 0), (4, 0), (6, 0), (6, 3), (6, 6)])
+def test_what_a_step_leaves_is_spent_to_the_byte(
+    prepared: Prepare, slots: int, kept: int, check: str
+) -> None:
+    model, memory = prepared(vram_budget=f"{budget(slots, kept, 16)}B", self_check=check)
+    rooms = Loop(model, memory).run(16, 16, 16, 16)
+    assert rooms == [Room(2, 0), Room(2, 0), Room(slots, kept), Room(slots, kept)]
+    assert memory.peaks[-1] == budget(slots, kept, 16)
+    assert poros.runtime(model).stats()["num_resizes"] == (slots > 2)
+
+
+def test_one_byte_less_buys_one_slot_less(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(5, 0, 16) - 1}B", self_check="off")
+    assert Loop(model, memory).run(16, 16, 16)[-1] == Room(4, 0)
+
+
+def test_no_bit_changes_while_room_is_made(prepared: Prepare) -> None:
+    spec = TrainingSpec(num_steps=5, accumulation=1)
+    batches = tiny.make_batches(5, num_tokens=16, padded=False)
+    expected = train(build(), batches, spec)
+    model, _ = prepared(vram_budget=f"{budget(6, 3, 32)}B")
+    assert compare_trajectories(expected, train(model, batches, spec)) == []
+    runtime = poros.runtime(model)
+    assert runtime.room.num_slots == NUM_LAYERS and runtime.self_check["status"] == "passed"
+
+
+def test_a_whole_step_is_measured_not_its_first_micro_batch(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 0, 16)}B", self_check="off")
+    loop = Loop(model, memory)
+    loop.run(16, steps=False), loop.run(16)
+    loop.run(16, steps=False)
+    loop.run(16, times=2.0)  # clipping, the optimizer's step
+    (room,) = loop.run(16, steps=False)
+    spare = budget(6, 0, 16) - budget(2, 0, 16) - PER_TOKEN * 16
+    assert room == Room(2 + spare // BLOCK, 0) and room.num_slots < 6
+
+
+def test_the_share_of_the_check_is_not_counted(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B")
+    loop = Loop(model, memory)
+    loop.run(16, times=20.0)
+    assert loop.run(16, 16)[-1] == Room(5, 0)
+
+
+def test_without_an_optimizer_nothing_is_spent(prepared: Prepare) -> None:
+    """Control of the above: it is the end of a step that is waited for."""
+    model, memory = prepared(vram_budget=f"{budget(6, 6, 16)}B", self_check="off")
+    assert set(Loop(model, memory).run(*[16] * 5, steps=False)) == {Room(2, 0)}
+
+
+def test_what_turns_out_to_be_too_much_is_given_up_kept_layers_first(prepared: Prepare) -> None:
+    wanted = budget(6, 4, 16)
+    model, memory = prepared(overhead=2.0, vram_budget=f"{wanted}B", self_check="off")
+    rooms = Loop(model, memory).run(*[16] * 6)
+    assert rooms[2] == Room(6, 4) and memory.peaks[2] > wanted
+    assert rooms[-1].num_slots == 6 and 0 < rooms[-1].keep_last < 4
+    assert memory.peaks[-1] <= wanted
+
+
+def test_a_longer_batch_gives_up_kept_layers_before_slots(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 4, 16)}B", self_check="off")
+    loop = Loop(model, memory)
+    assert loop.run(16, 16, 16)[-1] == Room(6, 4)
+    rooms = loop.run(18, 18, 18, 16)
+    assert rooms[0].num_slots == 6 and rooms[0].keep_last < 4
+    assert max(memory.peaks) <= budget(6, 4, 16)
+
+
+def test_a_batch_that_needs_more_than_that_gives_up_slots(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 0, 16)}B", self_check="off")
+    loop = Loop(model, memory)
+    loop.run(16, 16, 16)
+    rooms = loop.run(24, 24, 24)
+    assert rooms[0].num_slots < 6 and max(memory.peaks) <= budget(6, 0, 16)
+
+
+def test_lengths_that_creep_up_do_not_resize_at_each_step(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 6, 32)}B", self_check="off")
+    loop = Loop(model, memory)
+    loop.run(*range(16, 48))
+    assert poros.runtime(model).stats()["num_resizes"] <= 8
+    assert max(memory.peaks) <= budget(6, 6, 32)
+
+
+def test_more_than_the_floor_leaves_is_said(
+    prepared: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, memory = prepared(
+        vram_budget=f"{budget(2, 0, 16) - 1}B", self_check="off", offload_boundaries=False
+    )
+    assert Loop(model, memory).run(16, 16, 16)[-1] == Room(2, 0)
+    assert "more than the budget" in caplog.text
+
+
+def test_inputs_go_to_the_host_when_nothing_else_fits(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(2, 0, 16) - 1}B", self_check="off")
+    assert Loop(model, memory).run(16, 16, 16)[-1] == Room(2, 0, offload_inputs=True)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_what_cannot_fit_is_refused_before_it_trains(
+    prepared: Prepare, is_given: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, memory = prepared(**({"vram_budget": "1GiB"} if is_given else {}), self_check="off")
+
+    def estimate(*_: object) -> Any:
+        raise VRAMBudgetError("expected more, found less")
+
+    poros.runtime(model).sizer._estimate = estimate
+    if is_given:
+        with pytest.raises(VRAMBudgetError, match="found less\nRefused before"):
+            Loop(model, memory).run(16)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    else:
+        assert Loop(model, memory).run(16) == [Room(2, 0)]
+        assert "going on with the least room" in caplog.text
+
+
+def test_without_a_budget_free_memory_is_spent(prepared: Prepare) -> None:
+    model, memory = prepared(self_check="off")
+    assert Loop(model, memory).run(16, 16, 16)[-1] == Room(NUM_LAYERS, NUM_LAYERS)
+    for chosen in ({"slots": 2}, {"keep_last": 0}):
+        model, memory = prepared(self_check="off", **chosen)
+        assert Loop(model, memory).run(16, 16, 16)[-1] == Room(2, 0)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
+    prepared: Prepare,
+    is_given: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = {"vram_budget": f"{budget(6, 6, 16)}B"} if is_given else {}
+    model, memory = prepared(self_check="off", **wanted)
+    allocate = Runtime._allocate_slots
+
+    def scarce(runtime: Runtime, room: Room) -> Any:
+        if room.num_slots > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. No more")
+        return allocate(runtime, room)
+
+    monkeypatch.setattr(Runtime, "_allocate_slots", scarce)
+    loop = Loop(model, memory)
+    loop.run(16, 16)
+    if is_given:
+        with pytest.raises(VRAMBudgetError, match="No more") as caught:
+            loop.run(16)
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+    else:
+        assert loop.run(16, 16) == [Room(2, 0)] * 2
+        assert "going on with 2 slots" in caplog.text
+
+
+def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 6, 16)}B", self_check="off")
+    loop = Loop(model, memory)
+    loop.run(16, 16, 16)
+    sizer: Any = poros.runtime(model).sizer
+    assert isinstance(sizer, MeasuredSizer) and sizer._measured
+    first = next(iter(layers_of(model).parameters()))
+    trained = next(p for p in layers_of(model)[0].parameters() if p.requires_grad)
+    assert first is not trained
+    trained.requires_grad_(False)
+    loop.run(16)
+    assert not sizer._measured
+
+
+LAYOUTS = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(
+    lambda sizes: [BlockLayout((), size * KB) for size in sizes]
+)
+
+
+@given(LAYOUTS, st.integers(0, 200), st.integers(0, 50), st.integers(0, 20), st.booleans())
+def test_what_is_affordable_fits_and_grows_with_the_budget(
+    layouts: list[BlockLayout], spare: int, passing: int, graph: int, offload: bool
+) -> None:
+    sizes, needs = BlockSizes(layouts, len(layouts), 1), Needs(KB, passing * KB, graph * KB)
+    wanted = Wanted(None, None, None)
+    least = step_num_bytes(Room(2, 0, offload), sizes, needs)
+    cheapest = min(
+        step_num_bytes(Room(n, 0, offload), sizes, needs) for n in range(2, len(layouts) + 2)
+    )
+    assert affordable(cheapest - 1, sizes, needs, wanted, offload) is None
+    room = affordable(least + spare * KB, sizes, needs, wanted, offload)
+    assert room is not None and step_num_bytes(room, sizes, needs) <= least + spare * KB
+    more = affordable(least + (spare + 9) * KB, sizes, needs, wanted, offload)
+    assert more is not None and more[:2] >= room[:2]
+
+
+@given(*[st.integers(1, 64)] * 4)
+def test_growth_is_no_less_than_attention_without_a_fused_kernel(
+    rows: int, length: int, more_rows: int, more_length: int
+) -> None:
+    known, shape = Shape(rows, length), Shape(more_rows, more_length)
+
+    def cost(shape: Shape) -> int:
+        return shape.batch_size * (3 * shape.seq_len + shape.seq_len**2)
+
+    assert cost(shape) <= cost(known) * growth(shape, known) * (1 + 1e-9)

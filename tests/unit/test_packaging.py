@@ -1,0 +1,304 @@
+"""What is shipped is what is on disk, and importing it does nothing."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import poros
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {
+    "poros": "poros",
+    "poros.loaders": "loaders",
+    "poros.gates": "gates",
+    "poros.examples": "examples",
+}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def packages_on_disk(root: Path) -> set[str]:
+    """Dotted name of every folder with Python files below the mapped folders."""
+    return {
+        ".".join((name, *path.parent.relative_to(root / folder).parts))
+        for name, folder in FOLDERS.items()
+        for path in (root / folder).rglob("*.py")
+    }
+
+
+def modules_on_disk(root: Path) -> set[str]:
+    """Where each Python file must lie inside a wheel."""
+    return {
+        f"{name.replace('.', '/')}/{path.relative_to(root / folder).as_posix()}"
+        for name, folder in FOLDERS.items()
+        for path in (root / folder).rglob("*.py")
+    }
+
+
+def build_wheel(root: Path, out: Path) -> Path:
+    """Build an sdist from `root`, and a wheel from that sdist, with the installed setuptools."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def pins(file: str) -> dict[str, Version]:
+    """The versions that a constraints file pins."""
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {re.sub(r"[-_.]+", "-", name).lower(): Version(version) for name, version in pairs}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what a build reads, so that building leaves nothing in the working tree."""
+    return copy_checkout(tmp_path / "checkout")
+
+
+def copy_checkout(copy: Path) -> Path:
+    """Copy what a build reads to ``copy``."""
+    for folder in FOLDERS.values():
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy)
+    return copy
+
+
+def test_package_list_equals_the_folders_on_disk() -> None:
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_on_disk(ROOT)
+    assert PROJECT["tool"]["setuptools"]["package-dir"] == FOLDERS
+    for folder in FOLDERS.values():
+        for path in (ROOT / folder).rglob("*.py"):
+            assert (path.parent / "__init__.py").is_file(), f"{path.parent} lacks __init__.py"
+
+
+def test_a_forgotten_package_shows(checkout: Path) -> None:
+    """Negative control of the list's test: setuptools itself would not say a word."""
+    (checkout / "poros" / "forgotten").mkdir()
+    (checkout / "poros" / "forgotten" / "__init__.py").touch()
+    assert packages_on_disk(checkout) - packages_on_disk(ROOT) == {"poros.forgotten"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel."""
+    folder = tmp_path_factory.mktemp("built")
+    wheel = build_wheel(copy_checkout(folder / "checkout"), folder / "dist")
+    shutil.rmtree(folder / "checkout")
+    return wheel
+
+
+def test_wheel_from_sdist_holds_everything(built: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(built) as wheel:
+        held = set(wheel.namelist())
+        wheel.extractall(tmp_path / "site")
+    info = f"poros_runtime-{poros.__version__}.dist-info"
+    assert {name for name in held if name.endswith(".py")} == modules_on_disk(ROOT)
+    assert {"poros/py.typed", f"{info}/licenses/LICENSE"} <= held
+    assert {name.split("/")[0] for name in held} == {"poros", info}
+
+    (script,) = PROJECT["project"]["scripts"].values()
+    assert script.split(":")[0].replace(".", "/") + ".py" in held
+
+    # From an unrelated folder the wheel's own files are imported, not the checkout's.
+    code = "import poros, poros.loaders, poros.gates; print(poros.__file__, poros.gates.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site")},
+    ).stdout.split()
+    site = tmp_path / "site" / "poros"
+    assert found == [str(site / "__init__.py"), str(site / "gates" / "__init__.py")]
+
+
+def test_a_wheel_without_gates_is_told_from_a_whole_one(checkout: Path, tmp_path: Path) -> None:
+    """Negative control of the wheel's test: the same build, one package struck from the list."""
+    project = (checkout / "pyproject.toml").read_text(encoding="utf-8")
+    shorter = project.replace('    "poros.gates",\n', "")
+    assert shorter != project
+    (checkout / "pyproject.toml").write_text(shorter, encoding="utf-8")
+    with zipfile.ZipFile(build_wheel(checkout, tmp_path / "dist")) as wheel:
+        missing = modules_on_disk(ROOT) - set(wheel.namelist())
+    assert "poros/gates/__init__.py" in missing
+    assert all(name.startswith("poros/gates/") for name in missing)
+
+
+class Installed:
+    """An environment with the wheel in it, and away from the checkout.
+
+    What the wheel depends on is taken from the environment of the tests, through a line in a .pth
+    file: that makes packages importable without running what lies beside them, an editable
+    install's finder included.
+    """
+
+    def __init__(self, wheel: Path, folder: Path) -> None:
+        self.user = folder / "user"
+        self.user.mkdir()
+        self.bin = folder / "venv" / "bin"
+        self.python = str(self.bin / "python")
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")],
+            check=True,
+            timeout=120,
+        )
+        self.site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+        (self.site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        pip = [sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check"]
+        subprocess.run(
+            [*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, timeout=120
+        )
+
+    def run(self, *command: str, returncode: int = 0) -> str:
+        """Run a command in the user's folder, with nothing of ours in the environment."""
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(self.user),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, cwd=self.user, env=environment
+        )
+        assert done.returncode == returncode, done.stdout + done.stderr
+        return done.stdout
+
+    def check_types(self, script: str, returncode: int = 0) -> str:
+        """What mypy says about a user's script."""
+        (self.user / "script.py").write_text(script)
+        (self.user / "mypy.ini").write_text(
+            "[mypy]\n[mypy-transformers.*,peft.*,bitsandbytes.*]\nfollow_imports = skip\n"
+        )
+        return self.run(self.python, "-m", "mypy", "script.py", returncode=returncode)
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(built, tmp_path_factory.mktemp("installed"))
+
+
+def test_the_installed_command_tells_its_version(installed: Installed) -> None:
+    assert poros.__version__ in installed.run(str(installed.bin / "poros"), "--version")
+
+
+SMOKE = """
+import json, torch
+torch.set_num_threads(1)
+import poros, poros.examples, poros.gates, poros.loaders
+from poros.gates import tiny
+from poros.gates.reference import TrainingSpec, train
+
+batches, spec = tiny.make_batches(2, num_tokens=8), TrainingSpec(num_steps=2)
+arms = [tiny.make_model("qwen2", num_layers=3, hidden_size=64, dropout=0.05) for _ in range(2)]
+poros.prepare(arms[1])
+hashes = [train(model, batches, spec).hash() for model in arms]
+hashes.append(train(arms[0], batches, spec).hash())
+files = [module.__file__ for module in (poros, poros.loaders, poros.gates, poros.examples)]
+print(json.dumps([files, hashes, poros.runtime(arms[1]).self_check["status"]]))
+"""
+
+
+def test_the_installed_wheel_trains_exactly(installed: Installed) -> None:
+    files, hashes, status = json.loads(installed.run(installed.python, "-c", SMOKE))
+    assert files == [
+        str(installed.site.joinpath(*name.split("."), "__init__.py")) for name in FOLDERS
+    ]
+    # The third run starts from what the first has learnt: another run, another hash.
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert status == "passed"
+
+
+USER = """
+import poros
+import torch
+
+def work(model: torch.nn.Linear) -> None:
+    reveal_type(poros.prepare(model, slots=3))
+    reveal_type(poros.runtime(model).host_slab(0))
+
+poros.StreamingPolicy(slots='3')
+"""
+
+
+def test_the_installed_wheel_is_typed(installed: Installed) -> None:
+    said = installed.check_types(USER, 1)
+    assert 'Revealed type is "torch.nn.modules.linear.Linear"' in said
+    assert 'Revealed type is "torch._tensor.Tensor"' in said
+    assert 'expected "int | None"' in said and "Found 1 error" in said
+
+
+def test_a_wheel_without_its_marker_is_told_from_a_typed_one(installed: Installed) -> None:
+    """Negative control: the same files, py.typed taken away."""
+    marker = installed.site / "poros" / "py.typed"
+    marker.rename(installed.user / "py.typed")
+    try:
+        assert "py.typed marker" in installed.check_types("import poros\n", 1)
+    finally:
+        (installed.user / "py.typed").rename(marker)
+
+
+def test_version_is_told_once() -> None:
+    assert PROJECT["project"]["version"] == poros.__version__
+
+
+PROBE = """
+import json, os, sys
+modules, before = set(sys.modules), dict(os.environ)
+{statement}
+loaded = {{name.split(".")[0] for name in set(sys.modules) - modules}}
+after = dict(os.environ)
+changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+print(json.dumps([sorted(loaded - sys.stdlib_module_names), changed]))
+"""
+
+
+def probe(statement: str, cwd: Path) -> tuple[list[str], list[str]]:
+    """Run `statement` in a fresh interpreter; return what it loads and what it sets.
+
+    Returns:
+        The top-level modules from outside the standard library, and the environment variables.
+    """
+    code = PROBE.format(statement=statement)
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(1, {str(ROOT)!r})\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd)
+    loaded, changed = json.loads(done.stdout)
+    return loaded, changed
+
+
+def test_importing_poros_loads_nothing_else_and_sets_nothing(tmp_path: Path) -> None:
+    assert probe("import poros", tmp_path) == (["poros"], [])
+
+
+def test_the_probe_sees_what_it_looks_for(tmp_path: Path) -> None:
+    """Negative control: a torch of our own, which is loaded and sets a variable."""
+    (tmp_path / "torch.py").write_text("import os\nos.environ['POROS_PROBE'] = '1'\n")
+    assert probe("import poros, torch", tmp_path) == (["poros", "torch"], ["POROS_PROBE"])
+
+
+def test_ranges_admit_what_was_run_and_no_more() -> None:
+    """Upper bounds end at the pinned minor version; lower bounds are the oldest environment's."""
+    newest, oldest = pins("constraints.txt"), pins("constraints-oldest.txt")
+    for requirement in map(Requirement, PROJECT["project"]["dependencies"]):
+        bound = {part.operator: Version(part.version) for part in requirement.specifier}
+        assert bound.keys() == {">=", "<"}, f"{requirement}: expected >= and <"
+        pin = newest[requirement.name]
+        assert bound["<"] == Version(f"{pin.major}.{pin.minor + 1}"), requirement
+        if requirement.name != "torch":  # its lower bound is the CUDA tests' version
+            assert bound[">="] == oldest[requirement.name], requirement
+
+
+def test_no_environment_fetches_kernels_from_a_hub() -> None:
+    """bitsandbytes looks for a package named kernels and, if it is there, downloads code."""
+    assert "kernels" not in pins("constraints.txt").keys() | pins("constraints-oldest.txt").keys()

@@ -1,0 +1,328 @@
+"""Quantizing in pieces gives the bytes of quantizing at once, and refuses what is no weight."""
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+
+from poros.digests import PackedDigests, digest
+from poros.errors import CheckpointFormatError, ParityError
+from poros.gates.adversary import AdversarialStreams, SlotHazard
+from poros.loaders.quantize import Quantizer, require_finite
+from poros.nf4 import Format
+from poros.streams import EagerStreams
+from tests.support import same_bits
+
+CPU = torch.device("cpu")
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Result(NamedTuple):
+    """Everything that a quantized tensor is."""
+
+    packed: torch.Tensor
+    state: Any
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Its tensors by name, on the host."""
+        state = self.state
+        found = {"packed": self.packed, "absmax": state.absmax, "code": state.code}
+        if state.nested:
+            found |= {"offset": state.offset, "nested_absmax": state.state2.absmax}
+            found["nested_code"] = state.state2.code
+        return {name: part.cpu() for name, part in found.items()}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Weights whose blocks differ in scale."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(shape[:1] + (1,) * (len(shape) - 1), generator=generator) + 0.1
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def at_once(tensor: torch.Tensor, **options: Any) -> Result:
+    """What bitsandbytes makes of the whole tensor."""
+    settings = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4", **options}
+    return Result(*bnb.quantize_4bit(tensor.contiguous(), **settings))
+
+
+def in_pieces(
+    tensor: torch.Tensor,
+    *,
+    quant_type: str = "nf4",
+    blocksize: int = 64,
+    double_quant: bool = True,
+    quant_storage: torch.dtype = torch.uint8,
+    num_blocks: int = 3,
+    quantizer: Quantizer | None = None,
+    digests: PackedDigests | None = None,
+) -> Result:
+    """What the quantizer makes of it, in pieces of a few blocks."""
+    format = Format(quant_type, double_quant, quant_storage, blocksize)
+    # Poisoned, so that bytes that are not written are seen.
+    form = format.form(tensor.shape).items()
+    targets = {part: torch.full_like(planned, 77, device=CPU) for part, planned in form}
+    quantizer = quantizer or Quantizer(
+        CPU, chunk_num_bytes=num_blocks * blocksize * tensor.element_size()
+    )
+    state = quantizer.quantize_into(
+        tensor, name="w", format=format, targets=targets, digests=digests
+    )
+    assert state.absmax is targets["absmax"]
+    assert not double_quant or state.state2.absmax is targets["nested_absmax"]
+    return Result(targets["packed"], state)
+
+
+def differences(left: Result, right: Result) -> list[str]:
+    """Names of the parts and properties in which two results differ."""
+    ours, theirs = left.parts(), right.parts()
+    found = sorted(ours.keys() ^ theirs.keys())
+    both = ours.keys() & theirs.keys()
+    found += [name for name in both if not same_bits(ours[name], theirs[name])]
+    states = (left.state, right.state, ""), (left.state.state2, right.state.state2, "state2.")
+    for name, (one, other, where) in product(
+        ("shape", "dtype", "blocksize", "quant_type", "nested"), states
+    ):
+        if getattr(one, name, None) != getattr(other, name, None):
+            found.append(where + name)
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_pieces_give_the_bytes_of_the_whole(
+    quant_type: str, double_quant: bool, blocksize: int, dtype: torch.dtype, device: str
+) -> None:
+    """For every format of bitsandbytes, at a size that is no multiple of a piece or a block.
+
+    The pieces take turns in the two buffers of a GPU.
+    """
+    tensor = draw(61, 7 * blocksize // 8 + 3, dtype=dtype)
+    assert tensor.numel() % blocksize and tensor.numel() > 6 * blocksize
+    piece = 3 * blocksize * tensor.element_size()
+    quantizer = Quantizer(torch.device(device), chunk_num_bytes=piece)
+    how: dict[str, Any] = {"quant_type": quant_type, "blocksize": blocksize}
+    mine = in_pieces(tensor, double_quant=double_quant, quantizer=quantizer, **how)
+    whole = at_once(tensor.to(device), compress_statistics=double_quant, **how)
+    assert differences(mine, whole) == []
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1,), (2,), (63,), (64,), (65,), (1, 31), (191, 1), (192,), (193,), (3, 5, 7), (128, 192)],
+    ids=str,
+)
+@pytest.mark.parametrize("num_blocks", [1, 3, 1000])
+def test_odd_shapes(shape: tuple[int, ...], num_blocks: int) -> None:
+    """Smaller than a block, an odd number of elements, an exact number of pieces."""
+    tensor = draw(*shape)
+    assert differences(in_pieces(tensor, num_blocks=num_blocks), at_once(tensor)) == []
+
+
+def test_more_blocks_than_one_nested_block() -> None:
+    """The absmax of all pieces together are quantized, across borders of 256."""
+    tensor = draw(300, 96)
+    mine = in_pieces(tensor, num_blocks=5)
+    assert mine.state.state2.absmax.numel() == 2
+    assert differences(mine, at_once(tensor)) == []
+
+
+def test_a_transposed_weight() -> None:
+    """As Conv1D layers are loaded."""
+    tensor = draw(96, 50).T
+    assert not tensor.is_contiguous()
+    assert differences(in_pieces(tensor), at_once(tensor)) == []
+
+
+def test_zeros_and_a_zero_block() -> None:
+    """A block without a scale."""
+    tensor = draw(40, 64)
+    tensor[7] = 0
+    assert differences(in_pieces(tensor), at_once(tensor)) == []
+    assert differences(in_pieces(tensor * 0), at_once(tensor * 0)) == []
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
+def test_other_storage_dtypes(storage: torch.dtype) -> None:
+    """The packed bytes under another name."""
+    tensor = draw(96, 64)
+    mine = in_pieces(tensor, quant_storage=storage)
+    assert differences(mine, at_once(tensor, quant_storage=storage)) == []
+
+
+def test_control_pieces_that_end_within_a_block_give_other_bytes() -> None:
+    """The comparison has the power to see a wrong piece size."""
+    tensor = draw(20, 96)
+    wrong = torch.cat([at_once(piece).packed for piece in tensor.split(7)])
+    assert not same_bits(wrong, at_once(tensor).packed)
+
+
+def test_control_a_mean_per_piece_gives_another_offset() -> None:
+    """Why the absmax of all pieces are kept until the end, in one sum."""
+    num_different = 0
+    for seed in range(20):
+        whole = at_once(draw(1000, 96, dtype=torch.float32, seed=seed), compress_statistics=False)
+        absmax = whole.state.absmax
+        offset = torch.stack([part.sum() for part in absmax.split(97)]).sum() / absmax.numel()
+        num_different += not same_bits(offset, absmax.mean())
+    assert num_different > 0
+
+
+def test_control_the_comparison_sees_one_bit() -> None:
+    """In any part."""
+    whole = at_once(draw(300, 96))
+    for name, part in at_once(draw(300, 96)).parts().items():
+        changed = at_once(draw(300, 96))
+        target = changed.parts()[name]
+        assert target.data_ptr() != part.data_ptr()
+        target.view(-1).view(torch.uint8)[0] ^= 1
+        assert differences(changed, whole) == [name]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("index", [0, 5000, -1])
+def test_nonfinite_weights_are_refused(value: float, index: int, device: str) -> None:
+    """Wherever they are, by name; on a GPU bitsandbytes' own scales do not show a NaN."""
+    tensor = draw(61, 96)
+    tensor.view(-1)[index] = value
+    quantizer = Quantizer(torch.device(device), chunk_num_bytes=1024)
+    with pytest.raises(CheckpointFormatError, match=r"^w: expected finite weights"):
+        in_pieces(tensor, quantizer=quantizer)
+
+
+def test_nonfinite_weights_can_be_allowed() -> None:
+    """They then give what bitsandbytes gives."""
+    tensor = draw(61, 96)
+    tensor[3, 3] = float("nan")
+    quantizer = Quantizer(CPU, chunk_num_bytes=1000, allow_nonfinite=True)
+    assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.float8_e4m3fn], ids=str)
+def test_require_finite(dtype: torch.dtype) -> None:
+    """For dense tensors too; integers and empty tensors have nothing to check."""
+    tensor = torch.ones(5).to(dtype)
+    require_finite(tensor, "w")
+    require_finite(tensor[:0], "w")
+    require_finite(torch.ones(3, dtype=torch.int64), "w")
+    tensor[4] = float("nan")
+    with pytest.raises(CheckpointFormatError, match="w: expected finite"):
+        require_finite(tensor, "w")
+
+
+@pytest.mark.parametrize("wrong", ["packed", "absmax", "nested_absmax"])
+def test_targets_of_another_form_are_refused(wrong: str) -> None:
+    """Nothing is written then."""
+    tensor = draw(20, 64)
+    format = Format("nf4", True, torch.uint8)
+    form = format.form(tensor.shape)
+    names = ("packed", "absmax", "nested_absmax")
+    targets = {name: torch.full_like(form[name], 77, device=CPU) for name in names}
+    before = {name: target.clone() for name, target in targets.items()}
+    targets[wrong] = targets[wrong][:-1]
+    with pytest.raises(ValueError, match=rf"^{wrong}: expected a contiguous host tensor"):
+        Quantizer(CPU).quantize_into(tensor, name="w", format=format, targets=targets)
+    for name, target in targets.items():
+        assert same_bits(target, before[name][: target.shape[0]])
+
+
+# Staging: two buffers, each overwritten only when nobody reads it, under adversarial streams.
+
+
+def test_one_quantizer_for_all_tensors() -> None:
+    """Of several sizes and dtypes, every piece through its buffers."""
+    tensors = [draw(61, 96), draw(10, 64, dtype=torch.float32, seed=1), draw(200, 50, seed=2)]
+    streams = AdversarialStreams()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
+    with streams.watch():
+        for tensor in tensors:
+            assert differences(in_pieces(tensor, quantizer=quantizer), at_once(tensor)) == []
+    assert streams.num_bytes == sum(tensor.nbytes for tensor in tensors)
+
+
+class NoWait(AdversarialStreams):
+    """A piece is read before it has arrived."""
+
+    def wait(self, event: Any) -> None:
+        pass
+
+
+class FirstEventForever(AdversarialStreams):
+    """A piece is overwritten while it may be read."""
+
+    def record(self) -> Any:
+        self.first = getattr(self, "first", None) or super().record()
+        return self.first
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [(NoWait, "read without waiting"), (FirstEventForever, "overwrite a slot")],
+)
+def test_control_staging_without_a_wait_is_found(make: type[AdversarialStreams], says: str) -> None:
+    streams = make()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
+    with streams.watch(), pytest.raises(SlotHazard, match=says):
+        in_pieces(draw(61, 96), quantizer=quantizer)
+
+
+@pytest.mark.gpu
+def test_the_high_water_mark() -> None:
+    """At most 100 MB for the largest projection of a 72B model, from another stream too."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensor = draw(29568, 8192)
+    whole = at_once(tensor.to(device))
+    expected = Result(whole.packed.cpu(), whole.state)
+    del whole
+    expected.state.to("cpu")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        mine = in_pieces(tensor, quantizer=Quantizer(device))
+    assert torch.cuda.max_memory_allocated() - before <= 100e6
+    assert differences(mine, expected) == []
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
+@pytest.mark.parametrize("is_staged", [True, False], ids=["staged", "in place"])
+def test_the_digests_are_those_of_the_parts(double_quant: bool, is_staged: bool) -> None:
+    streams = EagerStreams(CPU) if is_staged else None
+    digests = PackedDigests()
+    quantizer = Quantizer(CPU, chunk_num_bytes=512, streams=streams)
+    result = in_pieces(
+        draw(96, 64), double_quant=double_quant, quantizer=quantizer, digests=digests
+    )
+    parts = {
+        "w" if name == "packed" else f"w.{name}": part for name, part in result.parts().items()
+    }
+    del parts["w.code"]  # made where it stays
+    assert digests.results() == {name: digest(part.contiguous()) for name, part in parts.items()}
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["double", "single"])
+def test_a_scale_that_changes_while_they_are_put_together_is_found(
+    double_quant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, flips = torch.Tensor.copy_, list[int]()
+
+    def faulty(self: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = copy(self, other, *args, **kwargs)
+        if other.numel() == 4 and other.dtype == torch.float32:
+            self.view(torch.int32)[1] ^= 0x30
+            flips.append(0)
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "copy_", faulty)
+    with pytest.raises(ParityError, match=r"w: expected the scales"):
+        in_pieces(draw(96, 64), double_quant=double_quant, num_blocks=4)
+    assert flips

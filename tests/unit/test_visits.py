@@ -1,0 +1,358 @@
+"""What a layer visit makes the host do: counted, because times depend on the machine.
+
+Only what Poros does itself is counted: from the moment a layer's forward or backward is entered to
+the moment it is left, without the layer's own forward and without ``torch.autograd.grad``.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import poros
+import poros.layer.remat
+from poros import streams as streams_module
+from poros.api import prepare_with
+from poros.config import StreamingPolicy
+from poros.layer.audit import GraphAudit
+from poros.layer.layer_index import LayerIndex
+from poros.layer.remat import RematerializeLayer
+from poros.layer.rng import RngStash
+from poros.layer.streamed import StreamedLayer
+from poros.slots.manager import BlockManager
+from poros.slots.ring import DeviceRing
+from poros.slots.schedule import training_visits
+from poros.streams import CudaStreams, EagerStreams, Event
+from tests.fake_cuda import FakeCuda, FakeEvent, FakeStream
+from tests.slots import random_store
+from tests.snapshots import batches, build
+
+NUM_LAYERS = 4
+CPU = torch.device("cpu")
+
+# Calls that Python sees, per visit of a layer of 83 modules, 14 adapters and 26 frozen tensors: as
+# found with Python 3.11 and torch 2.13, with a fifth of room for others.
+MOST_CALLS = {"forward": 800, "backward": 620}
+# These make views, or no use of the device's memory: random states are compared on the host, and a
+# load is one copy into a part of a slot.
+HARMLESS = {"alias", "detach", "slice", "copy_", "equal"}
+
+
+class CountingStreams(EagerStreams):
+    """Eager streams that know what was asked of them."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.calls: Counter[str] = Counter()
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        self.calls["allocate"] += 1
+        return super().allocate(num_bytes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
+        self.calls["copy"] += 1
+        return super().copy(target, source, after=after)
+
+    def wait(self, event: Event) -> None:
+        self.calls["wait"] += 1
+
+    def record(self) -> Event:
+        self.calls["record"] += 1
+
+    def has_passed(self, event: Event) -> bool:
+        self.calls["has_passed"] += 1
+        return True
+
+    def synchronize(self, event: Event) -> None:
+        self.calls["synchronize"] += 1
+
+
+class Visits(TorchDispatchMode):
+    """Counts operators, calls and captures of random states, by kind of visit."""
+
+    def __init__(self, *, is_profiling: bool = False) -> None:
+        super().__init__()
+        self.operators: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+        self.calls: Counter[str] = Counter()
+        self.num_states: Counter[str] = Counter()
+        self._is_profiling = is_profiling
+        self.kind: str | None = None
+
+    @contextmanager
+    def during(self, kind: str | None) -> Iterator[None]:
+        """Count the body for visits of ``kind``, or not at all."""
+        before, self.kind = self.kind, kind
+        sys.setprofile(self._on_call if kind and self._is_profiling else None)
+        try:
+            yield
+        finally:
+            self.kind = before
+            sys.setprofile(self._on_call if before and self._is_profiling else None)
+
+    def wrap(self, kind: str | None, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.during(kind):
+                return call(*args, **kwargs)
+
+        return wrapped
+
+    def _on_call(self, frame: Any, event: str, argument: Any) -> None:
+        if self.kind and event in ("call", "c_call"):
+            self.calls[self.kind] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.kind:
+            self.operators[self.kind][func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def prepare(num_slots: int) -> tuple[Any, CountingStreams]:
+    """A prepared model after two steps, and its streams."""
+    streams = CountingStreams()
+    policy = StreamingPolicy(self_check="off", slots=num_slots)
+    model = prepare_with(build(num_layers=NUM_LAYERS, dropout=0.0), policy, streams=streams)
+    step(model)
+    step(model)
+    streams.calls.clear()
+    return model, streams
+
+
+def step(model: Any) -> None:
+    model(**batches(1)[0]).loss.backward()
+
+
+def watch(model: Any, *, is_profiling: bool = False) -> Visits:
+    """What one step does, in all its visits together."""
+    visits = Visits(is_profiling=is_profiling)
+    get_state = torch.get_rng_state
+
+    def counted() -> torch.Tensor:
+        visits.num_states[visits.kind or "elsewhere"] += 1
+        return get_state()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, kind in (
+            (StreamedLayer, "forward", "forward"),
+            (StreamedLayer, "run", None),
+            (torch.autograd, "grad", None),
+        ):
+            patch.setattr(owner, name, visits.wrap(kind, getattr(owner, name)))
+        backward = visits.wrap("backward", RematerializeLayer.backward)
+        patch.setattr(RematerializeLayer, "backward", staticmethod(backward))
+        if is_profiling:
+            step(model)
+        else:
+            patch.setattr(torch, "get_rng_state", counted)
+            with visits:
+                step(model)
+    return visits
+
+
+def problems(num_slots: int) -> list[str]:
+    """What a warm step does that a visit must not."""
+    model, streams = prepare(num_slots)
+    visits = watch(model)
+    num_loads = 2 * (NUM_LAYERS - num_slots)
+    found = []
+    expected = {"copy": num_loads, "wait": 2 * NUM_LAYERS, "record": 2 * NUM_LAYERS}
+    if +streams.calls != +Counter(expected):
+        found.append(f"streams were asked for {dict(streams.calls)}")
+    for kind, operators in visits.operators.items():
+        if operators.keys() - HARMLESS:
+            found.append(f"{kind}: operators {sorted(operators.keys() - HARMLESS)}")
+    operators = visits.operators["forward"] + visits.operators["backward"]
+    if operators["copy_"] != num_loads:
+        found.append(f"{operators['copy_']} copies instead of {num_loads}")
+    if operators["equal"] != NUM_LAYERS:
+        found.append(f"{operators['equal']} comparisons of tensors")
+    if visits.num_states != {"forward": 2 * NUM_LAYERS, "backward": 2 * NUM_LAYERS}:
+        found.append(f"random states captured: {dict(visits.num_states)}")
+    return found
+
+
+def num_calls() -> dict[str, float]:
+    """Calls per visit."""
+    model, _ = prepare(NUM_LAYERS)
+    visits = watch(model, is_profiling=True)
+    return {kind: visits.calls[kind] / NUM_LAYERS for kind in MOST_CALLS}
+
+
+@pytest.mark.parametrize("num_slots", [2, NUM_LAYERS])
+def test_a_visit_copies_once_and_neither_waits_nor_allocates(num_slots: int) -> None:
+    assert problems(num_slots) == []
+
+
+def test_a_visit_takes_few_calls() -> None:
+    found = num_calls()
+    assert all(found[kind] <= MOST_CALLS[kind] for kind in MOST_CALLS), found
+    # Something was counted at all.
+    assert all(found[kind] > MOST_CALLS[kind] / 2 for kind in MOST_CALLS), found
+
+
+def wait_at_release(patch: pytest.MonkeyPatch) -> None:
+    genuine = BlockManager.release
+
+    def release(self: BlockManager, block: int) -> None:
+        genuine(self, block)
+        self._streams.synchronize(self._ring.slot(block).released)
+
+    patch.setattr(BlockManager, "release", release)
+
+
+def read_a_value(patch: pytest.MonkeyPatch) -> None:
+    genuine = GraphAudit.uses
+
+    def uses(self: GraphAudit, results: Any, *rest: Any) -> Any:
+        assert results[0].view(-1)[0].item() < float("inf")
+        return genuine(self, results, *rest)
+
+    patch.setattr(GraphAudit, "uses", uses)
+
+
+def copy_inputs(patch: pytest.MonkeyPatch) -> None:
+    genuine = poros.layer.remat.leaves
+
+    def copies(tensors: Any) -> Any:
+        return [t.detach().clone().requires_grad_(t.requires_grad) for t in genuine(tensors)]
+
+    patch.setattr(poros.layer.remat, "leaves", copies)
+
+
+def copy_twice(patch: pytest.MonkeyPatch) -> None:
+    genuine = CountingStreams.copy
+
+    def copy(self: CountingStreams, target: Any, source: Any, *, after: Event) -> Event:
+        target.copy_(source)
+        return genuine(self, target, source, after=after)
+
+    patch.setattr(CountingStreams, "copy", copy)
+
+
+def capture_twice(patch: pytest.MonkeyPatch) -> None:
+    genuine = RngStash.capture
+
+    def capture(device: torch.device) -> RngStash:
+        genuine(device)
+        return genuine(device)
+
+    patch.setattr(RngStash, "capture", capture)
+
+
+CONTROLS = {
+    wait_at_release: "synchronize",
+    read_a_value: "_local_scalar_dense",
+    copy_inputs: "clone",
+    copy_twice: "copies instead of",
+    capture_twice: "random states",
+}
+
+
+@pytest.mark.parametrize("spoil", CONTROLS, ids=lambda each: each.__name__)
+def test_control_a_costly_visit_is_noticed(
+    spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    assert CONTROLS[spoil] in " ".join(problems(2))
+
+
+def test_control_looking_everything_up_again_takes_too_many_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def walk_the_tree(self: LayerIndex) -> bool:
+        return self.modules() == list(self.modules()[0].modules())
+
+    monkeypatch.setattr(LayerIndex, "_are_current", lambda *_: False)
+    monkeypatch.setattr(LayerIndex, "is_current", walk_the_tree)
+    found = num_calls()
+    assert all(found[kind] > MOST_CALLS[kind] for kind in MOST_CALLS), found
+
+
+# The same of the CUDA calls, on a CUDA that tells who waits.
+
+
+def waits_of_a_step(num_blocks: int, num_slots: int, patch: pytest.MonkeyPatch) -> list[str]:
+    """The calls by which the host waited or memory was allocated in a warm step."""
+    cuda = FakeCuda()
+    seen: list[str] = []
+
+    def noting(name: str, call: Callable[..., Any] = lambda *_, **__: None) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return call(*args, **kwargs)
+
+        return noted
+
+    patch.setattr(FakeEvent, "synchronize", noting("event.synchronize"), raising=False)
+    patch.setattr(FakeStream, "synchronize", noting("stream.synchronize"), raising=False)
+    cuda.torch.cuda.synchronize = noting("torch.cuda.synchronize")
+    cuda.torch.empty = noting("torch.empty", cuda.empty)
+    patch.setattr(streams_module, "torch", cuda.torch)
+    streams = CudaStreams(torch.device("cuda", 0))
+    host = random_store([256] * num_blocks)
+    ring = DeviceRing([slab.layout for slab in host.slabs], num_slots, streams)
+    manager = BlockManager(host, ring, streams)
+    for number, (block, phase) in enumerate(training_visits(num_blocks, 2)):
+        if number == 2 * num_blocks:
+            assert seen.count("torch.empty") == num_slots
+            seen.clear()
+        manager.acquire(block, phase)
+        manager.release(block)
+    return seen
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 5])
+def test_no_cuda_call_of_a_warm_step_waits_or_allocates(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert waits_of_a_step(5, num_slots, monkeypatch) == []
+
+
+def test_control_a_waiting_cuda_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = CudaStreams.wait
+
+    def wait(self: CudaStreams, event: Event) -> None:
+        genuine(self, event)
+        self.synchronize(event)
+
+    monkeypatch.setattr(CudaStreams, "wait", wait)
+    assert waits_of_a_step(5, 2, monkeypatch) == ["event.synchronize"] * 10
+
+
+@contextmanager
+def refusing_to_wait(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside the visits of the body, torch raises if a CUDA call makes the host wait."""
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return wrapped
+
+    with patch.context() as inner:
+        inner.setattr(StreamedLayer, "forward", wrap(StreamedLayer.forward))
+        backward = wrap(RematerializeLayer.backward)
+        inner.setattr(RematerializeLayer, "backward", staticmethod(backward))
+        yield
+
+
+@pytest.mark.gpu
+def test_no_visit_on_a_gpu_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = poros.prepare(
+        build(num_layers=NUM_LAYERS, dropout=0.0), device="cuda", slots=2, self_check="off"
+    )
+    batch = {key: each.cuda() for key, each in batches(1)[0].items()}
+    model(**batch).loss.backward()
+    with refusing_to_wait(monkeypatch):
+        model(**batch).loss.backward()
+    read_a_value(monkeypatch)
+    with refusing_to_wait(monkeypatch), pytest.raises(RuntimeError, match="synchronizing"):
+        model(**batch).loss.backward()

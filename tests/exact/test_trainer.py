@@ -107,7 +107,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end(arms: Arms, streamed: Trajecto
     end = next(each.tensor for each in streamed.extras if each.name.endswith(".safetensors"))
     saved = [
         (arms.checkpoint("streamed", step) / "adapter_model.safetensors").read_bytes()
-        for step in (RESUME_AT, NUM_STEPS)
+        for step in (EVAL_EVERY, NUM_STEPS)
     ]
     assert saved[0] == end.numpy().tobytes() != saved[1]
 

@@ -252,22 +252,19 @@ def test_a_buffer_that_the_layers_own_forward_replaces(bases: Bases) -> None:
     assert norm.calls == 2
 
 
-@pytest.mark.parametrize("where", ["swap_in", "swap_out"])
-def test_an_interrupt_inside_a_visit(where: str, residents: Residents, monkeypatch: Patch) -> None:
-    """Behind the step that puts tensors of a slot into a layer, or before the one that ends it."""
+def test_an_interrupt_inside_a_visit(residents: Residents, monkeypatch: Patch) -> None:
     model = S.NO_DROPOUT(residents.bases).train()
     before = picture(model)
     streamed(model)
     swap_in = LayerBindings.swap_in
 
     def interrupted(self: Any) -> None:
-        if where == "swap_in":
-            swap_in(self)
+        swap_in(self)
         raise KeyboardInterrupt
 
     def interrupt() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(LayerBindings, where, interrupted)
+            patch.setattr(LayerBindings, "swap_in", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 P.STEP(model)
 

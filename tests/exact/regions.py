@@ -42,12 +42,10 @@ def noisy_hooks(model: Model) -> Iterator[list[str]]:
         handle.remove()
 
 
-def region(model: Model, numbers: tuple[int, ...] = (0,)) -> None:
-    """One region, with a backward outside of it, or for each batch inside of it."""
+def region(model: Model) -> None:
+    """A forward in it, and its backward behind it."""
     with bf16():
-        for number in numbers[:-1]:
-            loss_of(model, number).backward()
-        loss = loss_of(model, numbers[-1])
+        loss = loss_of(model)
     loss.backward()
 
 
@@ -90,11 +88,6 @@ def own_region(model: Model) -> None:
 
 def matrices(model: Model) -> list[torch.Tensor]:
     return [each for name, each in model.named_parameters() if "lora_A" in name]
-
-
-def orthogonality(model: Model) -> torch.Tensor:
-    """In the low precision within a region."""
-    return 0.1 * torch.stack([(each @ each.T).square().sum() for each in matrices(model)]).sum()
 
 
 def penalty(model: Model) -> torch.Tensor:
@@ -221,7 +214,7 @@ def with_penalty(term: Callable[[Model], torch.Tensor], forward: Context = bf16)
 
 def penalty_first(model: Model) -> None:
     with bf16():
-        loss = orthogonality(model)
+        loss = penalty(model)
         loss = loss + loss_of(model)
     loss.backward()
 
@@ -229,19 +222,12 @@ def penalty_first(model: Model) -> None:
 def penalty_outside(model: Model) -> None:
     with bf16():
         loss = loss_of(model)
-    (loss + orthogonality(model)).backward()
-
-
-def penalty_with_a_backward_of_its_own(model: Model) -> None:
-    with bf16():
-        loss, other = loss_of(model), orthogonality(model)
-    loss.backward()
-    other.backward()
+    (loss + penalty(model)).backward()
 
 
 def regions_of_their_own(model: Model) -> None:
     losses = []
-    for term in (loss_of, partial(loss_of, number=1), orthogonality):
+    for term in (loss_of, partial(loss_of, number=1), penalty):
         with bf16():
             losses.append(term(model))
     torch.stack(losses).sum().backward()
@@ -250,7 +236,7 @@ def regions_of_their_own(model: Model) -> None:
 def penalty_by_accelerate(model: Model) -> None:
     """The forward of the model is a region; the penalty is computed behind it."""
     with accelerated(model):
-        (loss_of(model) + orthogonality(model)).backward()
+        (loss_of(model) + penalty(model)).backward()
 
 
 def retained(model: Model) -> None:
@@ -277,9 +263,12 @@ def forwards_in_two_regions(model: Model) -> None:
 
 
 def backwards_in_one_region(model: Model) -> None:
+    """The first loss is kept, and with it what its layers have written down."""
+    losses = []
     with bf16():
         for number in (0, 1):
-            loss_of(model, number).backward()
+            losses.append(loss_of(model, number))
+            losses[-1].backward()
 
 
 def updates_in_one_region(model: Model, fused: bool, lr: float = 1e-2) -> None:

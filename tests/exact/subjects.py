@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
 from transformers import BartConfig, BartForCausalLM
 
+from tests import adapted
 from tests.exact.arms import Bases, Model, Subject
 from tests.snapshots import layers_of
 
@@ -23,22 +23,26 @@ FP32_NO_DROPOUT = small(dropout=0.0, dtype=torch.float32)
 DENSE = small(quantize=False)
 
 
-def lora(bases: Bases, quantize: bool = True, **options: Any) -> Model:
-    """Some layers' projections adapted, by options of ``LoraConfig``."""
-    base = bases.base(quantize=quantize)
-    torch.manual_seed(2)
-    wanted = {"r": 4, "lora_dropout": 0.05, "init_lora_weights": False, **options}
-    return get_peft_model(base, LoraConfig(**wanted))
-
-
 def on_layers(layers: list[int], **options: Any) -> Subject:
-    targets = ["q_proj", "down_proj"]
-    return lambda bases: lora(bases, target_modules=targets, layers_to_transform=layers, **options)
+    """Adapters in some layers only."""
+
+    def make(bases: Bases) -> Model:
+        torch.manual_seed(2)
+        config = LoraConfig(
+            r=4,
+            target_modules=["q_proj", "down_proj"],
+            layers_to_transform=layers,
+            lora_dropout=0.05,
+            init_lora_weights=False,
+            **options,
+        )
+        return get_peft_model(bases.base(), config)
+
+    return make
 
 
 def dense_lora(**options: Any) -> Subject:
-    targets = ["q_proj", "k_proj", "down_proj"]
-    return lambda bases: lora(bases, quantize=False, target_modules=targets, **options)
+    return lambda bases: adapted.lora(**options)()
 
 
 def two_adapters(bases: Bases) -> Model:
@@ -74,20 +78,9 @@ def tied_across(bases: Bases) -> Model:
     return model
 
 
-class Twice(nn.Module):
-    """Goes through one module two times."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + self.inner(x.flip(0))  # type: ignore[no-any-return]
-
-
 def called_twice(bases: Bases) -> Model:
     model = bases.build(dropout=0.0, dtype=torch.float32)
-    layers_of(model)[1].mlp.up_proj = Twice(layers_of(model)[1].mlp.up_proj)
+    layers_of(model)[1].mlp.up_proj = adapted.Twice(layers_of(model)[1].mlp.up_proj)
     return model
 
 

@@ -71,10 +71,10 @@ BACKENDS = {"nothing": nullcontext, "math only": P.only_math}
 PENALTIES = {
     "in full precision": R.with_penalty(R.powers),
     "outside": R.penalty_outside,
-    "a backward of its own": R.penalty_with_a_backward_of_its_own,
+    "a backward of its own": R.beside_a_penalty,
     "regions of their own": R.regions_of_their_own,
     "accelerate": R.penalty_by_accelerate,
-    "no cache": R.with_penalty(R.orthogonality, R.uncached),
+    "no cache": R.with_penalty(R.penalty, R.uncached),
 }
 MATH_STEP = P.one_step(forward=P.only_math)
 STEP_WITHOUT_CACHE = P.one_step(forward=R.uncached)
@@ -117,6 +117,8 @@ def rows() -> Iterator[Row]:
         for name, context in CONTEXTS.items():
             program = P.one_step(forward=bf16, backward=context)
             yield Row(f"autocast, {name} around backward, {precision}", subject, program)
+    # With dropout there is one backend only.
+    for precision, subject in {"bf16": S.NO_DROPOUT, "fp32": S.FP32_NO_DROPOUT}.items():
         for name, context in BACKENDS.items():
             program = P.one_step(forward=P.only_math, backward=context)
             yield Row(f"math attention, {name} around backward, {precision}", subject, program)
@@ -179,7 +181,6 @@ def test_side_channels_under_adversarial_streams_are_exact(row: Row, residents: 
 DIFFERENT: dict[str, tuple[Subject, Program, Subject, Program]] = {
     "autocast in fp32": (S.FP32, P.STEP, S.FP32, P.STEP_UNDER_AUTOCAST),
     "autocast in bf16": (S.PLAIN, P.STEP, S.PLAIN, P.STEP_UNDER_AUTOCAST),
-    # With dropout there is one backend only.
     "attention backends": (S.FP32_NO_DROPOUT, P.STEP, S.FP32_NO_DROPOUT, MATH_STEP),
     "dropout": (S.small(dropout=0.5), P.STEP, S.small(dropout=0.4), P.STEP),
     "hooks on parameters": (S.PLAIN, P.STEP, S.PLAIN, P.double_and_count),

@@ -20,11 +20,11 @@ NUM_EVAL_BATCHES = 2
 ACCUMULATION = 2
 
 # The whole of a user's run: bf16 autocast over an fp32 base, accumulation, evaluation, checkpoints,
-# and the best of them loaded at the end: at this rate the loss rises, so it is not the last.
+# and the best of them loaded at the end. At this rate the loss rises, so it is the first.
 FULL = {
     "bf16": True,
     "save_strategy": "steps",
-    "save_steps": RESUME_AT,
+    "save_steps": EVAL_EVERY,
     "load_best_model_at_end": True,
     "metric_for_best_model": "eval_loss",
     "greater_is_better": False,

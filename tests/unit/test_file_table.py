@@ -1,6 +1,8 @@
 """What CONTRIBUTING.md says of the files is what they say of themselves."""
 
-from file_table import BEGIN, ROOT, lines, written
+import tomllib
+
+from file_table import BEGIN, FOLDERS, ROOT, lines, written
 
 
 def test_the_table_of_files_is_current() -> None:
@@ -13,3 +15,13 @@ def test_a_change_would_show() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     row = next(line for line in lines() if line.startswith("| `manager` |"))
     assert BEGIN in page and written(page.replace(row + "\n", "")) != page.replace(row + "\n", "")
+
+
+def test_every_package_is_in_the_table() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    setuptools = project["tool"]["setuptools"]
+    moved = setuptools["package-dir"]
+    packages = {moved.get(name, name.replace(".", "/")) for name in setuptools["packages"]}
+    assert packages <= set(FOLDERS)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in packages if f"{name.split('/')[-1]}/ " not in readme] == []

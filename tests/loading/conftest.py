@@ -35,7 +35,8 @@ def readers() -> Iterator[Callable[[], list[threading.Thread]]]:
     earlier: list[threading.Thread] = []  # of models that others left to the garbage collector
     earlier += living()
     yield living
-    gc.collect()
+    if living():
+        gc.collect()
     end = time.monotonic() + 5
     while living() and time.monotonic() < end:
         time.sleep(0.01)

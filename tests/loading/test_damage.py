@@ -8,6 +8,7 @@ file, no memory of a host store and no method of quantization stays behind.
 import gc
 import pickle
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,7 @@ def test_a_file_is_refused_and_nothing_leaks(
     make, open_it = OPENED[case.base]
     folder = make(tmp_path / "model")
     case.break_it(folder)
-    gc.collect()
-    before = open_files()
+    before = Counter(open_files())
     source = f"{folder}/{case.source}" if case.source != "." else folder
     with pytest.raises(PorosError, match=case.says) as caught:
         open_it(source)
@@ -74,7 +74,7 @@ def test_a_file_is_refused_and_nothing_leaks(
     assert case.base == "files" or str(folder) in message
     assert case.tensor is None or f"tensor '{case.tensor}'" in message
     assert len(message) < 2000 + len(str(source)) and message.isascii()
-    assert open_files() == before and mappings(folder) == []
+    assert not Counter(open_files()) - before and mappings(folder) == []
     assert not (folder / "trace").exists()
 
 

@@ -126,7 +126,8 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
         return
     from poros.self_check.check import SelfCheck
 
-    runtime.watch_with(SelfCheck(runtime, inventory.layers, runtime.policy.self_check))
+    check = SelfCheck(runtime, inventory.layers, runtime.policy.self_check)
+    runtime.watch_with(check.watch, check.watch_bytes, check.findings)
 
 
 def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:

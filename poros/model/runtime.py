@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
 from poros.host.store import detach_store
 from poros.layer.body import ModelContext
+from poros.layer.call import LayerCall
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
 from poros.layer.offload import ActivationOffloader
 from poros.layer.staying import SmallTensors
@@ -29,7 +30,6 @@ from poros.streams import StreamContext, gb_per_s
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
-    from poros.self_check.check import SelfCheck
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Runtime:
         self._model = weakref.ref(model)
         self._layers = [weakref.ref(layer) for layer in inventory.layers]
         self.blocks = inventory.blocks
-        self._check: SelfCheck | None = None
+        self._findings: Callable[[], dict[str, Any]] = _nothing_checked
         self._num_resizes = 0
         self.room = Room(
             policy.slots or MIN_SLOTS, policy.keep_last or 0, bool(policy.offload_boundaries)
@@ -203,14 +203,7 @@ class Runtime:
             mismatch, if any), ``proved_with_deterministic_attention`` and ``not_provable`` (names
             of layers that do not repeat themselves: see ``poros.self_check.check``).
         """
-        check = self._check
-        return {
-            "mode": check.mode if check else "off",
-            "status": check.status if check else "off",
-            "message": check.message if check else None,
-            "proved_with_deterministic_attention": list(check.proved_otherwise) if check else [],
-            "not_provable": list(check.not_provable) if check else [],
-        }
+        return self._findings()
 
     def stats(self) -> dict[str, Any]:
         """What has happened since ``prepare``, as plain numbers.
@@ -253,11 +246,22 @@ class Runtime:
         """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
         return self.host.slabs[block].bytes
 
-    def watch_with(self, check: "SelfCheck") -> None:
-        """Have every layer's first call checked."""
-        self._check = check
-        self.context.check = check.watch
-        self.context.check_bytes = check.watch_bytes
+    def watch_with(
+        self,
+        watch: Callable[[int, LayerCall, Callable[[], Any], tuple[Any, Any]], Any],
+        watch_bytes: Callable[[int, torch.Tensor], None],
+        findings: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Have the first call of every layer checked.
+
+        Args:
+            watch: See ``ModelContext.check``.
+            watch_bytes: See ``ModelContext.check_bytes``.
+            findings: Gives what ``self_check`` returns.
+        """
+        self._findings = findings
+        self.context.check = watch
+        self.context.check_bytes = watch_bytes
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Make room for a micro-batch, before the model computes anything of it.
@@ -273,7 +277,7 @@ class Runtime:
         shape = shape_of(args, kwargs)
         if shape is None or not torch.is_grad_enabled():
             return
-        is_checking = self._check is not None and self._check.status == "pending"
+        is_checking = self.self_check["status"] == "pending"
         room = self.sizer.begin(shape, self.room, is_checking, self._adapters())
         if room == self.room:
             return
@@ -388,3 +392,13 @@ def find_runtime(model: object) -> Runtime | None:
             runtime: Runtime = module.__dict__[_KEY]
             return runtime
     return None
+
+
+def _nothing_checked() -> dict[str, Any]:
+    return {
+        "mode": "off",
+        "status": "off",
+        "message": None,
+        "proved_with_deterministic_attention": [],
+        "not_provable": [],
+    }

@@ -109,6 +109,16 @@ class SelfCheck:
             return "pending"
         return "unproven" if self.not_provable else "passed"
 
+    def findings(self) -> dict[str, Any]:
+        """What ``Runtime.self_check`` returns."""
+        return {
+            "mode": self.mode,
+            "status": self.status,
+            "message": self.message,
+            "proved_with_deterministic_attention": list(self.proved_otherwise),
+            "not_provable": list(self.not_provable),
+        }
+
     @property
     def _is_complete(self) -> bool:
         return (

@@ -2,7 +2,8 @@
 
 The peak of a step is read without touching PyTorch's peak statistics, which belong to the user: the
 allocator gives memory back only when it is asked to, so what it holds at the end of a step, after
-it was asked at the beginning, is the most that the step has needed.
+it was asked at the beginning, is the most that the step has needed. If somebody else has asked it
+within the step, nothing is known, and the room stays as it is.
 
 Note: Larger batches
     What a batch takes grows at most as ``growth`` says. If that fits what there is, nothing
@@ -64,6 +65,10 @@ class DeviceMemory:
     def give_back(self) -> None:
         """Return to the device what no tensor needs."""
         torch.cuda.empty_cache()
+
+    def num_given_back(self) -> int:
+        """How many pieces of memory were returned to the device so far, by whomever."""
+        return int(torch.cuda.memory_stats(self._device).get("segment.all.freed", 0))
 
     def free(self) -> int:
         """What could still be had, less a tenth of the device and at least 1 GiB.
@@ -129,6 +134,7 @@ class MeasuredSizer(Sizer):
         """Shapes since measuring began."""
         self._reserve = 1.0
         self._rounds = 0
+        self._num_given_back = 0
         self._watch: StepWatch | None = None
         self._shape: Shape | None = None
         self._room: Room | None = None
@@ -172,9 +178,11 @@ class MeasuredSizer(Sizer):
         if self._stage is not Stage.SETTLED and not is_checking and self._watch.has_stepped():
             if self._stage is Stage.WARMING:
                 self._measure(Stage.MEASURING)
-                self._memory.give_back()
-            else:
+                self._give_back()
+            elif self._memory.num_given_back() == self._num_given_back:
                 room = self._spend(room)
+            else:
+                self._cannot_measure()
         room = self._provide(shape, room, is_checking)
         self._seen = with_shape(self._seen, shape)
         if self._shape is None or not shape.is_within(self._shape):
@@ -184,7 +192,7 @@ class MeasuredSizer(Sizer):
 
     def made_room(self) -> None:
         # What the old slots had would be counted with the next step.
-        self._memory.give_back()
+        self._give_back()
 
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
         if self._is_given:
@@ -192,6 +200,16 @@ class MeasuredSizer(Sizer):
         self._is_off = True
         logger.warning("poros: going on with %d slots: %s", MIN_SLOTS, self.explain(where, error))
         return None
+
+    def _cannot_measure(self) -> None:
+        """Somebody has emptied the allocator's cache within the step: the room stays as it is."""
+        self._stage = Stage.SETTLED
+        logger.warning(
+            "poros: memory was returned to the device within a step (torch.cuda.empty_cache, "
+            "TrainingArguments(torch_empty_cache_steps=...), or a lack of it), so what a step "
+            "takes cannot be measured; going on with the room there is. Fix it by slots= and "
+            "keep_last="
+        )
 
     def _restart(self, model: nn.Module) -> None:
         """Others are trained: nothing is known of their steps."""
@@ -202,6 +220,13 @@ class MeasuredSizer(Sizer):
 
     def _measure(self, stage: Stage) -> None:
         self._stage, self._rounds, self._seen = stage, 0, []
+        if self._watch is not None:
+            self._watch.has_stepped()  # steps up to here are not the one that is measured
+        self._num_given_back = self._memory.num_given_back()
+
+    def _give_back(self) -> None:
+        self._memory.give_back()
+        self._num_given_back = self._memory.num_given_back()
 
     def _provide(self, shape: Shape, room: Room, is_checking: bool) -> Room:
         """Room for a batch that may be larger than any before."""

@@ -45,6 +45,7 @@ class SimulatedMemory(DeviceMemory):
         self.runtime: Runtime | None = None
         self.peaks: list[int] = []
         """Of each micro-batch, without what is not the model's."""
+        self.given_back = 0
         self._reserved = OTHERS
         self._graph = 0
 
@@ -58,7 +59,11 @@ class SimulatedMemory(DeviceMemory):
     def reserved(self) -> int:
         return self._reserved
 
+    def num_given_back(self) -> int:
+        return self.given_back
+
     def give_back(self) -> None:
+        self.given_back += 1
         self._reserved = self.allocated()
 
     def free(self) -> int:
@@ -190,6 +195,29 @@ def test_a_whole_step_is_measured_not_its_first_micro_batch(prepared: Prepare) -
     (room,) = loop.run(16, steps=False)
     spare = budget(6, 0, 16) - budget(2, 0, 16) - PER_TOKEN * 16
     assert room == Room(2 + spare // BLOCK, 0) and room.num_slots < 6
+
+
+def test_the_step_of_a_longer_batch_is_measured_whole(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 6, 64)}B", self_check="off")
+    loop = Loop(model, memory)
+    loop.run(16, 16, 16, 16, 16)
+    loop.run(20, steps=False)
+    loop.run(20, times=3.0)
+    loop.run(20, steps=False)
+    sizer: Any = poros.runtime(model).sizer
+    (needs,) = [needs for shape, needs in sizer._measured if shape == Shape(1, 20)]
+    assert needs.transient >= 3 * PER_TOKEN * 20
+
+
+def test_a_step_in_which_somebody_empties_the_cache_is_not_measured(
+    prepared: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 6, 16)}B", self_check="off")
+    loop = Loop(model, memory)
+    loop.run(16, 16)
+    memory.give_back()
+    assert loop.run(16, 16, 16) == [Room(2, 0)] * 3
+    assert "torch_empty_cache_steps" in caplog.text
 
 
 def test_the_share_of_the_check_is_not_counted(prepared: Prepare) -> None:

@@ -13,7 +13,7 @@ import poros
 from poros.layer.arrival import arrivals
 from poros.layer.audit import GraphAudit
 from poros.layer.streamed import streamed_layer
-from tests.exact.subjects import Twice
+from tests.adapted import Twice
 from tests.snapshots import (
     assert_same_run,
     batches,

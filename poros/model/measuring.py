@@ -7,15 +7,17 @@ within the step, nothing is known, and the room stays as it is.
 
 Note: Larger batches
     What a batch takes grows at most as ``growth`` says. If that fits what there is, nothing
-    happens. If not, room is given up before it trains: layers that keep their graph first, since
-    another number of slots moves every block. Its step is then measured, and from then on room is
-    left for batches half as large again, so that lengths that creep up do not resize at each step.
+    happens. If not, room is given up before it trains: layers that keep their graph before
+    slots, since another number of these moves every block. Its step is then measured, and from
+    then on room is left for steps that take half as much again, so that lengths that creep up do
+    not resize each time.
 """
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,7 +28,6 @@ from poros.model.sizing import (
     BlockSizes,
     Estimate,
     Needs,
-    Plan,
     Room,
     Shape,
     Sizer,
@@ -38,12 +39,15 @@ from poros.model.sizing import (
     with_shape,
 )
 
+if TYPE_CHECKING:
+    from poros.planning.formula import MemoryPlan
+
 logger = logging.getLogger(__name__)
 
 MARGIN_SHARE = 0.1
 LEAST_MARGIN = 2**30
 RESERVE = 1.5
-"""How much larger a batch may be than the largest measured, once one has not fitted."""
+"""Room is left for a step that takes so many times as much, once a batch has not fitted."""
 MAX_ROUNDS = 3
 """Of measuring and spending; after them the room only shrinks, until a larger batch comes."""
 
@@ -142,7 +146,11 @@ class MeasuredSizer(Sizer):
         self.graph_num_bytes = 0
 
     @property
-    def plan(self) -> Plan | None:
+    def decides(self) -> bool:
+        return not self._is_off
+
+    @property
+    def plan(self) -> "MemoryPlan | None":
         if self._shape is None or self._room is None:
             return None
         try:
@@ -161,8 +169,6 @@ class MeasuredSizer(Sizer):
         self.graph_num_bytes = max(self.graph_num_bytes, self._memory.allocated() - before)
 
     def begin(self, shape: Shape, room: Room, is_checking: bool, adapters: object) -> Room:
-        if self._is_off:
-            return room
         model = self._model()
         if model is None:
             return room
@@ -246,21 +252,9 @@ class MeasuredSizer(Sizer):
             return room
         self._reserve = RESERVE
         self._measure(Stage.MEASURING)
-        smaller = self._shrunk(room, needs)
-        if smaller is None:
-            smaller = self._floor(shape, is_checking)
+        smaller = self._affordable(needs, room) or self._floor(shape, is_checking)
         logger.info("poros: %d x %d tokens are more than any before: %s", *shape, _words(smaller))
         return smaller
-
-    def _shrunk(self, room: Room, needs: Needs) -> Room | None:
-        """Kept layers are given up first, then slots."""
-        num_layers = room.keep_last if self.wanted.keep_last is None else 0
-        while num_layers > 0:
-            num_layers = max(0, num_layers - self._sizes.block_size)
-            smaller = room._replace(keep_last=num_layers)
-            if self._fits(smaller, needs):
-                return smaller
-        return self._affordable(needs, room)
 
     def _fits(self, room: Room, needs: Needs) -> bool:
         return step_num_bytes(room, self._sizes, needs) <= (self.budget or 0)
@@ -293,7 +287,7 @@ class MeasuredSizer(Sizer):
 
     def _warn(self, error: Exception) -> None:
         logger.warning(
-            "poros: the step could not be estimated for %.2f GB of free memory; going on with "
+            "poros: the step could not be estimated for a budget of %.2f GB; going on with "
             "the least room (%s: %s)",
             (self.budget or 0) / 1e9,
             type(error).__name__,
@@ -340,7 +334,7 @@ class MeasuredSizer(Sizer):
     def _next(self, room: Room, needs: Needs, step: int) -> Room:
         """The room after one in which a step took ``step`` bytes."""
         if step > (self.budget or 0):
-            return self._shrunk(room, needs) or self._beyond(room, step)
+            return self._affordable(needs, room) or self._beyond(room, step)
         larger = self._affordable(needs.scaled(self._reserve), room)
         if larger is None or self._rounds > MAX_ROUNDS or not _is_more(larger, room):
             return room  # it fits, and there is nothing to gain

@@ -129,11 +129,13 @@ class Runtime:
             return Sizer(self.policy, estimate)
         layouts = [slab.layout for slab in self.host.slabs]
         sizes = BlockSizes(layouts, len(self._layers), self.policy.block_size)
-        # Weakly: this holds the sizer.
-        held = weakref.WeakMethod(self._held_num_bytes)
-        return MeasuredSizer(
-            self.policy, estimate, memory, sizes, lambda: (held() or int)(), self._model
-        )
+        reference = weakref.ref(self)  # which holds the sizer
+
+        def held() -> int:
+            runtime = reference()
+            return 0 if runtime is None else runtime._held_num_bytes()
+
+        return MeasuredSizer(self.policy, estimate, memory, sizes, held, self._model)
 
     def _make_context(self, model: nn.Module, inventory: Inventory) -> ModelContext:
         context = ModelContext(
@@ -191,8 +193,7 @@ class Runtime:
     @property
     def plan(self) -> "MemoryPlan | None":
         """The estimate for the budget and the largest batch; None before the first step."""
-        plan: MemoryPlan | None = self.sizer.plan  # type: ignore[assignment]
-        return plan
+        return self.sizer.plan
 
     @property
     def self_check(self) -> dict[str, Any]:
@@ -274,8 +275,10 @@ class Runtime:
             VRAMBudgetError: If a given budget is below what such a step needs; the room is what it
                 was.
         """
+        if not self.sizer.decides or not torch.is_grad_enabled():
+            return
         shape = shape_of(args, kwargs)
-        if shape is None or not torch.is_grad_enabled():
+        if shape is None:
             return
         is_checking = self.self_check["status"] == "pending"
         room = self.sizer.begin(shape, self.room, is_checking, self._adapters())

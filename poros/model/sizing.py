@@ -19,7 +19,7 @@ all is refused. No decision changes a bit of the result.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,9 @@ from poros.config import MIN_SLOTS, StreamingPolicy, parse_num_bytes
 from poros.errors import VRAMBudgetError
 from poros.layout import BlockLayout, slot_sizes
 from poros.slots.schedule import divide
+
+if TYPE_CHECKING:
+    from poros.planning.formula import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -64,23 +67,6 @@ class Room(NamedTuple):
         )
 
 
-class Plan(Protocol):
-    """An estimate of a step, term by term: ``poros.planning.formula.MemoryPlan``."""
-
-    @property
-    def num_slots(self) -> int: ...
-    @property
-    def keep_last(self) -> int: ...
-    @property
-    def offload_boundaries(self) -> bool: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def total_num_bytes(self) -> int: ...
-    def table(self) -> str:
-        """The terms, a line each."""
-
-
 class Wanted(NamedTuple):
     """What a policy fixes of a room; None leaves it to the budget."""
 
@@ -89,7 +75,7 @@ class Wanted(NamedTuple):
     offload_inputs: bool | None
 
 
-Estimate = Callable[[Shape, "int | None", Wanted, bool], Plan]
+Estimate = Callable[[Shape, "int | None", Wanted, bool], "MemoryPlan"]
 """Of a step with micro-batches of a shape, for a budget in bytes, of a wanted room, with the
 self-check's share or without. Raises ``VRAMBudgetError`` if it does not fit."""
 
@@ -209,10 +195,15 @@ class Sizer:
         self._shapes: list[Shape] = []
         """Those that need the most; others fit wherever these do."""
         self._conditions: object = None
-        self._plan: Plan | None = None
+        self._plan: MemoryPlan | None = None
 
     @property
-    def plan(self) -> Plan | None:
+    def decides(self) -> bool:
+        """Whether ``begin`` has to be asked."""
+        return self.budget is not None
+
+    @property
+    def plan(self) -> "MemoryPlan | None":
         """The estimate for the shape that needs the most; None before the first step."""
         return self._plan
 
@@ -228,8 +219,6 @@ class Sizer:
         Raises:
             VRAMBudgetError: If the budget is below what such a step needs.
         """
-        if self.budget is None:
-            return room
         shapes = with_shape(self._shapes, shape)
         conditions = (is_checking, adapters)
         if shapes == self._shapes and conditions == self._conditions:
@@ -254,7 +243,7 @@ class Sizer:
         self._shapes, self._conditions = [], None
         return self.explain(where, error)
 
-    def estimated(self, shape: Shape, wanted: Wanted, is_checking: bool) -> Plan:
+    def estimated(self, shape: Shape, wanted: Wanted, is_checking: bool) -> "MemoryPlan":
         """An estimate, or an error by which trainers know that a batch is too large."""
         try:
             return self._estimate(shape, self.budget, wanted, is_checking)
@@ -279,7 +268,7 @@ class Sizer:
         return DeviceMemoryError(f"{text}. PyTorch says: {error}")
 
 
-def room_of(plan: Plan) -> Room:
+def room_of(plan: "MemoryPlan") -> Room:
     """The room that an estimate is for."""
     return Room(plan.num_slots, plan.keep_last, plan.offload_boundaries)
 

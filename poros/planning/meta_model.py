@@ -150,7 +150,7 @@ def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
         known = ", ".join(sorted(COUNTED_KINDS))
         raise UnsupportedModelError(
             f"expected adapters whose memory a plan counts ({known}), found {', '.join(others)}; "
-            "such a model trains with slots= (and keep_last=) in the place of vram_budget="
+            "such a model trains with slots= (and keep_last=), on a GPU with vram_budget= too"
         )
 
 

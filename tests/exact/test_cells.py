@@ -33,6 +33,7 @@ from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.streams import EagerStreams, StreamContext
 from tests.exact.arms import Model, Residents, Run
+from tests.faults.planting import publish_detached
 from tests.snapshots import layers_of
 from tests.support import same_bits
 
@@ -310,23 +311,6 @@ def test_control_a_kept_block_that_is_not_waited_for(
 Patch = pytest.MonkeyPatch
 
 
-def published_as_constants(part: int, patch: Patch) -> None:
-    """Mappings (1) or records (2) of a layer are published without their gradient."""
-    genuine = SideOutputs.publish
-
-    def detached(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.detach()
-        return tuple(map(detached, value)) if isinstance(value, tuple) else value
-
-    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
-        parts = list(result)
-        parts[part] = detached(parts[part])
-        return genuine(self, tuple(parts))
-
-    patch.setattr(SideOutputs, "publish", publish)
-
-
 def shared_states_read_as_constants(patch: Patch) -> None:
     """A layer that reads the mapping returns no gradient for it."""
     genuine = SideOutputs.run
@@ -343,10 +327,10 @@ def shared_states_read_as_constants(patch: Patch) -> None:
 @pytest.mark.parametrize(
     ("architecture", "fault"),
     [
-        ("gemma4_shared_kv", partial(published_as_constants, 1)),
+        ("gemma4_shared_kv", partial(publish_detached, parts=(1,))),
         ("gemma4_shared_kv", shared_states_read_as_constants),
-        ("mixtral", partial(published_as_constants, 2)),
-        ("qwen3_moe", partial(published_as_constants, 2)),
+        ("mixtral", partial(publish_detached, parts=(2,))),
+        ("qwen3_moe", partial(publish_detached, parts=(2,))),
     ],
     ids=["shared states published", "shared states read", "routers of mixtral", "of qwen3_moe"],
 )

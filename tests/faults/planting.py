@@ -1,6 +1,6 @@
 """How the faults of ``planted`` are made: in the code, in a prepared model, or by a user."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -254,8 +254,8 @@ def spoil_gradients(patch: Patch) -> None:
     patch.setattr(RematerializeLayer, "backward", staticmethod(backward))
 
 
-def publish_detached(patch: Patch) -> None:
-    """What layers hand on by the side carries no gradient."""
+def publish_detached(patch: Patch, parts: Collection[int] = (1, 2)) -> None:
+    """What layers hand on by the side, mappings (1) and records (2), carries no gradient."""
     genuine = SideOutputs.publish
 
     def detached(value: Any) -> Any:
@@ -264,7 +264,8 @@ def publish_detached(patch: Patch) -> None:
         return tuple(map(detached, value)) if isinstance(value, tuple) else value
 
     def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
-        return genuine(self, (result[0], detached(result[1]), detached(result[2])))
+        given = enumerate(result)
+        return genuine(self, tuple(detached(x) if part in parts else x for part, x in given))
 
     patch.setattr(SideOutputs, "publish", publish)
 

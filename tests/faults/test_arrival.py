@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, VBLoRAConfig, get_peft_model
+from peft import VBLoRAConfig, get_peft_model
 from torch import nn
 
 import poros
 from poros.layer.arrival import arrivals
 from poros.layer.audit import GraphAudit
 from poros.layer.streamed import streamed_layer
-from tests.adapted import Twice
+from tests.adapted import Twice, lora, names_of
 from tests.snapshots import (
     assert_same_run,
     batches,
@@ -31,24 +31,6 @@ Model = Any
 Make = Callable[[], Model]
 
 ARCHITECTURES = ("qwen2", "gemma3", "gemma4", "mixtral", "phi3")
-
-
-def lora(**options: Any) -> Make:
-    """Makes a dense model with LoRA of these options on three projections."""
-
-    def make() -> Model:
-        base = build(quantize=False).unload()
-        torch.manual_seed(2)
-        config = LoraConfig(
-            r=4,
-            target_modules=["q_proj", "k_proj", "down_proj"],
-            lora_dropout=0.05,
-            init_lora_weights=False,
-            **options,
-        )
-        return get_peft_model(base, config)
-
-    return make
 
 
 def vblora() -> Model:
@@ -95,15 +77,6 @@ MODELS: dict[str, Make] = {
 
 def prepared(model: Model) -> Model:
     return poros.prepare(model, allow_unvalidated=True)
-
-
-def names_of(model: Model) -> dict[int, str]:
-    """The names of what is trained, by identity."""
-    return {
-        id(parameter): name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
 
 
 def order_of_hooks(model: Model, around: Callable[[], Any] = no_context) -> list[str]:

@@ -219,7 +219,9 @@ CHANGES = st.dictionaries(
 
 @st.composite
 def indexes(draw: st.DrawFn) -> bytes:
-    """An index that is right but for a few entries, or that is no index."""
+    """An index that is right, or right but for a few entries, or that is no index."""
+    if draw(st.integers(0, 3)) == 0:
+        return json.dumps({"weight_map": RIGHT_MAP}).encode()
     weight_map = {**RIGHT_MAP, **(draw(CHANGES) if draw(st.booleans()) else {})}
     for name in draw(st.lists(st.sampled_from(sorted(RIGHT_MAP)), max_size=1)):
         weight_map.pop(name, None)
@@ -234,7 +236,7 @@ def test_a_random_index_opens_the_checkpoint_that_it_describes_or_none(tmp_path:
     write_sharded(tmp_path)
     opened: list[bool] = []
 
-    @examples(300)
+    @examples(400)
     @given(indexes())
     def check(text: bytes) -> None:
         (tmp_path / INDEX).write_bytes(text)
@@ -252,7 +254,7 @@ def test_a_random_index_opens_the_checkpoint_that_it_describes_or_none(tmp_path:
         assert open_files() == before and mappings(tmp_path) == []
 
     check()
-    assert set(opened) == {True, False}  # both ends were drawn
+    assert opened.count(True) > 20 and opened.count(False) > 100
 
 
 def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:

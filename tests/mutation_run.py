@@ -3,10 +3,11 @@
     python -m tests.mutation_run --number 200 --seed 0 --jobs 2 --out mutants.jsonl
 
 A mutant is one operator, comparison, constant, condition or statement changed in one file of
-``CORE``, drawn from all there are. Each runs in a copy of the checkout: first a few quick test
-files, then the others, until one fails. A mutant that all tests pass has survived, and has to be
-read: it changes nothing, or nobody looks. The same seed draws the same mutants from the same
-source.
+``CORE``, drawn from all there are. It runs in a copy of the checkout under one group of test files
+after the other, the quick ones first, until a test fails. A mutant that passes all of them has
+survived, and has to be read: it changes nothing, or nobody looks. The same seed draws the same
+mutants from the same source; a run that was stopped goes on where ``--out`` ends. One more mutant
+changes nothing at all: tests that fail for it say nothing of the others.
 """
 
 import argparse
@@ -19,12 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from queue import Queue
+from queue import Empty, Queue
+from threading import Lock
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,15 +37,26 @@ CORE = tuple(
         "layer": "adapters args arrival attributes audit body call casts early frozen handover "
         "layer_index offload refused_calls remat retained rng settings side_outputs state staying "
         "streamed visit within",
+        "model": "measuring runtime sizing",
     }.items()
     for name in names.split()
 )
 QUICK = ("refused", "programs", "arrival", "manager")
 """Test files that run first, by name, wherever they are."""
 OTHERS = ("exact/test_*.py", "faults/test_*.py", "unit/test_*.py")
-WITHOUT = ("benchmarks", "cli", "imports", "packaging", "registry", "registry_adapters")
+WITHOUT = tuple("benchmarks cli file_table imports packaging registry registry_adapters".split())
+    "benchmarks",
+    "cli",
+    "file_table",
+    "imports",
+    "packaging",
+    "registry",
+    "registry_adapters",
+)
 """Test files that see nothing of a step."""
-TIMEOUT_S = 900
+FILES_PER_GROUP = 5
+TIMEOUT_S = 300
+"""For a group: what hangs has been noticed."""
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -69,14 +81,16 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 }
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     """One change: the ``number``-th that can be made in ``file``."""
 
     file: str
     number: int
     line: int
     change: str
+
+
+NO_CHANGE = Mutant("poros/streams.py", -1, 0, "nothing")
 
 
 class _Mutator(ast.NodeVisitor):
@@ -163,41 +177,25 @@ def mutated(mutant: Mutant) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def judge(mutant: Mutant, copies: "Queue[Path]") -> dict[str, object]:
-    """Run the tests on it; what noticed it, if anything did."""
-    copy = copies.get()
-    begin = time.monotonic()
-    by = ""
-    try:
-        (copy / mutant.file).write_text(mutated(mutant))
-        for tests in files():
-            by = _failing(copy, tests)
-            if by:
-                break
-    finally:
-        shutil.copy(ROOT / mutant.file, copy / mutant.file)
-        copies.put(copy)
-    return {**asdict(mutant), "by": by, "seconds": round(time.monotonic() - begin)}
-
-
-def files() -> tuple[list[str], list[str]]:
-    """The test files that run first, and those that run then."""
+def groups(without: Collection[str] = ()) -> list[list[str]]:
+    """The test files that run together, in the order in which the groups run."""
     tests = ROOT / "tests"
-    first = sorted(file for name in QUICK for file in tests.rglob(f"test_{name}.py"))
-    left_out = {*first, *(file for name in WITHOUT for file in tests.rglob(f"test_{name}.py"))}
-    others = sorted({file for pattern in OTHERS for file in tests.glob(pattern)} - left_out)
-    return _relative(first), _relative(others)
+    left_out = {path for name in (*WITHOUT, *without) for path in tests.rglob(f"test_{name}.py")}
+    first = sorted(path for name in QUICK for path in tests.rglob(f"test_{name}.py"))
+    others = {path for pattern in OTHERS for path in tests.glob(pattern)} - {*first, *left_out}
+    # Long files and short ones in each group.
+    ranked = sorted(others, key=lambda path: (-path.stat().st_size, path))
+    number = -(-len(ranked) // FILES_PER_GROUP)
+    parts = [first, *(sorted(ranked[index::number]) for index in range(number))]
+    return [[str(path.relative_to(ROOT)) for path in part] for part in parts]
 
 
-def _relative(paths: list[Path]) -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in paths]
-
-
-def _failing(copy: Path, tests: list[str]) -> str:
-    """The first test that fails; empty if none does."""
+def failing(copy: Path, mutant: Mutant, tests: list[str]) -> str:
+    """The first test that fails in this copy of the checkout; empty if none does."""
     options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu and not slow")
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     try:
+        (copy / mutant.file).write_text(mutated(mutant))
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
             cwd=copy,
@@ -208,10 +206,51 @@ def _failing(copy: Path, tests: list[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return "a test that hangs"
+    finally:
+        shutil.copy(ROOT / mutant.file, copy / mutant.file)
     if not done.returncode:
         return ""
-    lines = [each for each in done.stdout.splitlines() if each.startswith(("FAILED", "ERROR"))]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return lines[0][:200] if lines else f"exit code {done.returncode}"
+
+
+class Campaign:
+    """Which mutant has passed how many groups of tests, and what noticed it."""
+
+    def __init__(self, drawn: list[Mutant], tests: list[list[str]], out: Path) -> None:
+        self.by: dict[Mutant, str] = {}
+        self.passed = dict.fromkeys(drawn, 0)
+        self._tests, self._out, self._lock = tests, out, Lock()
+        if out.exists():
+            for line in out.read_text().splitlines():
+                self._note(**json.loads(line))
+
+    def work(self, copy: Path, waiting: "Queue[Mutant]", end: float) -> None:
+        """Take mutants until none is left or the time is up."""
+        while time.monotonic() < end:
+            try:
+                mutant = waiting.get_nowait()
+            except Empty:
+                return
+            by = failing(copy, mutant, self._tests[self.passed[mutant]])
+            with self._lock:
+                self._note(by, **mutant._asdict())
+                with self._out.open("a") as out:
+                    out.write(json.dumps({**mutant._asdict(), "by": by}) + "\n")
+            if by:
+                print(*mutant, "|", by, flush=True)
+            elif self.is_open(mutant):
+                waiting.put(mutant)  # behind those that have passed less
+
+    def is_open(self, mutant: Mutant) -> bool:
+        return mutant not in self.by and self.passed[mutant] < len(self._tests)
+
+    def _note(self, by: str, **fields: Any) -> None:
+        mutant = Mutant(**fields)
+        if by:
+            self.by[mutant] = by
+        elif mutant in self.passed:
+            self.passed[mutant] += 1
 
 
 def main() -> None:
@@ -219,30 +258,34 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--part", default="1/1", help="k/n: the k-th of n parts of the drawn ones")
-    parser.add_argument("--out", type=Path, required=True, help="one line of JSON for each")
+    parser.add_argument("--minutes", type=float, default=1e6, help="no group begins after them")
+    parser.add_argument("--without", nargs="*", default=(), help="test files to leave out, by name")
+    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each group")
     options = parser.parse_args()
     everything = list(mutants())
-    drawn = random.Random(options.seed).sample(everything, options.number)
-    part, parts = map(int, options.part.split("/"))
-    with tempfile.TemporaryDirectory() as folder, options.out.open("a") as out:
-        copies: Queue[Path] = Queue()
-        for number in range(options.jobs):
-            copy = Path(folder) / str(number)
-            ignored = shutil.ignore_patterns(".*", "__pycache__")
-            shutil.copytree(ROOT, copy, ignore=ignored)
-            copies.put(copy)
-        unchanged = copies.get()
-        broken = _failing(unchanged, files()[0])
-        copies.put(unchanged)
-        if broken:
-            raise SystemExit(f"expected tests that pass without a mutant, found {broken}")
-        with ThreadPoolExecutor(options.jobs) as pool:
-            for found in pool.map(partial(judge, copies=copies), drawn[part - 1 :: parts]):
-                out.write(json.dumps(found) + "\n")
-                out.flush()
-                print(found["file"], found["line"], found["change"], "|", found["by"] or "SURVIVED")
-    print(f"{len(everything)} mutants there are, {len(drawn[part - 1 :: parts])} were run")
+    drawn = [NO_CHANGE, *random.Random(options.seed).sample(everything, options.number)]
+    campaign = Campaign(drawn, groups(options.without), options.out)
+    waiting: Queue[Mutant] = Queue()
+    for mutant in sorted(drawn, key=lambda mutant: campaign.passed[mutant]):
+        if campaign.is_open(mutant):
+            waiting.put(mutant)
+    end = time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        copies = [Path(folder) / str(number) for number in range(options.jobs)]
+        for copy in copies:
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        for ended in [pool.submit(campaign.work, copy, waiting, end) for copy in copies]:
+            ended.result()
+    if NO_CHANGE in campaign.by:
+        raise SystemExit(f"expected tests that pass unchanged, found {campaign.by[NO_CHANGE]}")
+    still_open = [mutant for mutant in drawn if campaign.is_open(mutant)]
+    survived = [mutant for mutant in drawn[1:] if mutant not in {*campaign.by, *still_open}]
+    for mutant in survived:
+        print("SURVIVED", *mutant)
+    print(
+        f"of {options.number} among {len(everything)}, {len(campaign.by)} were noticed, "
+        f"{len(survived)} survived, {len(still_open)} are not finished"
+    )
 
 
 if __name__ == "__main__":

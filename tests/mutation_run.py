@@ -45,14 +45,6 @@ QUICK = ("refused", "programs", "arrival", "manager")
 """Test files that run first, by name, wherever they are."""
 OTHERS = ("exact/test_*.py", "faults/test_*.py", "unit/test_*.py")
 WITHOUT = tuple("benchmarks cli file_table imports packaging registry registry_adapters".split())
-    "benchmarks",
-    "cli",
-    "file_table",
-    "imports",
-    "packaging",
-    "registry",
-    "registry_adapters",
-)
 """Test files that see nothing of a step."""
 FILES_PER_GROUP = 5
 TIMEOUT_S = 300

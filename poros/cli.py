@@ -366,17 +366,17 @@ def _limits(values: list[str] | None) -> "Limits | None":
 def _fuzz(minutes: float, seed: int, out: Path | None) -> NoReturn:
     from rich.console import Console
 
-    from poros.gates import fuzz
+    from poros.gates.fuzz import campaign
 
     _quieten_libraries()
     with _readable_errors():
         if out is not None:
             require_file(out, "--out")
-        tally = fuzz.fuzz(minutes, seed)
-    Console().print(fuzz.render(tally))
+        tally = campaign.fuzz(minutes, seed)
+    Console().print(campaign.render(tally))
     if out is not None:
         with _readable_errors():
-            fuzz.write(tally, out)
+            campaign.write(tally, out)
         typer.echo(f"report: {out}")
     raise typer.Exit(NOT_HELD if tally.ends["failed"] else 0)
 

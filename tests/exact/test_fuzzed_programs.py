@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from poros.gates import fuzz
-from poros.gates.fuzz_program import (
+from poros.gates.fuzz import campaign
+from poros.gates.fuzz.program import (
     Adapter,
     Compile,
     EditAdapter,
@@ -40,8 +40,8 @@ PENALIZED = (Forward(terms=(Term(),)),)
 
 
 @pytest.fixture(scope="module")
-def judge() -> fuzz.Judge:
-    return fuzz.make_judge()
+def judge() -> campaign.Judge:
+    return campaign.make_judge()
 
 
 PROGRAMS: dict[str, Program] = {
@@ -187,17 +187,17 @@ PROGRAMS: dict[str, Program] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_that_was_found_once(name: str, judge: fuzz.Judge) -> None:
+def test_a_program_that_was_found_once(name: str, judge: campaign.Judge) -> None:
     verdict = judge(PROGRAMS[name])
     assert verdict.end in ALLOWED, f"{verdict.kind}: {verdict.detail}"
 
 
-def test_new_programs_end_equal_or_refused_in_time(judge: fuzz.Judge) -> None:
+def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> None:
     """About a minute; the same programs at every run."""
-    tally = fuzz.Tally(0)
-    for program in fuzz.draw(0, NUM_DRAWN, compiled=False):
+    tally = campaign.Tally(0)
+    for program in campaign.draw(0, NUM_DRAWN, compiled=False):
         verdict = judge(program)
-        tally.add(program, verdict, fuzz.shrunk_failure(program, verdict, judge, tally))
+        tally.add(program, verdict, campaign.shrunk_failure(program, verdict, judge, tally))
     assert tally.num_programs == NUM_DRAWN
     report = [f"{each.kind}\n{each.detail}\n{each.program!r}" for each in tally.findings]
     assert tally.ends["failed"] == 0, "\n\n".join(report)
@@ -207,7 +207,7 @@ def test_new_programs_end_equal_or_refused_in_time(judge: fuzz.Judge) -> None:
 
 def test_everything_in_the_grammar_is_drawn() -> None:
     seen: Counter[str] = Counter()
-    for program in fuzz.draw(0, 3000):
+    for program in campaign.draw(0, 3000):
         seen.update(features(program))
     actions = {each.__name__ for each in _actions()}
     assert actions <= {name.split("@")[0] for name in seen if "@" in name}
@@ -237,6 +237,6 @@ REQUIRED = (
 
 
 def _actions() -> list[type[Any]]:
-    from poros.gates.fuzz_program import Action
+    from poros.gates.fuzz.program import Action
 
     return Action.__subclasses__()

@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 
 from poros import api, cli
 from poros.errors import PolicyError, UnsupportedModelError
-from poros.gates import fuzz, fuzz_arm, fuzz_program
-from poros.gates.fuzz_judge import Verdict
-from poros.gates.fuzz_program import (
+from poros.gates.fuzz import campaign
+from poros.gates.fuzz import program as language
+from poros.gates.fuzz.arm import Arm
+from poros.gates.fuzz.judge import Verdict
+from poros.gates.fuzz.program import (
     EditAdapter,
     Evaluate,
     Forward,
@@ -32,7 +34,7 @@ from poros.gates.fuzz_program import (
     Subject,
     Term,
 )
-from poros.gates.fuzz_shrink import shrink, simpler
+from poros.gates.fuzz.shrink import shrink, simpler
 from poros.layer import remat
 from poros.layer.call import LayerCall
 from poros.layer.rng import RngStash
@@ -44,8 +46,8 @@ PLAIN = Program(
 
 
 @pytest.fixture(scope="module")
-def judge() -> fuzz.Judge:
-    return fuzz.make_judge()
+def judge() -> campaign.Judge:
+    return campaign.make_judge()
 
 
 def equal(program: Program) -> Verdict:
@@ -112,7 +114,7 @@ def bad_restore(patch: pytest.MonkeyPatch) -> None:
             next(p for p in model.parameters() if p.dim() == 1 and not p.requires_grad).add_(1)
         return model
 
-    patch.setattr("poros.gates.fuzz_judge.restore", restore)
+    patch.setattr("poros.gates.fuzz.judge.restore", restore)
 
 
 def accuses(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ def accuses(patch: pytest.MonkeyPatch) -> None:
 def test_each_sort_of_failure_is_reported(
     fault: Callable[[pytest.MonkeyPatch], None],
     kind: str,
-    judge: fuzz.Judge,
+    judge: campaign.Judge,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program = PLAIN if fault is not accuses else replace(PLAIN, policy=Policy())
@@ -145,15 +147,15 @@ def test_each_sort_of_failure_is_reported(
 
 
 def test_a_silent_difference_is_found_by_drawing(
-    judge: fuzz.Judge, monkeypatch: pytest.MonkeyPatch
+    judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And shrunk to a program of which nothing can be left out."""
     no_replay(monkeypatch)
     found = None
-    for program in fuzz.draw(0, 60):
+    for program in campaign.draw(0, 60):
         verdict = judge(program)
         if verdict.end == "failed" and "gradient" in verdict.kind and program.subject.dropout:
-            found = fuzz.shrunk_failure(program, verdict, judge, fuzz.Tally())
+            found = campaign.shrunk_failure(program, verdict, judge, campaign.Tally())
             break
     assert found is not None
     smallest, verdict = found
@@ -162,24 +164,24 @@ def test_a_silent_difference_is_found_by_drawing(
 
 
 def test_what_raises_resident_has_to_raise_prepared(
-    judge: fuzz.Judge, monkeypatch: pytest.MonkeyPatch
+    judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twice = Program(steps=(Step(backward="again"),))
     assert judge(twice).end == "raised"
     assert judge(Program(steps=(Step(forwards=(Forward(terms=(Term("raise"),)),)),))).end == "equal"
 
-    own = fuzz_arm.Arm._backward
+    own = Arm._backward
 
     def backward(self: Any, losses: Any, how: str, where: str) -> None:
         prepared = type(self.layers[0]).__mro__[1].__name__ == "StreamedLayerMixin"
         own(self, losses, "sum" if prepared else how, where)
 
-    monkeypatch.setattr(fuzz_arm.Arm, "_backward", backward)
+    monkeypatch.setattr(Arm, "_backward", backward)
     assert judge(twice).kind == "no error where resident raises"
 
 
 def test_a_resident_run_that_does_not_repeat_itself_is_skipped(
-    judge: fuzz.Judge, monkeypatch: pytest.MonkeyPatch
+    judge: campaign.Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "manual_seed", lambda seed: torch.seed())
     assert judge(PLAIN).end == "skipped"
@@ -189,9 +191,9 @@ def test_a_resident_run_that_does_not_repeat_itself_is_skipped(
 
 
 def test_a_seed_draws_the_same_programs_and_their_reprs_give_them_back() -> None:
-    first, again, other = (list(fuzz.draw(seed, 150)) for seed in (1, 1, 2))
+    first, again, other = (list(campaign.draw(seed, 150)) for seed in (1, 1, 2))
     assert first == again != other
-    names = vars(fuzz_program)
+    names = vars(language)
     for program in first:
         assert eval(repr(program), dict(names)) == program
     assert len(set(first)) >= 140
@@ -227,17 +229,17 @@ def test_a_program_is_shrunk_to_what_it_needs() -> None:
 
 def test_one_cause_is_counted_and_another_is_not_hidden() -> None:
     hooked = Program(before=(Hook(does="scale"),))
-    tied = Program(before=(fuzz_program.Tie(),))
+    tied = Program(before=(language.Tie(),))
 
     def judge(program: Program) -> Verdict:
-        bad = {type(each) for each in program.before} & {Hook, fuzz_program.Tie}
+        bad = {type(each) for each in program.before} & {Hook, language.Tie}
         return Verdict("failed", "silent difference: loss", "x") if bad else Verdict("equal")
 
-    tally = fuzz.Tally()
+    tally = campaign.Tally()
     wider = Program(before=(Evaluate(), Hook(does="scale")), ema=True)
     for program in (Program(), hooked, wider, tied):
         verdict = judge(program)
-        tally.add(program, verdict, fuzz.shrunk_failure(program, verdict, judge, tally))
+        tally.add(program, verdict, campaign.shrunk_failure(program, verdict, judge, tally))
     assert [each.count for each in tally.findings] == [2, 1]
     assert [each.program for each in tally.findings][1] == tied
     assert tally.ends == {"equal": 1, "failed": 3}
@@ -250,7 +252,7 @@ def test_one_cause_is_counted_and_another_is_not_hidden() -> None:
 def test_a_crash_and_a_hang_are_failures_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drawn = list(fuzz.draw(3, 20))
+    drawn = list(campaign.draw(3, 20))
 
     def judge(program: Program) -> Verdict:
         if program == drawn[2]:
@@ -261,9 +263,9 @@ def test_a_crash_and_a_hang_are_failures_and_the_run_goes_on(
             threading.Event().wait()
         return Verdict("equal")
 
-    monkeypatch.setattr(fuzz, "make_judge", lambda: judge)
-    monkeypatch.setattr(fuzz, "_HANG_S", 2.0)
-    tally = fuzz.fuzz(60, 3, number=20)
+    monkeypatch.setattr(campaign, "make_judge", lambda: judge)
+    monkeypatch.setattr(campaign, "_HANG_S", 2.0)
+    tally = campaign.fuzz(60, 3, number=20)
     kinds = {each.kind: each.drawn for each in tally.findings}
     assert kinds["a crash: exit code 7"] == drawn[2]
     assert kinds["a hang: no end after 2 s"] == drawn[4]
@@ -273,7 +275,7 @@ def test_a_crash_and_a_hang_are_failures_and_the_run_goes_on(
 def test_without_hypothesis_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     with pytest.raises(PolicyError, match="pip install hypothesis"):
-        fuzz.fuzz(1.0, 0)
+        campaign.fuzz(1.0, 0)
 
 
 @pytest.mark.parametrize(("is_bad", "code"), [(False, 0), (True, cli.NOT_HELD)])
@@ -281,8 +283,8 @@ def test_the_command_reports_and_its_exit_code_says_whether_all_held(
     is_bad: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdict = Verdict("failed", "silent difference: loss", "x") if is_bad else Verdict("equal")
-    monkeypatch.setattr(fuzz, "make_judge", lambda: lambda program: verdict)
-    monkeypatch.setattr(fuzz, "fuzz", partial(fuzz.fuzz, number=12))
+    monkeypatch.setattr(campaign, "make_judge", lambda: lambda program: verdict)
+    monkeypatch.setattr(campaign, "fuzz", partial(campaign.fuzz, number=12))
     out = tmp_path / "report.json"
     options = ["check", "--fuzz", "--minutes", "60", "--seed", "5", "--out", str(out)]
     result = CliRunner().invoke(cli.app, options)

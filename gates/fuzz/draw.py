@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from poros.errors import PolicyError
-from poros.gates.fuzz_draft import Dice, Draft
-from poros.gates.fuzz_motifs import MOTIFS, compile_layers
-from poros.gates.fuzz_program import Policy, Program, Subject
+from poros.gates.fuzz.draft import Dice, Draft
+from poros.gates.fuzz.motifs import MOTIFS, compile_layers
+from poros.gates.fuzz.program import Policy, Program, Subject
 
 
 def programs(*, compiled: bool = True) -> Any:

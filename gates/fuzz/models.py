@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poros.gates import tiny
-from poros.gates.fuzz_program import Subject
+from poros.gates.fuzz.program import Subject
 from poros.nf4 import own
 
 HIDDEN_SIZE = 32

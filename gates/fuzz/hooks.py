@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as globally
 
-from poros.gates.fuzz_program import Hook
+from poros.gates.fuzz.program import Hook
 from poros.self_check.compare import bits
 
 if TYPE_CHECKING:
-    from poros.gates.fuzz_arm import Arm
+    from poros.gates.fuzz.arm import Arm
 
 
 class Thrown(Exception):

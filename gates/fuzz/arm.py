@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.gates import fuzz_actions, tiny
-from poros.gates.fuzz_hooks import Hooked, Thrown
-from poros.gates.fuzz_models import layers_of
-from poros.gates.fuzz_program import Action, Forward, Program, Step, Term
+from poros.gates import tiny
+from poros.gates.fuzz import actions
+from poros.gates.fuzz.hooks import Hooked, Thrown
+from poros.gates.fuzz.models import layers_of
+from poros.gates.fuzz.program import Action, Forward, Program, Step, Term
 from poros.nf4 import state_of
 
 NUM_ROWS = 2
@@ -136,7 +137,7 @@ class Arm:
         self.record.weights.append(self.trained())
 
     def _do(self, action: Action) -> None:
-        if not fuzz_actions.do(action, self):
+        if not actions.do(action, self):
             self.record.done.add(f"{type(action).__name__}: not in this model")
         self._mark()
 
@@ -390,7 +391,7 @@ def run_arm(
         finish: Called with the arm before its hooks are taken off.
     """
     python_state = random.getstate()
-    with torch.random.fork_rng(devices=[]), fuzz_actions.settings_restored():
+    with torch.random.fork_rng(devices=[]), actions.settings_restored():
         random.seed(program.seed)
         torch.manual_seed(program.seed)
         arm = Arm(program, model)

@@ -20,10 +20,10 @@ from poros.api import prepare_with, restore, runtime
 from poros.config import StreamingPolicy
 from poros.errors import ParityError, PorosError, SlotStateError
 from poros.gates.adversary import AdversarialStreams, SlotHazard
-from poros.gates.fuzz_alive import collect
-from poros.gates.fuzz_arm import Arm, Record, frozen_tensors, run_arm
-from poros.gates.fuzz_models import Models
-from poros.gates.fuzz_program import Program
+from poros.gates.fuzz.alive import collect
+from poros.gates.fuzz.arm import Arm, Record, frozen_tensors, run_arm
+from poros.gates.fuzz.models import Models
+from poros.gates.fuzz.program import Program
 from poros.layer.call import LayerCall
 from poros.layer.streamed import is_streamed
 from poros.self_check.compare import bits, differing

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poros.gates import fuzz_hooks
-from poros.gates.fuzz_alive import num_alive
-from poros.gates.fuzz_models import adapter_config, draw_adapters
-from poros.gates.fuzz_program import (
+from poros.gates.fuzz import hooks
+from poros.gates.fuzz.alive import num_alive
+from poros.gates.fuzz.models import adapter_config, draw_adapters
+from poros.gates.fuzz.program import (
     Action,
     Adapter,
     Compile,
@@ -36,7 +36,7 @@ from poros.gates.fuzz_program import (
 )
 
 if TYPE_CHECKING:
-    from poros.gates.fuzz_arm import Arm
+    from poros.gates.fuzz.arm import Arm
 
 _NUM_REPEATS = 4
 
@@ -44,18 +44,18 @@ _NUM_REPEATS = 4
 @singledispatch
 def do(action: Action, arm: "Arm") -> bool:
     """Do ``action``; False if this model has not got what it is about."""
-    raise TypeError(f"expected an action of poros.gates.fuzz_program, found {action!r}")
+    raise TypeError(f"expected an action of poros.gates.fuzz.program, found {action!r}")
 
 
 @do.register(Hook)
 def _(action: Hook, arm: "Arm") -> bool:
-    return fuzz_hooks.register(action, arm)
+    return hooks.register(action, arm)
 
 
 @do.register(Unhook)
 def _(action: Unhook, arm: "Arm") -> bool:
     is_there = action.tag in arm.hooks
-    fuzz_hooks.unregister(action.tag, arm)
+    hooks.unregister(action.tag, arm)
     return is_there
 
 
@@ -139,7 +139,7 @@ def _(action: Evaluate, arm: "Arm") -> bool:
 
 @do.register(SetMode)
 def _(action: SetMode, arm: "Arm") -> bool:
-    target = arm.model if action.layer is None else fuzz_hooks.module_at(arm, action.layer, "")
+    target = arm.model if action.layer is None else hooks.module_at(arm, action.layer, "")
     if target is None:
         return False
     target.train(action.on)
@@ -148,7 +148,7 @@ def _(action: SetMode, arm: "Arm") -> bool:
 
 @do.register(SetDropout)
 def _(action: SetDropout, arm: "Arm") -> bool:
-    target = arm.model if action.layer is None else fuzz_hooks.module_at(arm, action.layer, "")
+    target = arm.model if action.layer is None else hooks.module_at(arm, action.layer, "")
     is_changed = False
     for module in target.modules() if target is not None else ():
         if isinstance(module, nn.Dropout):
@@ -243,7 +243,7 @@ def _(action: EditGradients, arm: "Arm") -> bool:
 
 @do.register(UseTwice)
 def _(action: UseTwice, arm: "Arm") -> bool:
-    module = fuzz_hooks.module_at(arm, action.layer, action.part)
+    module = hooks.module_at(arm, action.layer, action.part)
     if module is None or not action.part or "forward" in module.__dict__:
         return False
     own = module.forward

@@ -1,0 +1,1 @@
+"""Fuzzing: training programs drawn at random, each run resident and prepared."""

@@ -205,11 +205,6 @@ class LayerBody:
         """Whether the active autocast region ends with the call of the model."""
         return is_region_within(self.context.is_model)
 
-    def put_back(self) -> None:
-        """Make sure that the layer holds its own tensors."""
-        self._contents.put_back()
-        self.weights.bindings.swap_out()
-
     def cast_trained_biases(self) -> None:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
 

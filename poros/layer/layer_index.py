@@ -150,13 +150,6 @@ class LayerIndex:
             and all(shares_memory(adapter.parameter, adapter.stand_in) for adapter in adapters)
         )
 
-    def put_back(self) -> None:
-        """Replace every stand-in by its parameter."""
-        originals = {id(stand_in): original for original, stand_in in self._stand_ins.values()}
-        for owner in self._owners:
-            for key, value in owner.items():
-                owner[key] = originals.get(id(value), value)
-
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         known = self._stand_ins.get(id(parameter))
         if known is not None and known[0] is parameter and shares_memory(*known):

@@ -205,9 +205,8 @@ def attach_layer(layer: nn.Module, streamed: StreamedLayer, streamed_type: type[
 
 
 def detach_layer(layer: nn.Module) -> None:
-    """Undo ``attach_layer``, also after a visit that was interrupted anywhere."""
+    """Undo ``attach_layer``. Not within a visit."""
     if is_streamed(layer):
-        streamed_layer(layer).put_back()
         layer.__class__ = type(layer).__mro__[2]
     layer.__dict__.pop(_KEY, None)
 

@@ -10,8 +10,10 @@ from peft import VBLoRAConfig, get_peft_model
 from torch import nn
 
 import poros
+from poros.errors import RematerializationError
 from poros.layer.arrival import arrivals
-from poros.layer.audit import GraphAudit
+from poros.layer.audit import GraphAudit, Place, place_of
+from poros.layer.handover import Repeated
 from poros.layer.streamed import streamed_layer
 from tests.adapted import Twice, lora, names_of
 from tests.snapshots import (
@@ -312,3 +314,28 @@ def test_a_gradient_of_an_earlier_backward_is_not_compared() -> None:
         out.hidden_states[2].float().square().mean().backward()
         found.append(outcome(model))
     assert changes(*found) == {}
+
+
+def places(result: torch.Tensor, leaf: torch.Tensor) -> list[Place]:
+    return [place_of(use) for use in arrivals([result]) if use.leaf is leaf]
+
+
+def test_a_leaf_that_is_used_less_often_in_the_recomputation_is_refused() -> None:
+    forward, recomputed = (torch.ones(2, requires_grad=True) for _ in range(2))
+    twice = places((forward * 2) * forward, forward)
+    assert len(twice) == 2
+    for result in (recomputed * 2, recomputed.exp() * recomputed + recomputed):
+        repeated = Repeated("layers.0", twice)
+        with pytest.raises(RematerializationError, match=r"layers\.0: .*used 2 times in the for"):
+            repeated.watch([result], [torch.ones(2)], recomputed)
+
+
+def test_a_leaf_that_is_used_as_often_elsewhere_gives_its_terms() -> None:
+    """Control: other ways to it, as many of them."""
+    forward, recomputed = (torch.full((2,), 3.0, requires_grad=True) for _ in range(2))
+    repeated = Repeated("layers.0", places((forward * 2) * forward, forward))
+    result = (recomputed.exp() * 1) + recomputed
+    repeated.watch([result], [torch.ones(2)], recomputed)
+    torch.autograd.grad(result, recomputed, torch.ones(2), allow_unused=True)
+    terms = [term.tolist() for term in repeated.take() if term is not None]
+    assert sorted(terms) == sorted([torch.ones(2).tolist(), recomputed.exp().tolist()])

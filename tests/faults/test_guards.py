@@ -181,6 +181,23 @@ COPIES: dict[str, Callable[[Any], object]] = {
 }
 
 
+def test_a_move_within_the_device_reaches_what_stays_and_nothing_that_streams() -> None:
+    model = poros.prepare(build())
+    frozen = [
+        parameter
+        for parameter in layers_of(model).parameters()
+        if not parameter.requires_grad and parameter.ndim > 1
+    ]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    places = [tensor.data_ptr() for tensor in (*frozen, *trained)]
+    model._apply(torch.clone)
+    moved = [tensor.data_ptr() for tensor in (*frozen, *trained)]
+    assert moved[: len(frozen)] == places[: len(frozen)]
+    pairs = zip(places, moved, strict=True)
+    assert all(before != after for before, after in list(pairs)[len(frozen) :])
+    assert_same_run(run(build()), run(model))
+
+
 @pytest.mark.parametrize("asked", ["nf4"], indirect=True)
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("level", LEVELS)

@@ -164,6 +164,45 @@ def test_a_second_interruption_as_the_clean_up_begins(monkeypatch: pytest.Monkey
     assert undone == [1]
 
 
+@pytest.mark.parametrize("then", ["train", "restore"])
+def test_a_visit_that_was_never_left_is_undone_by_what_comes_next(
+    then: str, resident: Trajectory
+) -> None:
+    """Interrupted between two steps of leaving it, and its frame lives on in a traceback."""
+    model = poros.prepare(build(), self_check="off", slots=2)
+    before = state_of(model)
+    layer = streamed_layer(layers_of(model)[0])
+    left = layer.visit(Phase.FORWARD, layer.contents().adapters())
+    left.__enter__()
+    inside = state_of(model)
+    assert inside != before
+    if then == "train":
+        model(**batches()[0])
+        assert state_of(model) == before
+    else:
+        poros.restore(model)
+        assert all(
+            id(value) == before[name]
+            for name, value in (*model.named_parameters(), *model.named_buffers())
+            if name in before
+        )
+    assert_same_run(resident, run(model))
+
+
+def test_an_interruption_of_the_undoing_is_not_lost() -> None:
+    undone: list[int] = []
+
+    def undo() -> None:
+        undone.append(1)
+        if len(undone) == 1:
+            raise KeyboardInterrupt
+
+    visits = Visits()
+    with pytest.raises(KeyboardInterrupt), visits.begin("x", undo):
+        pass
+    assert len(undone) == 2, "and it was begun again"
+
+
 def test_a_visit_within_a_visit_is_refused() -> None:
     model = AdversarialPrepare()(build(), slots=NUM_LAYERS)
     runtimes = [streamed_layer(layer) for layer in layers_of(model)]

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import poros
 from poros.errors import PreparedModelError
-from poros.slots.schedule import count, training_visits, walk
+from poros.layer.streamed import streamed_layer
+from poros.slots.schedule import Phase, count, training_visits, walk
 from tests.snapshots import (
     assert_same_run,
     batches,
@@ -376,3 +377,19 @@ def test_prepare_works_on_a_base_with_transformers_own_adapters() -> None:
         return base
 
     assert_same_run(run(with_adapters()), run(poros.prepare(with_adapters())))
+
+
+def test_what_is_in_place_during_a_visit_is_what_was_there_at_rest() -> None:
+    """Parameters stay parameters and buffers tensors: code asks for it."""
+    model = poros.prepare(build(quantize=False), self_check="off", slots=2)
+    layer = layers_of(model)[1]
+
+    def kinds() -> dict[str, type]:
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        return {name: type(tensor) for name, tensor in tensors}
+
+    at_rest = kinds()
+    addresses = [parameter.data_ptr() for parameter in layer.parameters()]
+    with streamed_layer(layer).visit(Phase.INFERENCE, ()):
+        assert kinds() == at_rest
+        assert [parameter.data_ptr() for parameter in layer.parameters()] != addresses

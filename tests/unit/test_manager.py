@@ -145,6 +145,8 @@ def test_a_block_out_of_range_is_refused(block: int) -> None:
     for act in (
         lambda: slots.manager.acquire(block, FORWARD),
         lambda: slots.manager.prefetch(block),
+        lambda: slots.manager.evict(block),
+        lambda: slots.manager.replace(block),
     ):
         with pytest.raises(ValueError, match=rf"{block}.*4 blocks"):
             act()
@@ -177,6 +179,29 @@ def test_a_block_that_lost_its_slot_is_loaded_again() -> None:
     # Other bytes on the host since then: only a new copy brings them.
     slots.host.slabs[0].bytes.bitwise_xor_(0x0F)
     slots.visit(0, FORWARD)
+
+
+def test_an_evicted_block_is_loaded_again_from_other_bytes() -> None:
+    slots = make(4, 2)
+    slots.visit(1, INFERENCE)
+    slots.manager.evict(1)
+    assert slots.states()[1] == (FREE, None)
+    slots.host.slabs[1].bytes.bitwise_xor_(0x0F)
+    slots.visit(1, INFERENCE)
+
+
+def test_a_block_is_replaced_by_another_of_its_slot() -> None:
+    slots = make(5, 2)
+    slots.visit(2, INFERENCE)
+    slots.manager.replace(2)
+    assert slots.states()[0] == (LOADING, 0)
+    slots.manager.replace(0)
+    assert slots.states()[0] == (LOADING, 2)
+    alone = make(2, 2)
+    alone.visit(1, INFERENCE)
+    before = alone.states()
+    alone.manager.replace(1)
+    assert alone.states() == before, "its slot is nobody else's"
 
 
 # Counters and journal.

@@ -380,6 +380,27 @@ def test_steps_that_take_now_less_and_now_more_do_not_resize_for_good(
     assert alternate(prepared) > 12, "without an end of measuring nothing is shown"
 
 
+def test_what_the_model_has_on_the_device_counts_each_byte_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("poros.model.runtime.device_memory", lambda device: SimulatedMemory())
+    model = poros.prepare(build(), device="cpu", vram_budget="1GiB", self_check="off")
+    runtime = poros.runtime(model)
+    sizer: Any = runtime.sizer
+    tensors = {
+        (tensor.data_ptr(), tensor.nbytes)
+        for tensor in (*model.parameters(), *model.buffers())
+        if not runtime.small.holds(tensor)
+    }
+    expected = sum(num_bytes for _, num_bytes in tensors) + runtime.device_num_bytes
+    assert sizer._held() == expected and len(tensors) > NUM_LAYERS
+    model.register_buffer("again", next(model.parameters()).detach()[:1])
+    assert sizer._held() == expected, "a view of what is there"
+    trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    trained.grad = torch.zeros_like(trained)
+    assert sizer._held() == expected + trained.nbytes
+
+
 @pytest.mark.parametrize(
     ("whole", "free", "share", "expected"),
     [

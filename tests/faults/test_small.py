@@ -13,6 +13,7 @@ import poros
 from poros.errors import PreparedModelError, RematerializationError
 from poros.gates import tiny
 from poros.layer.frozen import FrozenTensor
+from poros.layer.staying import StayingState
 from poros.layout import ALIGNMENT, SMALL_NUM_BYTES, is_small
 from poros.model.inspect import find_frozen, find_layers
 from tests.snapshots import (
@@ -345,3 +346,11 @@ def test_a_bias_that_bitsandbytes_casts_for_good_is_cast_as_in_a_resident_run(
     assert_same_run(run(expected), run(model))
     assert changes(bits_of(expected), bits_of(model)) == {}
     assert bias_of(model).bias.dtype == dtype
+
+
+def test_one_that_is_gone_differs_from_one_that_is_there() -> None:
+    there = torch.ones(1)
+    gone, same, other = (StayingState([each, there]).marks for each in (None, there, there.clone()))
+    assert gone[0] is None and gone[1] == same[1] == same[0] != other[0]
+    with torch.inference_mode():
+        assert StayingState([None, torch.ones(1)]).marks[1] is not None

@@ -3,6 +3,7 @@
 The markers `gpu` and `slow` are declared in pyproject.toml.
 """
 
+import gc
 import os
 
 # Read by tokenizers when it first works, so it is set before any test imports transformers.
@@ -16,6 +17,13 @@ import torch
 def one_thread() -> None:
     """Run torch on one CPU thread: the number of threads changes the order of sums, and so bits."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_look_at_what_is_new() -> None:
+    """Leave the libraries' objects out of garbage collections: tests of leaks force hundreds."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -205,8 +205,9 @@ def attach_layer(layer: nn.Module, streamed: StreamedLayer, streamed_type: type[
 
 
 def detach_layer(layer: nn.Module) -> None:
-    """Undo ``attach_layer``. Not within a visit."""
+    """Undo ``attach_layer``; the layer's own frozen tensors are back, whatever took their place."""
     if is_streamed(layer):
+        streamed_layer(layer).weights.bindings.swap_out()
         layer.__class__ = type(layer).__mro__[2]
     layer.__dict__.pop(_KEY, None)
 

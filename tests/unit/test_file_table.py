@@ -21,7 +21,17 @@ def test_every_package_is_in_the_table() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     setuptools = project["tool"]["setuptools"]
     moved = setuptools["package-dir"]
-    packages = {moved.get(name, name.replace(".", "/")) for name in setuptools["packages"]}
+    packages = {_folder(name, moved) for name in setuptools["packages"]}
     assert packages <= set(FOLDERS)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [name for name in packages if f"{name.split('/')[-1]}/ " not in readme] == []
+
+
+def _folder(package: str, moved: dict[str, str]) -> str:
+    """Where a package lies: at the place of the nearest package above it that has one."""
+    parts = package.split(".")
+    for length in range(len(parts), 0, -1):
+        top = ".".join(parts[:length])
+        if top in moved:
+            return "/".join([moved[top], *parts[length:]])
+    return "/".join(parts)

@@ -405,7 +405,7 @@ def test_what_the_model_has_on_the_device_counts_each_byte_once(
     ("whole", "free", "share", "expected"),
     [
         (80, 60, 1.0, 60 + 2 - 8),  # a tenth for others
-        (8, 6, 1.0, 6 + 2 - 1),  # at least 1 GiB
+        (8, 2.5, 1.0, 2.5 + 2 - 1),  # at least 1 GiB
         (80, 79, 0.5, 40 - 5 + 2 - 8),  # the user's limit for this process
         (8, 0.5, 0.01, 0),
     ],

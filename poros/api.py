@@ -88,7 +88,7 @@ def prepare_with(
         )
     # Tensors made under inference mode could not take part in training later.
     with torch.inference_mode(False):
-        inventory = take_inventory(model, policy.block_size, policy.allow_unvalidated)
+        inventory = take_inventory(model, policy)
         device = streams.device if streams is not None else _choose_device(model, policy)
         settle(device)
         estimate = _estimate(model, policy)
@@ -127,7 +127,7 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
     from poros.self_check.check import SelfCheck
 
     check = SelfCheck(runtime, inventory.layers, runtime.policy.self_check)
-    runtime.watch_with(check.watch, check.watch_bytes, check.findings)
+    runtime.watch_with(check.watch, check.watch_bytes, check.watch_rows, check.findings)
 
 
 def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
@@ -153,6 +153,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
             num_slots=wanted.num_slots,
             keep_last=wanted.keep_last,
             offload_boundaries=wanted.offload_inputs,
+            stream_embedding=policy.stream_embedding,
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
         )

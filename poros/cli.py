@@ -257,6 +257,9 @@ def plan(
     rank: Annotated[int, typer.Option(help="Of LoRA on every linear layer of the blocks.")] = 16,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = 1,
+    slots: Annotated[
+        int | None, typer.Option(help="Device slots.", show_default="what the budget affords")
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(help="As TrainingArguments.optim.")
     ] = "adamw_torch_fused",
@@ -264,6 +267,9 @@ def plan(
         bool | None,
         typer.Option(help="Keep layer inputs in host memory.", show_default="if nothing else fits"),
     ] = None,
+    stream_embedding: Annotated[
+        bool, typer.Option(help="Keep the embedding in host memory.")
+    ] = False,
     self_check: Annotated[
         bool, typer.Option(help="Plan for the first step too, which is checked.")
     ] = True,
@@ -306,8 +312,10 @@ def plan(
             vram_budget=vram,
             accumulation=accumulation,
             block_size=block_size,
+            num_slots=slots,
             optimizer=optimizer,
             offload_boundaries=offload_boundaries,
+            stream_embedding=stream_embedding,
             self_check=self_check,
             speeds=speeds,
         )

@@ -35,6 +35,9 @@ class StreamingPolicy:
         offload_boundaries: Keep the inputs of recomputed layers in page-locked host memory between
             forward and backward, for long sequences. None is chosen (if nothing else makes the
             step fit), or False where nothing is.
+        stream_embedding: Keep the embedding in host memory and bring only the rows that a batch
+            asks for, where it is frozen, not adapted and not shared with the head. None does so
+            from 16 MiB on.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
         allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
@@ -52,6 +55,7 @@ class StreamingPolicy:
     slots: int | None = None
     keep_last: int | None = None
     offload_boundaries: bool | None = None
+    stream_embedding: bool | None = False
     device: str | None = None
     allow_unvalidated: bool = False
     self_check: str = "strict"
@@ -69,10 +73,10 @@ class StreamingPolicy:
             raise PolicyError(
                 f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}"
             )
-        if not (self.offload_boundaries is None or isinstance(self.offload_boundaries, bool)):
-            raise PolicyError(
-                f"offload_boundaries: expected a bool or None, found {self.offload_boundaries!r}"
-            )
+        for name in ("offload_boundaries", "stream_embedding"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, bool)):
+                raise PolicyError(f"{name}: expected a bool or None, found {value!r}")
         if self.self_check not in SELF_CHECKS:
             raise PolicyError(
                 f"self_check: expected one of {', '.join(SELF_CHECKS)}, found {self.self_check!r}"

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from poros.digests import SourceDigests
+from poros.head.embedding import keep_on_host
+from poros.head.rows import RowReader
 from poros.host.store import HostStore, attached_store
 from poros.layer.frozen import FrozenTensor, constant_parts
 from poros.layer.staying import SmallTensors
@@ -52,6 +54,7 @@ class Attachment:
         self._blocks = inventory.blocks
         self._small = inventory.small
         self._kinds = inventory.kinds
+        self._embeddings = inventory.embeddings
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
         self._base_origin = torch.device("cpu")
@@ -97,8 +100,19 @@ class Attachment:
             _put(part, copy)
         small.moves.clear()
 
+    def keep_embeddings(self, rows: RowReader, digests: SourceDigests | None) -> None:
+        """The matrices of embeddings that stay in host memory go there, and are read by rows."""
+        base = self._base()
+        left = None if base is None else attached_store(base)
+        for embedding in self._embeddings:
+            if digests is not None:
+                expected = None if left is None else left.as_packed.of(embedding.matrix)
+                digests.add(embedding.name, embedding.matrix, expected)
+            self._place(FrozenTensor(embedding.name, embedding.matrix).parts(), torch.device("cpu"))
+            self._undo.callback(keep_on_host(embedding, rows))
+
     def move_to_device(self) -> None:
-        """Everything that is not streamed: adapters, embedding, norms outside the layers, head."""
+        """Everything that is not streamed: adapters, norms outside the layers, head."""
         model = self._model()
         if model is None:
             return
@@ -236,6 +250,7 @@ class Attachment:
         trained by the time that DDP wraps the model.
         """
         hidden = {tensor.name for block in self._blocks for tensor in block}
+        hidden |= {embedding.name for embedding in self._embeddings}
         hidden |= {tensor.name for group in self._small for tensor in group if tensor.is_buffer}
         before = getattr(model, _DDP_IGNORED, None)
         self._undo.callback(_call_if_alive, weakref.ref(model), partial(_put_back, before=before))

@@ -21,7 +21,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from poros.config import StreamingPolicy
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
+from poros.head.embedding import Embedding, choose_embeddings
 from poros.layer.adapters import adapter_tensors, named_tensors
 from poros.layer.frozen import FrozenTensor
 from poros.layout import is_small
@@ -56,6 +58,8 @@ class Inventory:
     """Adapter parameters used at more than one place."""
     kinds: Collection[str]
     """The kinds of adapters in the model."""
+    embeddings: Sequence[Embedding]
+    """Those that stay in host memory."""
 
     def by_layer(self) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
         """What stays of each layer, and what streams."""
@@ -68,7 +72,7 @@ class Inventory:
         return f"{self.layers_name}.{index}"
 
 
-def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -> Inventory:
+def take_inventory(model: nn.Module, policy: StreamingPolicy) -> Inventory:
     """Check every precondition and list what moves. Changes nothing.
 
     Raises:
@@ -84,9 +88,10 @@ def take_inventory(model: nn.Module, block_size: int, allow_unvalidated: bool) -
     kinds = adapter_kinds(model)
     _check_kinds(layers_name, kinds)
     tied = _check_adapters(layers_name, layers)
-    frozen = find_frozen(model, layers_name, layers, block_size)
-    _check_validated(base, kinds, allow_unvalidated)
-    return Inventory(base, layers_name, layers, *frozen, tied, kinds.keys())
+    frozen = find_frozen(model, layers_name, layers, policy.block_size)
+    _check_validated(base, kinds, policy.allow_unvalidated)
+    embeddings = choose_embeddings(model, layers, policy.stream_embedding)
+    return Inventory(base, layers_name, layers, *frozen, tied, kinds.keys(), embeddings)
 
 
 def validated_model_types() -> frozenset[str]:

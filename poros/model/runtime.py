@@ -11,6 +11,8 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
+from poros.head.host_matrix import HostMatrix
+from poros.head.rows import RowReader
 from poros.host.store import detach_store
 from poros.layer.body import ModelContext
 from poros.layer.call import LayerCall
@@ -58,6 +60,7 @@ class Runtime:
         manager: Moves blocks through them.
         constants: Small constants of 4-bit weights, on the device.
         small: Norms, biases and other small tensors of the layers, on the device.
+        rows: Brings rows of embeddings that stay in host memory.
         offloader: Inputs of layers that wait on the host.
         context: What the layers know of all this.
         sizer: Decides on the room that blocks get.
@@ -88,6 +91,7 @@ class Runtime:
         self.blocks = inventory.blocks
         self._findings: Callable[[], dict[str, Any]] = _nothing_checked
         self._num_resizes = 0
+        self._matrices_num_bytes = sum(each.matrix.nbytes for each in inventory.embeddings)
         self.room = Room(
             policy.slots or MIN_SLOTS, policy.keep_last or 0, bool(policy.offload_boundaries)
         )
@@ -104,6 +108,9 @@ class Runtime:
             )
             self._attachment.move_to_host(self.digests)
             self._attachment.move_small(self.small)
+            self.rows = RowReader(streams)
+            undo.callback(self.rows.unpin)
+            self._attachment.keep_embeddings(self.rows, self.digests)
             self._attachment.move_to_device()
             if self.device.type == "cuda":
                 self.host.pin(self.device)
@@ -219,7 +226,9 @@ class Runtime:
             long training has waited for them), ``offloaded_num_bytes`` (host memory for inputs of
             layers), ``h2d_ms`` and ``h2d_gb_per_s`` (how long the copies of blocks took that are
             complete, on the device, and their rate), ``stall_ms`` (for how long the device had
-            nothing to do but wait for one of them), ``num_resizes`` (how often blocks got other
+            nothing to do but wait for one of them), ``num_index_transfers`` and ``rows_num_bytes``
+            (tensors of token numbers that came to the host, and bytes of the rows of embeddings
+            that went to the device for them), ``num_resizes`` (how often blocks got other
             slots), ``fallbacks`` (one line each).
 
         Streams:
@@ -231,7 +240,7 @@ class Runtime:
             "num_hits": self.manager.num_hits,
             "h2d_num_bytes": self.manager.h2d_num_bytes,
             "device_num_bytes": self.device_num_bytes,
-            "host_num_bytes": self.host.num_bytes,
+            "host_num_bytes": self.host.num_bytes + self._matrices_num_bytes,
             "pinned_num_bytes": self.host.pinned_num_bytes,
             "disk_num_bytes": self.host.disk_num_bytes,
             "disk_stall_ms": self.host.disk_stall_ms,
@@ -239,8 +248,10 @@ class Runtime:
             "h2d_ms": timings.copy_ms,
             "h2d_gb_per_s": gb_per_s(timings.num_bytes, timings.copy_ms),
             "stall_ms": timings.stall_ms,
+            "num_index_transfers": self.rows.num_index_transfers,
+            "rows_num_bytes": self.rows.h2d_num_bytes,
             "num_resizes": self._num_resizes,
-            "fallbacks": self.host.fallbacks + self.offloader.fallbacks,
+            "fallbacks": self.host.fallbacks + self.offloader.fallbacks + self.rows.fallbacks,
         }
 
     def host_slab(self, block: int) -> torch.Tensor:
@@ -251,18 +262,21 @@ class Runtime:
         self,
         watch: Callable[[int, LayerCall, Callable[[], Any], tuple[Any, Any]], Any],
         watch_bytes: Callable[[int, torch.Tensor], None],
+        watch_rows: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None],
         findings: Callable[[], dict[str, Any]],
     ) -> None:
-        """Have the first call of every layer checked.
+        """Have the first call of every layer checked, and the first rows of every embedding.
 
         Args:
             watch: See ``ModelContext.check``.
             watch_bytes: See ``ModelContext.check_bytes``.
+            watch_rows: See ``RowReader.check``.
             findings: Gives what ``self_check`` returns.
         """
         self._findings = findings
         self.context.check = watch
         self.context.check_bytes = watch_bytes
+        self.rows.check = watch_rows
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Make room for a micro-batch, before the model computes anything of it.
@@ -334,6 +348,7 @@ class Runtime:
         self._let_go()
         self.host.unpin()
         self.offloader.unpin()
+        self.rows.unpin()
 
     def _let_go(self) -> None:
         for reference in self._layers:
@@ -383,7 +398,9 @@ class Runtime:
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in tensors
-            if tensor.device == self.device and not self.small.holds(tensor)
+            if tensor.device == self.device
+            and not isinstance(tensor, HostMatrix)
+            and not self.small.holds(tensor)
         }
         return sum(storages.values()) + self.device_num_bytes
 

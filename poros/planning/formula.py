@@ -27,6 +27,7 @@ if nothing else helps, because the wire has to carry them. Time is forecast phas
 larger of wire and compute in forward, and again in backward.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -34,6 +35,7 @@ from typing import Any
 
 from poros.config import MIN_SLOTS
 from poros.errors import PolicyError, VRAMBudgetError
+from poros.head.embedding import stays_on_host
 from poros.layout import BlockLayout, slot_sizes
 from poros.planning.request import PlanRequest, Speeds
 from poros.slots.schedule import divide
@@ -58,6 +60,9 @@ class Shapes:
     head: int
     """0 if tied to the embedding."""
     other: int
+    on_host: Sequence[tuple[str, int]] = ()
+    """Of the matrices of embeddings that can stay in host memory: which of these three holds it,
+    and its size."""
     num_linear_parameters: int = 0
     """Weight elements of the linear layers of all blocks, for the forecast of time."""
     num_head_parameters: int = 0
@@ -248,6 +253,9 @@ class _Formula:
         found = divide(self.num_layers, request.block_size, num_slots, keep_last)
         ring, pinned = self.blocks[: found.num_streamed], self.blocks[found.num_streamed :]
         first_kept = found.num_recomputed
+        on_host: Counter[str] = Counter()
+        for term, num_bytes in shapes.on_host:
+            on_host[term] += num_bytes * stays_on_host(num_bytes, request.stream_embedding)
         peak = max(self._later_step(first_kept, offload), key=sum)
         terms = {
             "slots": sum(slot_sizes(ring, found.ring_slots)) if ring else 0,
@@ -255,9 +263,9 @@ class _Formula:
             "adapters": shapes.adapters,
             "optimizer": self.optimizer.state,
             **dict(zip(_COMING_AND_GOING, peak, strict=True)),
-            "embedding": shapes.embedding,
+            "embedding": shapes.embedding - on_host["embedding"],
             "head": shapes.head,
-            "other": shapes.other,
+            "other": shapes.other - on_host["other"],
             "inputs": self.cost.inputs + self.cost.shared,
         }
         if request.self_check:
@@ -277,7 +285,9 @@ class _Formula:
             block_size=request.block_size,
             num_adapter_parameters=shapes.num_adapter_parameters,
             bytes_per_step=forward + backward + 2 * boundaries,
-            host_num_bytes=sum(block.num_bytes for block in self.blocks) + boundaries,
+            host_num_bytes=sum(block.num_bytes for block in self.blocks)
+            + on_host.total()
+            + boundaries,
             vram_budget=request.budget,
             # Boundaries leave against the direction of the blocks and come back with it.
             step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, first_kept),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
+from poros.head.embedding import find_embeddings
 from poros.layer.staying import small_parts
 from poros.layout import BlockLayout
 from poros.loaders.build import one_at_a_time
@@ -262,6 +263,7 @@ def shapes_of(model: nn.Module) -> Shapes:
         _num_bytes(elsewhere.pop(id(own)) for own in layer.parameters() if id(own) in elsewhere)
         for layer in layers
     ]
+    embeddings = find_embeddings(model, layers)
     constants: dict[tuple[str, torch.dtype], int] = {}
     other = 0
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -283,6 +285,10 @@ def shapes_of(model: nn.Module) -> Shapes:
         embedding=_num_bytes(embedding.values()),
         head=_num_bytes(tensor for key, tensor in head.items() if key not in embedding),
         other=other + sum(constants.values()) + sum(layout.num_bytes for layout in buffers),
+        on_host=[
+            ("embedding" if id(each.matrix) in embedding else "other", each.matrix.nbytes)
+            for each in embeddings
+        ],
         num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
         num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
     )

@@ -31,6 +31,7 @@ class PlanRequest:
         keep_last: Fixes the layers that are not recomputed; None likewise.
         offload_boundaries: Whether inputs of recomputed layers wait in host memory; None does so
             only if the budget is too small otherwise.
+        stream_embedding: As in ``StreamingPolicy``.
         self_check: Plan for the first step too, in which every layer is checked.
         optimizer: As in ``TrainingArguments.optim``.
         optimizer_num_bytes: The state, in bytes, of an optimizer that is not known by name.
@@ -48,6 +49,7 @@ class PlanRequest:
     num_slots: int | None = None
     keep_last: int | None = None
     offload_boundaries: bool | None = None
+    stream_embedding: bool | None = False
     self_check: bool = False
     optimizer: str = "adamw_torch_fused"
     optimizer_num_bytes: int | None = None

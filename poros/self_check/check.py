@@ -41,6 +41,7 @@ from poros.errors import ParityError
 from poros.layer.call import LayerCall
 from poros.layer.streamed import is_streamed, streamed_layer
 from poros.model.runtime import Runtime
+from poros.self_check.compare import bits
 from poros.self_check.evidence import (
     Evidence,
     first_difference,
@@ -95,6 +96,8 @@ class SelfCheck:
         if self._packed is not None and mode == "strict":
             raise ParityError(self._packed)
         self._unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
+        self._read: set[str] = set()
+        """Matrices in host memory whose rows were checked."""
         self.proved_otherwise: dict[str, bool] = {}
         self.not_provable: list[str] = []
         self._runs = Runs(runtime)
@@ -199,6 +202,24 @@ class SelfCheck:
         if self._differs(block, buffer.cpu()):
             mismatch = f"block {block} on the device is not what poros.prepare took over"
         self._settle(streamed_layer(layer).name, self._damaged_bytes(block) or mismatch)
+
+    def watch_rows(
+        self, name: str, matrix: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Check the first rows of each matrix in host memory, and once all of its bytes.
+
+        Streams:
+            Copies the rows back behind what the compute stream waits for, and blocks the host.
+        """
+        if name in self._read:
+            return
+        self._read.add(name)
+        mismatch = None
+        if digest(matrix) != self._digests[name]:
+            mismatch = "its bytes in host memory are not those that poros.prepare took over"
+        elif not torch.equal(bits(rows.cpu()), bits(matrix[indices])):
+            mismatch = "the rows on the device are not those in host memory"
+        self._settle(name, mismatch)
 
     def _settle(self, name: str, mismatch: str | None) -> None:
         if mismatch is not None:

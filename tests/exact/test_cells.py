@@ -111,6 +111,15 @@ def cells() -> Iterator[Cell]:
         for slots in (2, 3, 7):
             yield Cell(SEVEN, policy={"block_size": block_size, "slots": slots})
 
+    # Gemma 4 has an embedding for each layer in one matrix, and scales it; its other one is tied.
+    for name in ("qwen2", "gemma4"):
+        run = Run(architecture=name, num_layers=5, num_steps=3, accumulation=2)
+        for policy in ({}, {"slots": 5, "keep_last": 5}):
+            yield Cell(run, policy={"stream_embedding": True, **policy})
+            yield Cell(run, "adversarial", {"stream_embedding": True, **policy})
+        yield Cell(run, "watched", {"stream_embedding": True, **OFF})
+    yield Cell(AUTOCAST, policy={"stream_embedding": True})
+
 
 def as_parameter(cell: Cell) -> Any:
     return pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if cell.is_slow else [])

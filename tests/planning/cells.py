@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import poros
 from poros.gates import tiny
 from poros.gates.kinds import KINDS, attach
+from poros.head.host_matrix import HostMatrix
 
 USUAL: dict[str, Any] = {
     "architecture": "qwen2",
@@ -38,8 +39,9 @@ USUAL: dict[str, Any] = {
     "keep_last": 0,
     "block_size": 1,
     "offload_boundaries": False,
+    "stream_embedding": False,
 }
-LAYOUT = ("keep_last", "block_size", "offload_boundaries")
+LAYOUT = ("keep_last", "block_size", "offload_boundaries", "stream_embedding")
 STEP = ("batch_size", "seq_len", "accumulation", "optimizer")
 
 
@@ -211,6 +213,11 @@ class Steps:
     def held(self) -> int:
         """Bytes on the device between steps: what does not stream, the batch, and the runtime's."""
         named = (*self._model.named_parameters(), *self._model.named_buffers())
-        here = [each for name, each in named if ".layers." not in name or each.requires_grad]
+        here = [
+            tensor
+            for name, tensor in named
+            if (".layers." not in name or tensor.requires_grad)
+            and not isinstance(tensor, HostMatrix)
+        ]
         found = num_bytes([*self._batch.values(), *here, *state_of(self._optimizer)])
         return found + int(poros.runtime(self._model).stats()["device_num_bytes"])

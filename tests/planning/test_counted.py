@@ -56,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
         "keep_last": 2,
         "offload_boundaries": True,
     },
+    "embedding on the host": {"vocab_size": 8192, "stream_embedding": True},
+    "one of its embeddings": {"architecture": "gemma4", "stream_embedding": True},
     "llama": {"architecture": "llama"},
     "gemma3": {"architecture": "gemma3"},
     "gemma4 with shared keys": {"architecture": "gemma4_shared_kv"},

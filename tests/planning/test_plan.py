@@ -72,16 +72,22 @@ def test_adapters_planned_are_the_models(case: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("block_size", [1, 2])
-def test_planned_sizes_are_those_of_the_prepared_model(architecture: str, block_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "on_host"), [(1, False), (2, True)])
+def test_planned_sizes_are_those_of_the_prepared_model(
+    architecture: str, block_size: int, on_host: bool
+) -> None:
     model = get_peft_model(base_of(architecture), lora())
-    expected = plan(model, seq_len=8, block_size=block_size)
+    layout: dict[str, Any] = {"block_size": block_size, "stream_embedding": on_host}
+    expected = plan(model, seq_len=8, **layout)
     real = shapes_of(model)
-    on_meta = plan(model.config, seq_len=8, block_size=block_size, lora=lora())
+    on_meta = plan(model.config, seq_len=8, **layout, lora=lora())
     assert on_meta.terms == expected.terms
-    assert real.other == expected.terms["other"] and real.head == expected.terms["head"]
-    poros.prepare(model, device="cpu", block_size=block_size, self_check="off")
+    outside = real.embedding + real.head + real.other
+    moved = sum(num_bytes for _, num_bytes in real.on_host) if on_host else 0
+    assert sum(expected.terms[name] for name in ("embedding", "head", "other")) == outside - moved
+    poros.prepare(model, device="cpu", **layout, self_check="off")
     runtime = poros.runtime(model)
+    assert shapes_of(model).on_host == real.on_host
     assert expected.host_num_bytes == runtime.stats()["host_num_bytes"]
     assert expected.num_blocks == runtime.num_blocks
     assert expected.num_adapter_parameters == trained_in(model)[0]

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "batch of four": {"batch_size": 4, "seq_len": 256},
     "high rank": {"rank": 128},
     "large vocabulary": {"vocab_size": 65536},
+    "embedding on the host": {"vocab_size": 65536, "stream_embedding": True},
     "narrow and deep": {"num_layers": 16, "hidden_size": 512, "intermediate_size": 4096},
     "accumulation": {"accumulation": 3, "rank": 64},
     "dropout": {"dropout": 0.1, "seq_len": 2048},

@@ -1,0 +1,1 @@
+"""What surrounds the layers: matrices of the vocabulary, which stay in host memory."""

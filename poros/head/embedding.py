@@ -1,0 +1,125 @@
+"""Which embeddings can stay in host memory, and keeping them there."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from poros.head.host_matrix import HostMatrix, as_parameter
+from poros.head.rows import RowReader
+from poros.nf4 import is_plain
+
+logger = logging.getLogger(__name__)
+
+LEAST_NUM_BYTES = 2**24
+"""Below this an embedding stays on the device unless it is asked for: a lookup there costs no
+transfer of indices."""
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """An embedding that can stay in host memory."""
+
+    name: str
+    """Of its matrix, qualified."""
+    module: nn.Embedding
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        return self.module.weight
+
+
+def stays_on_host(num_bytes: int, wanted: bool | None) -> bool:
+    """Whether an embedding that can stay in host memory does.
+
+    Args:
+        num_bytes: Of its matrix.
+        wanted: ``StreamingPolicy.stream_embedding``.
+    """
+    return num_bytes >= LEAST_NUM_BYTES if wanted is None else wanted
+
+
+def choose_embeddings(
+    model: nn.Module, layers: Sequence[nn.Module], wanted: bool | None
+) -> list[Embedding]:
+    """Those of ``find_embeddings`` that stay in host memory; says so if it was asked in vain."""
+    found = find_embeddings(model, layers)
+    if wanted and not found:
+        logger.warning(
+            "poros: stream_embedding=True, but the embedding stays on the device: it is trained, "
+            "adapted, quantized, or shared with the head"
+        )
+    return [each for each in found if stays_on_host(each.matrix.nbytes, wanted)]
+
+
+def find_embeddings(model: nn.Module, layers: Sequence[nn.Module]) -> list[Embedding]:
+    """The embeddings whose matrices can stay in host memory.
+
+    Args:
+        model: With its adapters.
+        layers: The decoder layers, which are left out.
+
+    Returns:
+        Those that are frozen and plain, outside the layers, used by nothing else (a tied head reads
+        the whole matrix) and not adapted. What is in host memory already is among them.
+    """
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    uses = Counter(id(tensor) for module in model.modules() for tensor in _tensors(module))
+    adapted = {
+        id(inner)
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        for inner in module.modules()
+    }
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or id(module) in in_layers:
+            continue
+        matrix = module.weight
+        if (
+            uses[id(matrix)] == 1
+            and id(module) not in adapted
+            and not matrix.requires_grad
+            and (is_plain(matrix) or isinstance(matrix, HostMatrix))
+            and matrix.is_floating_point()
+            and module.max_norm is None
+        ):
+            found.append(Embedding(f"{name}.weight" if name else "weight", module))
+    return found
+
+
+def keep_on_host(embedding: Embedding, reader: RowReader) -> Callable[[], None]:
+    """Have the rows of ``embedding``, which is in host memory, brought by ``reader``.
+
+    Returns:
+        What undoes it.
+    """
+    module, own = embedding.module, embedding.module._parameters["weight"]
+    module._parameters["weight"] = as_parameter(
+        HostMatrix(embedding.matrix.detach(), reader, embedding.name)
+    )
+    handle = module.register_state_dict_post_hook(_give_bytes)
+
+    def undo() -> None:
+        handle.remove()
+        if isinstance(module._parameters.get("weight"), HostMatrix):
+            module._parameters["weight"] = own
+
+    return undo
+
+
+def _give_bytes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """What is saved are the bytes on the host."""
+    matrix = state.get(f"{prefix}weight")
+    if isinstance(matrix, HostMatrix):
+        state[f"{prefix}weight"] = matrix.host
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for tensor in module._parameters.values() if tensor is not None]

@@ -1,0 +1,139 @@
+"""An embedding whose matrix stays in host memory: only the rows that a batch asks for move.
+
+Note: Rows
+    A lookup copies bytes and computes nothing, so the rows that the host gathers are, bit for bit,
+    those that the device would have read. What a module does with them (Gemma scales them, a hook
+    adds noise) it does on the device, in its own forward: the matrix is taken over below it, as a
+    parameter of its own kind (``poros.head.host_matrix``).
+
+    The host has to know which rows are meant, so the indices come to it: one transfer for each new
+    tensor of them, for which it waits. The rows travel on a copy stream of their own, so that they
+    do not queue behind the blocks that are on their way.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from poros.host.limits import require_host_memory
+from poros.host.store import Arena, HostSlab
+from poros.layout import BlockLayout
+from poros.streams import Event, StreamContext
+
+logger = logging.getLogger(__name__)
+
+
+class RowReader:
+    """Brings rows of matrices in host memory to the device.
+
+    Args:
+        streams: Of the blocks; rows get a copy stream beside it.
+
+    Attributes:
+        num_index_transfers: Tensors of indices that came to the host. Likewise ``h2d_num_bytes`` of
+            rows that went to the device.
+        check: Called with a matrix's name, the matrix, indices and the rows that came, if set.
+        fallbacks: What could not be had, one line each; each was logged once.
+    """
+
+    def __init__(self, streams: StreamContext) -> None:
+        self.num_index_transfers = 0
+        self.h2d_num_bytes = 0
+        self.check: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+        self.fallbacks: list[str] = []
+        self._streams = streams.beside()
+        self._staging: HostSlab | None = None
+        self._copied: Event = None
+        self._is_copying = False
+        self._latest: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows go."""
+        return self._streams.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory through which the rows travel."""
+        return 0 if self._staging is None else self._staging.layout.num_bytes
+
+    def rows(self, name: str, matrix: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """The rows of ``matrix`` that ``indices`` names, on the device.
+
+        Args:
+            name: Of the matrix.
+            matrix: In host memory, of shape (rows, columns).
+            indices: Integers of any shape, on the device or the host.
+
+        Returns:
+            A new tensor of the shape of ``indices`` and the columns, in the dtype of ``matrix``.
+
+        Streams:
+            The host waits for ``indices``, once for each tensor of them, and for the copy of the
+            rows before. The compute stream waits for the copy.
+
+        Raises:
+            HostMemoryError: If there is no host memory for the rows.
+            IndexError: If an index is out of range.
+        """
+        wanted = self._on_host(indices).reshape(-1)
+        shape = (*indices.shape, matrix.shape[1])
+        num_bytes = wanted.numel() * matrix.shape[1] * matrix.element_size()
+        target = self._streams.borrow((wanted.numel(), matrix.shape[1]), matrix.dtype)
+        if num_bytes:
+            staged = self._room(num_bytes).view(matrix.dtype).view(target.shape)
+            torch.index_select(matrix, 0, wanted, out=staged)
+            self._copied = self._streams.copy(target, staged, after=self._streams.record())
+            self._is_copying = True
+            self._streams.wait(self._copied)
+            self.h2d_num_bytes += num_bytes
+        if self.check is not None:
+            self.check(name, matrix, wanted, target)
+        return target.view(shape)
+
+    def unpin(self) -> None:
+        """Undo the page lock; no rows are brought any more."""
+        self._settle()
+        if self._staging is not None:
+            self._staging.unpin()
+            self._staging = None
+
+    def _on_host(self, indices: torch.Tensor) -> torch.Tensor:
+        if indices.device.type == "cpu":
+            return indices
+        if self._latest is not None:
+            known, version, found = self._latest
+            if known() is indices and indices._version == version:
+                return found
+        found = indices.cpu()
+        self.num_index_transfers += 1
+        self._latest = (weakref.ref(indices), indices._version, found)
+        return found
+
+    def _room(self, num_bytes: int) -> torch.Tensor:
+        """Staging memory that no copy reads any more."""
+        self._settle()
+        if self._staging is None or self._staging.layout.num_bytes < num_bytes:
+            self.unpin()
+            require_host_memory(num_bytes, "rows of the embedding")
+            self._staging = HostSlab(
+                BlockLayout((), num_bytes), Arena(num_bytes, is_shareable=False)
+            )
+            if self.device.type == "cuda" and not self._staging.pin(self.device):
+                self._note_pageable()
+        return self._staging.bytes[:num_bytes]
+
+    def _settle(self) -> None:
+        if self._is_copying:
+            self._streams.synchronize(self._copied)
+            self._is_copying = False
+
+    def _note_pageable(self) -> None:
+        if not self.fallbacks:
+            self.fallbacks.append("pageable host memory for rows of the embedding")
+            logger.warning(
+                "poros: host memory for rows of the embedding could not be page-locked. Training "
+                "stays exact, but their copies make the host wait"
+            )

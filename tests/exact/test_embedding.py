@@ -1,0 +1,196 @@
+"""An embedding that stays in host memory: what it may not change, and what notices if it does."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import poros
+from poros.errors import ParityError
+from poros.head.host_matrix import HostMatrix
+from poros.head.rows import RowReader
+from tests.snapshots import assert_same_run, batches, build, changes, picture, run
+
+Model = Any
+
+
+def prepared(model: Model, **policy: Any) -> Model:
+    return poros.prepare(model, slots=2, stream_embedding=True, **policy)
+
+
+def matrix_of(model: Model) -> torch.Tensor:
+    weight: torch.Tensor = model.get_input_embeddings().weight
+    return weight
+
+
+def test_it_trains_as_a_resident_one_and_comes_back() -> None:
+    expected, model = run(build()), build()
+    before = picture(model)
+    prepared(model)
+    assert isinstance(matrix_of(model), HostMatrix)
+    poros.restore(model)
+    assert changes(before, picture(model)) == {}
+    prepared(model)
+    assert_same_run(expected, run(model))
+    stats = poros.runtime(model).stats()
+    hidden = matrix_of(model).shape[1] * matrix_of(model).element_size()
+    num_tokens = sum(batch["input_ids"].numel() for batch in batches())
+    assert stats["rows_num_bytes"] == num_tokens * hidden
+    assert stats["host_num_bytes"] - poros.runtime(model).host.num_bytes == matrix_of(model).nbytes
+
+
+class LargeTensors(TorchDispatchMode):
+    """Sees results of operators that are as large as a matrix of the vocabulary."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.num_elements, self.found = num_elements, list[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        is_large = isinstance(result, torch.Tensor) and result.numel() >= self.num_elements
+        if is_large and func not in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
+            self.found.append(str(func))
+        return result
+
+
+def test_no_tensor_of_its_size_is_made_in_a_step() -> None:
+    model = prepared(build(), self_check="off").train()
+    weight = matrix_of(model)
+    batch = {key: value[:1, :8] for key, value in batches()[0].items()}
+    with LargeTensors(weight.numel()) as watch:
+        model(**batch).loss.backward()
+    assert watch.found == []
+    with LargeTensors(weight.numel()) as watch:
+        weight.float()
+    assert watch.found, "control"
+
+
+def trained(model: Model) -> Model:
+    model.get_input_embeddings().weight.requires_grad_(True)
+    return model
+
+
+def tied(model: Model) -> Model:
+    base = model.get_base_model()
+    base.lm_head.weight = base.model.embed_tokens.weight
+    return model
+
+
+def with_lora_on_it(model: Model) -> Model:
+    config = LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False)
+    torch.manual_seed(3)
+    return get_peft_model(model.unload(), config)
+
+
+def saved_whole(model: Model) -> Model:
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    torch.manual_seed(3)
+    return get_peft_model(model.unload(), config)
+
+
+@pytest.mark.parametrize("change", [trained, tied, with_lora_on_it, saved_whole])
+def test_one_that_cannot_stays_on_the_device_and_that_is_said(
+    change: Callable[[Model], Model], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run(change(build()))
+    with caplog.at_level(logging.WARNING):
+        model = prepared(change(build()))
+    assert "the embedding stays on the device" in caplog.text
+    assert not any(isinstance(parameter, HostMatrix) for parameter in model.parameters())
+    assert_same_run(expected, run(model))
+
+
+def test_only_large_ones_stay_on_the_host_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = poros.prepare(build(), stream_embedding=None)
+    num_bytes = matrix_of(model).nbytes
+    assert not isinstance(matrix_of(model), HostMatrix)
+    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", num_bytes)
+    assert isinstance(matrix_of(poros.prepare(build(), stream_embedding=None)), HostMatrix)
+    assert not isinstance(matrix_of(poros.prepare(build())), HostMatrix)
+
+
+def flipped_byte(model: Model) -> None:
+    # In a row that no batch asks for.
+    asked = {int(token) for batch in batches() for token in batch["input_ids"].flatten()}
+    row = next(row for row in range(matrix_of(model).shape[0]) if row not in asked)
+    host = matrix_of(model).host  # type: ignore[attr-defined]
+    host[row].view(torch.uint8)[3] ^= 1
+
+
+def other_rows(model: Model) -> None:
+    reader = poros.runtime(model).rows
+    genuine = reader._streams.copy
+
+    def copy(target: torch.Tensor, source: torch.Tensor, *, after: Any) -> Any:
+        return genuine(target, source.roll(1, 0), after=after)
+
+    reader._streams.copy = copy  # type: ignore[method-assign]
+
+
+def rows_that_are_late(model: Model) -> None:
+    poros.runtime(model).rows._streams.copy = lambda target, source, *, after: None  # type: ignore[method-assign]
+
+
+FAULTS: dict[Callable[[Model], None], str] = {
+    flipped_byte: "its bytes in host memory are not those",
+    other_rows: "the rows on the device are not those",
+    rows_that_are_late: "the rows on the device are not those",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught_before_the_first_update(fault: Callable[[Model], None]) -> None:
+    model = prepared(build())
+    fault(model)
+    with pytest.raises(ParityError, match=f"embed_tokens.weight: {FAULTS[fault]}"):
+        run(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_with_a_warning_only_it_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    model = prepared(build(), self_check="warn")
+    flipped_byte(model)
+    with caplog.at_level(logging.WARNING):
+        run(model)
+    assert "not those that poros.prepare took over" in caplog.text
+    assert poros.runtime(model).self_check["status"] == "failed"
+
+
+def test_generation_and_evaluation_read_rows_too() -> None:
+    expected, model = build().eval(), prepared(build()).eval()
+    prompt = batches()[0]["input_ids"][:1, :5]
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(
+        expected.generate(input_ids=prompt, **options), model.generate(input_ids=prompt, **options)
+    )
+
+
+def test_a_failed_prepare_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    before = picture(model)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("poros.model.attach.Attachment.move_to_device", fail)
+    with pytest.raises(MemoryError):
+        prepared(model)
+    assert changes(before, picture(model)) == {}
+
+
+def test_without_the_reader_nothing_would_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the cells: rows do come from where they are said to."""
+    model = prepared(build(), self_check="off")
+    genuine = RowReader.rows
+    monkeypatch.setattr(
+        RowReader, "rows", lambda self, *given: torch.zeros_like(genuine(self, *given))
+    )
+    with pytest.raises(AssertionError):
+        assert_same_run(run(build()), run(model))

@@ -1,0 +1,194 @@
+"""A matrix in host memory that looks as if on the device, and the rows that are read of it."""
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from poros.errors import PreparedModelError
+from poros.head.embedding import Embedding, keep_on_host
+from poros.head.host_matrix import HostMatrix
+from poros.head.rows import RowReader
+from poros.streams import EagerStreams, Event
+from tests.support import same_bits
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[3, 1, 3], [0, 9, 7]])
+
+
+def make(rows: int = 10, **options: Any) -> nn.Embedding:
+    torch.manual_seed(0)
+    module = nn.Embedding(rows, 6, **options).to(torch.bfloat16)
+    module.weight.requires_grad_(False)
+    return module
+
+
+def on_host(module: nn.Embedding, reader: RowReader | None = None) -> Callable[[], None]:
+    return keep_on_host(Embedding("embed.weight", module), reader or RowReader(EagerStreams(CPU)))
+
+
+@pytest.mark.parametrize("ids", [IDS, IDS[0, 0], IDS[:, :0], IDS.int(), IDS.t()])
+@pytest.mark.parametrize("padding", [None, 9])
+def test_a_lookup_gives_the_bits_of_a_resident_one(ids: torch.Tensor, padding: int | None) -> None:
+    module = make(padding_idx=padding)
+    module.weight[3, :2] = torch.tensor([float("nan"), -0.0])
+    expected = module(ids)
+    reader = RowReader(EagerStreams(CPU))
+    undo = on_host(module, reader)
+    assert same_bits(module(ids), expected)
+    assert reader.h2d_num_bytes == expected.nbytes
+    with torch.inference_mode():
+        assert same_bits(module(ids), expected)
+    undo()
+    assert type(module.weight) is nn.Parameter and same_bits(module(ids), expected)
+
+
+def test_an_index_out_of_range_raises_as_in_a_resident_lookup() -> None:
+    module = make()
+    on_host(module)
+    with pytest.raises(IndexError):
+        module(torch.tensor([10]))
+    assert same_bits(module(IDS), make()(IDS))
+
+
+def test_it_is_a_frozen_parameter_of_the_form_of_the_matrix() -> None:
+    module = make()
+    own = module.weight
+    on_host(module)
+    matrix = module.weight
+    assert isinstance(matrix, nn.Parameter) and isinstance(matrix, HostMatrix)
+    assert not matrix.requires_grad and matrix.host.data_ptr() == own.data_ptr()
+    assert (matrix.shape, matrix.dtype, matrix.stride()) == (own.shape, own.dtype, own.stride())
+    assert dict(module.named_parameters())["weight"] is matrix
+    assert module.to("cpu").weight is matrix and same_bits(module(IDS), make()(IDS))
+
+
+def test_what_is_saved_are_the_bytes_on_the_host() -> None:
+    module = make()
+    on_host(module)
+    state = nn.Sequential(module).state_dict()
+    assert type(state["0.weight"]) is torch.Tensor
+    assert same_bits(state["0.weight"], make().weight)
+
+
+WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "product": lambda weight: torch.ones(2, 6, dtype=torch.bfloat16) @ weight.t(),
+    "cast": lambda weight: weight.float(),
+    "part": lambda weight: weight[2:4],
+    "copy to the host": lambda weight: weight.to("cpu", copy=True),
+    "clone": lambda weight: weight.clone(),
+    "in a list": lambda weight: torch.cat([weight, weight]),
+    "by keyword": lambda weight: torch.sum(input=weight),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_operators_get_the_whole_of_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    module = make()
+    on_host(module)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = WHOLE[name](module.weight)
+            assert not isinstance(found, HostMatrix)
+            assert same_bits(found, WHOLE[name](make().weight))
+    said = caplog.text.count("embed.weight (0.00 GB) is in host memory")
+    assert said == (name != "copy to the host"), "once, if it goes to the device"
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda weight: weight.zero_(),
+    "initialisation": lambda weight: nn.init.normal_(weight),
+    "data": lambda weight: weight.data.copy_(torch.ones(10, 6)),
+    "as a result": lambda weight: torch.add(torch.ones(10, 6), 1, out=weight),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_is_refused_by_name(name: str) -> None:
+    module = make()
+    on_host(module)
+    with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+        WRITES[name](module.weight)
+    assert same_bits(module(IDS), make()(IDS))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_copies_are_refused_by_name(copied: Callable[[object], object]) -> None:
+    module = make()
+    on_host(module)
+    with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+        copied(module.weight)
+
+
+def test_a_cast_behind_its_back_is_noticed_at_the_next_lookup() -> None:
+    module = make()
+    on_host(module)
+    module.half()
+    with pytest.raises(PreparedModelError, match=r"embed\.weight: expected torch\.bfloat16"):
+        module(IDS)
+
+
+class OnDevice:
+    """Indices that have to be fetched."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.device, self._version, self.shape, self._ids = torch.device("cuda"), 0, ids.shape, ids
+
+    def cpu(self) -> torch.Tensor:
+        return self._ids.clone()
+
+
+def test_indices_come_to_the_host_once_for_each_tensor_of_them() -> None:
+    reader, matrix = RowReader(EagerStreams(CPU)), make().weight
+    first, second = OnDevice(IDS), OnDevice(IDS[:1])
+    for indices in (first, first, second, first):
+        found = reader.rows("embed", matrix, indices)  # type: ignore[arg-type]
+        assert same_bits(found, matrix[indices.cpu()])
+    assert reader.num_index_transfers == 3
+    first._ids, first._version = IDS.flip(0), 1
+    found = reader.rows("embed", matrix, first)  # type: ignore[arg-type]
+    assert same_bits(found, matrix[IDS.flip(0)]) and reader.num_index_transfers == 4
+
+
+class LateStreams(EagerStreams):
+    """Copies nothing until the host waits for it, as a device that is far behind."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def beside(self) -> "LateStreams":
+        return self
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
+        self.waiting.append((target, source))
+        return len(self.waiting)
+
+    def synchronize(self, event: Event) -> None:
+        while self.waiting:
+            target, source = self.waiting.pop(0)
+            target.copy_(source)
+
+
+@pytest.mark.parametrize("batches", [(IDS, IDS.flip(0)), (IDS[:1], IDS), (IDS, IDS[1:])])
+def test_rows_on_their_way_are_not_overwritten_by_the_next(
+    batches: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = make().weight
+
+    def read() -> list[bool]:
+        streams = LateStreams()
+        reader = RowReader(streams)
+        found = [reader.rows("embed", matrix, ids) for ids in batches]
+        streams.synchronize(None)
+        return [same_bits(rows, matrix[ids]) for rows, ids in zip(found, batches, strict=True)]
+
+    assert read() == [True, True]
+    monkeypatch.setattr(RowReader, "_settle", lambda self: None)
+    needs_new_memory = batches[1].numel() > batches[0].numel()
+    assert read() == [needs_new_memory, True], "without the wait"

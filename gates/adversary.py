@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from poros.errors import PorosError
+from poros.head.host_matrix import HostMatrix
 from poros.streams import Event, StreamContext
 
 POISON = 0xFF
@@ -235,7 +236,8 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         if not func.is_view:
             for tensor in tree_leaves((args, kwargs or {})):
-                if isinstance(tensor, torch.Tensor):
+                # What of a matrix on the host is on the device is read where it is copied.
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, HostMatrix):
                     self._streams.note_read(tensor)
         return func(*args, **(kwargs or {}))
 

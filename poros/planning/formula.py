@@ -60,13 +60,13 @@ class Shapes:
     head: int
     """0 if tied to the embedding."""
     other: int
-    on_host: Sequence[tuple[str, int]] = ()
-    """Of the matrices of embeddings that can stay in host memory: which of these three holds it,
-    and its size."""
     num_linear_parameters: int = 0
     """Weight elements of the linear layers of all blocks, for the forecast of time."""
     num_head_parameters: int = 0
     """The head's, tied or not."""
+    on_host: Sequence[tuple[str, int]] = ()
+    """Of the matrices of embeddings that can stay in host memory: which of the three holds it, and
+    its size."""
 
     @property
     def num_adapter_parameters(self) -> int:

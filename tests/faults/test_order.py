@@ -13,6 +13,7 @@ import torch
 from poros import streams as streams_module
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import Trajectory, compare_trajectories
+from poros.head.rows import RowReader
 from poros.layer.offload import ActivationOffloader
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, training_visits
@@ -66,6 +67,18 @@ def offload_inputs(streams: AdversarialStreams, _: Trajectory) -> Problem:
     return None
 
 
+def read_rows(streams: AdversarialStreams, _: Trajectory) -> Problem:
+    """Lookups in a matrix on the host, while blocks compute."""
+    reader, matrix = RowReader(streams), torch.randn(20, 4)
+    device = Slots(2, 2, streams)
+    for number in range(6):
+        device.visit(number % 2, Phase.FORWARD)
+        indices = torch.randint(20, (2, 3 + number % 2))
+        if not same_bits(reader.rows("matrix", matrix, indices), matrix[indices]):
+            return f"rows {indices.tolist()}: other bytes"
+    return None
+
+
 def problem_of(scenario: Scenario, resident: Trajectory, watched: bool) -> Problem:
     """What goes wrong, in words: a hazard, other bytes or other results; None if nothing does.
 
@@ -90,9 +103,11 @@ SCENARIOS = [
         for is_watched in (1, 0)
     ),
     (offload_inputs, 1),
+    (read_rows, 1),
 ]
 CONTEXT_MUTATIONS = mutants.stream_context_mutations()
 OFFLOAD_MUTATIONS = mutants.stream_context_mutations(["poros.layer.offload"])
+ROWS_MUTATIONS = mutants.stream_context_mutations(["poros.head.rows"])
 CUDA_MUTATIONS = mutants.cuda_mutations()
 
 
@@ -111,8 +126,9 @@ def test_the_source_as_it_is_passes(
 @pytest.mark.parametrize(
     ("mutation", "scenario", "watched"),
     [
-        *((mutation, *each) for mutation in CONTEXT_MUTATIONS for each in SCENARIOS[:-1]),
-        *((mutation, *SCENARIOS[-1]) for mutation in OFFLOAD_MUTATIONS),
+        *((mutation, *each) for mutation in CONTEXT_MUTATIONS for each in SCENARIOS[:-2]),
+        *((mutation, offload_inputs, 1) for mutation in OFFLOAD_MUTATIONS),
+        *((mutation, read_rows, 1) for mutation in ROWS_MUTATIONS),
     ],
     ids=name_of,
 )
@@ -140,8 +156,8 @@ def test_every_point_of_order_is_mutated() -> None:
     assert len({str(mutation) for mutation in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
     # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``. A measured rate
     # is no part of training.
-    others = {"poros.layer.offload", "poros.planning.speeds"}
-    assert OFFLOAD_MUTATIONS
+    others = {"poros.layer.offload", "poros.head.rows", "poros.planning.speeds"}
+    assert OFFLOAD_MUTATIONS and ROWS_MUTATIONS
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
     methods = {mutation.change.split("(")[0].split(".")[-1] for mutation in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)

@@ -97,12 +97,16 @@ def load(checkpoint: Path, device: str = str(DEVICE)) -> Any:
     return tiny.attach_lora(base, rank=16, dropout=0.05)
 
 
-def hostile(slots: int = 2, self_check: str = "strict", **options: Any) -> Prepare:
+def hostile(
+    slots: int = 2, self_check: str = "strict", stream_embedding: bool = False, **options: Any
+) -> Prepare:
     """A ``prepare`` with hostile streams of these options."""
 
     def prepare(model: Any) -> Any:
         streams = HostileStreams(DEVICE, **options)
-        policy = StreamingPolicy(slots=slots, self_check=self_check)  # type: ignore[arg-type]
+        policy = StreamingPolicy(
+            slots=slots, self_check=self_check, stream_embedding=stream_embedding
+        )
         prepare_with(model, policy, streams=streams)
         return model
 
@@ -130,6 +134,17 @@ def check_exact(report: ParityReport, slots: int) -> None:
 @pytest.mark.parametrize("slots", [2, 3])
 def test_parity_with_hostile_streams(checkpoint: Path, slots: int, is_poisoning: bool) -> None:
     check_exact(gate(checkpoint, hostile(slots, is_poisoning=is_poisoning)), slots)
+
+
+@pytest.mark.parametrize("is_poisoning", [False, True], ids=["slow", "slow and poisoned"])
+def test_parity_with_the_embedding_in_host_memory(checkpoint: Path, is_poisoning: bool) -> None:
+    prepare = hostile(stream_embedding=True, is_poisoning=is_poisoning)
+    report = gate(checkpoint, prepare)
+    assert report.exact, f"{report.verdict()}\n{report.traceback or ''}"
+    num_forwards = SPEC.num_steps * SPEC.accumulation
+    assert report.stats["num_index_transfers"] == num_forwards
+    rows = sum(batch["input_ids"].numel() for batch in BATCHES)
+    assert report.stats["rows_num_bytes"] == rows * 1024 * 2
 
 
 @pytest.mark.parametrize("slots", [2, NUM_LAYERS])

@@ -79,8 +79,9 @@ class HostMatrix(torch.Tensor):
         if self.dtype != self.host.dtype or self.device != self._reader.device:
             raise PreparedModelError(
                 f"{self._name}: expected {self.host.dtype} on {self._reader.device} as prepared, "
-                f"found it cast or moved to {self.dtype} on {self.device}; its bytes are in host "
-                "memory. Call poros.restore(model), cast or move it, then prepare again"
+                f"found it cast or moved to {self.dtype} on {self.device} (by "
+                "prepare_model_for_kbit_training?); its bytes are in host memory. Call "
+                "poros.restore(model), cast or move it, then prepare again"
             )
         return self._reader.rows(self._name, self.host, indices)
 

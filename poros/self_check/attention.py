@@ -11,13 +11,15 @@ layer cuBLAS would refuse to work without an environment variable that has to be
 process first uses the GPU.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from poros.layer.within import Within
 
 _NODE = "ScaledDotProduct"
 """How the names of attention's backward nodes begin."""
@@ -66,22 +68,23 @@ def varies(query: torch.Tensor, *others: Any, **options: Any) -> bool:
     return query.is_cuda and _choice(query, *others, **options) is not SDPBackend.MATH
 
 
-@contextmanager
-def unchanged_flags() -> Iterator[None]:
+def unchanged_flags() -> AbstractContextManager[object]:
     """Put the deterministic flag back at the end: a backward node that fails leaves it on."""
-    before = _flags()
-    try:
-        yield
-    finally:
-        _set_flags(before)
+
+    def fill(stack: ExitStack) -> None:
+        stack.callback(_set_flags, _flags())
+
+    return Within(fill)
 
 
-@contextmanager
-def deterministic_flag(warn_only: bool = False) -> Iterator[None]:
+def deterministic_flag(warn_only: bool = False) -> AbstractContextManager[object]:
     """Have PyTorch's deterministic flag on, for this process."""
-    with unchanged_flags():
+
+    def fill(stack: ExitStack) -> None:
+        stack.callback(_set_flags, _flags())
         _set_flags((True, warn_only))
-        yield
+
+    return Within(fill)
 
 
 def _deterministically(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -213,12 +213,12 @@ class SelfCheck:
         """
         if name in self._read:
             return
-        self._read.add(name)
         mismatch = None
         if digest(matrix) != self._digests[name]:
             mismatch = "its bytes in host memory are not those that poros.prepare took over"
         elif not torch.equal(bits(rows.cpu()), bits(matrix[indices])):
             mismatch = "the rows on the device are not those in host memory"
+        self._read.add(name)
         self._settle(name, mismatch)
 
     def _settle(self, name: str, mismatch: str | None) -> None:

@@ -7,7 +7,7 @@ recomputation captured: a state that the recomputation forgets is then missing o
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
 from poros.layer.call import LayerCall
+from poros.layer.within import Within
 from poros.self_check.compare import differing
 from poros.self_check.switches import current_settings, set_settings
 
@@ -124,10 +125,10 @@ class Evidence:
             for name, (tensor, needs_gradient) in self.outputs.items()
         }
 
-    @contextmanager
-    def state(self, device: torch.device) -> Iterator[None]:
+    def state(self, device: torch.device) -> AbstractContextManager[object]:
         """What surrounded the forward, with gradients enabled; all as it was afterwards."""
-        with ExitStack() as stack:
+
+        def fill(stack: ExitStack) -> None:
             stack.callback(_set_random_states, random_states(device), device)
             _set_random_states(self.rng, device)
             for device_type, enabled, dtype in self.autocast:
@@ -139,17 +140,17 @@ class Evidence:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = flag
             stack.enter_context(torch.enable_grad())
-            yield
 
-    @contextmanager
-    def backward_state(self, device: torch.device) -> Iterator[None]:
+        return Within(fill)
+
+    def backward_state(self, device: torch.device) -> AbstractContextManager[object]:
         """The random states when its backward began; afterwards as they were before the body."""
-        before = random_states(device)
-        try:
+
+        def fill(stack: ExitStack) -> None:
+            stack.callback(_set_random_states, random_states(device), device)
             _set_random_states(self.rng_backward, device)
-            yield
-        finally:
-            _set_random_states(before, device)
+
+        return Within(fill)
 
     @property
     def has_cache(self) -> bool:

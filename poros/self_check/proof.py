@@ -10,7 +10,7 @@ states are put back, no gradient is accumulated, no hook of a parameter runs.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from poros.layer.call import LayerCall
 from poros.layer.frozen import LayerBindings, bind_block
 from poros.layer.remat import RematerializeLayer
 from poros.layer.streamed import StreamedLayer, streamed_layer
+from poros.layer.within import Within
 from poros.model.runtime import Runtime
 from poros.self_check.attention import AttentionKernels, deterministic_flag, unchanged_flags
 from poros.self_check.evidence import (
@@ -282,15 +283,16 @@ def _around(layer: StreamedLayer, attention: AttentionKernels) -> AbstractContex
     return nullcontext() if layer.is_compiled and layer.device.type == "cpu" else attention
 
 
-@contextmanager
-def _repeating(kernels: Kernels | None) -> Iterator[None]:
+def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:
     """Warn only, and not even that: cuBLAS repeats itself here without the variable it wants."""
-    if kernels is not Kernels.DETERMINISTIC:
-        yield
-        return
-    with warnings.catch_warnings(), deterministic_flag(warn_only=True):
-        warnings.simplefilter("ignore")
-        yield
+
+    def fill(stack: ExitStack) -> None:
+        if kernels is Kernels.DETERMINISTIC:
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(deterministic_flag(warn_only=True))
+            warnings.simplefilter("ignore")
+
+    return Within(fill)
 
 
 def _leaves(inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -172,7 +172,7 @@ def require_streamed(cell: Cell, model: Model, streams: Any, warnings: list[str]
     assert [num_blocks, min(slots, num_blocks)] == [K, S]
     assert stats["num_loads"] + stats["num_hits"] == run.num_passes * 2 * K
     # Every byte of the base travels at least once.
-    assert stats["h2d_num_bytes"] >= stats["host_num_bytes"] > 0
+    assert stats["h2d_num_bytes"] >= runtime.host.num_bytes > 0
     if cell.streams != "eager" and not policy.get("offload_boundaries"):
         assert streams.num_copies == stats["num_loads"]
         assert streams.num_bytes == stats["h2d_num_bytes"]

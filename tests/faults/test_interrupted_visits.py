@@ -3,6 +3,11 @@
 Whatever it strikes: the model is as at rest when the next step has begun, and that step is exact.
 """
 
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +18,9 @@ from poros.errors import SlotStateError
 from poros.gates.reference import Trajectory
 from poros.layer.streamed import StreamedLayer, streamed_layer
 from poros.layer.visit import Visits
+from poros.self_check.attention import deterministic_flag, unchanged_flags
+from poros.self_check.evidence import Evidence, random_states
+from poros.self_check.switches import current_settings
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 from tests.interrupts import Interrupts
@@ -144,6 +152,71 @@ def test_control_a_clean_up_that_is_not_made_up_for(
         if state_of(prepared) != before:
             return
     raise AssertionError("no interruption left anything behind")
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "state of a forward": lambda: Evidence.state(SURROUNDINGS, CPU),
+    "state of a backward": lambda: Evidence.backward_state(SURROUNDINGS, CPU),
+    "flags": unchanged_flags,
+    "deterministic flag": deterministic_flag,
+}
+CPU = torch.device("cpu")
+SURROUNDINGS: Any = SimpleNamespace(
+    rng=random_states(CPU),
+    rng_backward=random_states(CPU),
+    autocast=[],
+    has_cast_cache=True,
+    settings=current_settings(),
+    layer=torch.nn.Linear(1, 1),
+    training=[True],
+)
+
+
+@contextmanager
+def by_a_generator() -> Iterator[None]:
+    """Puts the flag back whenever it is collected."""
+    before = torch.is_grad_enabled()
+    try:
+        torch.set_grad_enabled(True)
+        yield
+    finally:
+        torch.set_grad_enabled(before)
+
+
+def puts_back_late(make: Callable[[], Any]) -> bool:
+    """Whether one that is interrupted somewhere puts an old state back after others set theirs."""
+    expected = torch.get_rng_state()
+
+    def use() -> None:
+        torch.set_grad_enabled(False)  # as the engine does around a backward
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            with make():
+                pass
+        finally:
+            torch.set_grad_enabled(True)
+            torch.use_deterministic_algorithms(False)
+            torch.set_rng_state(expected)
+
+    found = False
+    for number in count(1):
+        torch.manual_seed(number)
+        was_interrupted = Interrupts([number], ("contextlib.py",)).run(use)
+        gc.collect()
+        found |= not torch.is_grad_enabled() or torch.are_deterministic_algorithms_enabled()
+        found |= not torch.equal(torch.get_rng_state(), expected)
+        if not was_interrupted:
+            return found
+    raise AssertionError
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_what_was_interrupted_does_not_put_an_old_state_back_later(name: str) -> None:
+    try:
+        assert not puts_back_late(CONTEXTS[name])
+        assert puts_back_late(by_a_generator), "control"
+    finally:
+        torch.set_grad_enabled(True)
 
 
 def test_a_second_interruption_as_the_clean_up_begins(monkeypatch: pytest.MonkeyPatch) -> None:

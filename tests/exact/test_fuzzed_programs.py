@@ -34,7 +34,7 @@ from poros.gates.fuzz.program import (
 )
 
 ALLOWED = ("equal", "refused", "raised")
-NUM_DRAWN = 60
+NUM_DRAWN = 40
 
 PENALIZED = (Forward(terms=(Term(),)),)
 

@@ -230,6 +230,20 @@ def test_nothing_is_measured_while_the_check_is_still_looking(prepared: Prepare)
     assert loop.run(16, 16, 16)[-1] == Room(5, 0)
 
 
+def test_a_shape_is_estimated_once(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B", self_check="off")
+    sizer: Any = poros.runtime(model).sizer
+    genuine, shapes = sizer._estimate, list[Shape]()
+
+    def estimate(shape: Shape, *rest: Any) -> Any:
+        shapes.append(shape)
+        return genuine(shape, *rest)
+
+    sizer._estimate = estimate
+    Loop(model, memory).run(16, 12, 16, 12, steps=False)
+    assert shapes == [Shape(1, 16)]
+
+
 def test_without_an_optimizer_nothing_is_spent(prepared: Prepare) -> None:
     """Control of the above: it is the end of a step that is waited for."""
     model, memory = prepared(vram_budget=f"{budget(6, 6, 16)}B", self_check="off")
@@ -353,7 +367,7 @@ def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
 def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
     model, memory = prepared(vram_budget=f"{budget(6, 6, 16)}B", self_check="off")
     loop = Loop(model, memory)
-    loop.run(16, 16, 16)
+    loop.run(16, 16, 16, 16)
     sizer: Any = poros.runtime(model).sizer
     assert isinstance(sizer, MeasuredSizer) and sizer._measured
     first = next(iter(layers_of(model).parameters()))

@@ -42,6 +42,15 @@ def test_what_is_affordable_fits_and_grows_with_the_budget(
     assert more is not None and more[:2] >= room[:2]
 
 
+def test_no_layer_is_kept_before_a_graph_was_measured() -> None:
+    sizes, wanted = BlockSizes([BlockLayout((), KB)] * 4, 4, 1), Wanted(None, None, None)
+    kept = [
+        affordable(100 * KB, sizes, Needs(KB, KB, graph), wanted, False)
+        for graph in (0, KB, 30 * KB)
+    ]
+    assert kept == [Room(4, 0), Room(4, 4), Room(4, 3)]
+
+
 @given(*[st.integers(1, 64)] * 4)
 def test_growth_is_no_less_than_attention_without_a_fused_kernel(
     rows: int, length: int, more_rows: int, more_length: int

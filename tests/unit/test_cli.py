@@ -239,6 +239,19 @@ def test_plan_measures_on_a_gpu_or_says_that_there_is_none(checkpoint: Path) -> 
     assert "expected a CUDA device to measure on" in text(found)
 
 
+def test_plan_takes_slots_and_leaves_the_embedding_where_it_is_told(checkpoint: Path) -> None:
+    command = ("plan", str(checkpoint), "--seq", "16", "--json")
+    usual, more, moved = (
+        json.loads(poros_command(*command, *options).stdout)
+        for options in ((), ("--slots", "3"), ("--stream-embedding",))
+    )
+    assert (usual["num_slots"], more["num_slots"]) == (2, 3)
+    assert usual["terms"]["embedding"] > 0 == moved["terms"]["embedding"]
+    saved = usual["total_num_bytes"] - moved["total_num_bytes"]
+    assert saved == usual["terms"]["embedding"]
+    assert saved == moved["host_num_bytes"] - usual["host_num_bytes"]
+
+
 def test_plan_says_where_boundaries_are_and_what_the_check_needs(checkpoint: Path) -> None:
     command = ("plan", str(checkpoint), "--seq", "16", "--optimizer", "sgd", "--json")
     values = json.loads(poros_command(*command).stdout)

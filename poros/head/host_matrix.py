@@ -83,6 +83,11 @@ class HostMatrix(torch.Tensor):
                 "prepare_model_for_kbit_training?); its bytes are in host memory. Call "
                 "poros.restore(model), cast or move it, then prepare again"
             )
+        if self.requires_grad:
+            raise PreparedModelError(
+                f"{self._name}: expected it frozen as prepared, found it made trainable; its bytes "
+                "are in host memory. Call poros.restore(model), then prepare again"
+            )
         return self._reader.rows(self._name, self.host, indices)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -115,9 +120,11 @@ def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         zip((argument.name for argument in operator._schema.arguments), args, strict=False)
     )
     for name, value in {**named, **kwargs}.items():
-        if name in written and isinstance(value, HostMatrix):
+        for matrix in _pytree.tree_leaves(value) if name in written else ():
+            if not isinstance(matrix, HostMatrix):
+                continue
             raise PreparedModelError(
-                f"{value._name}: expected a matrix that is read, found {operator} writing to it; "
+                f"{matrix._name}: expected a matrix that is read, found {operator} writing to it; "
                 "its bytes are in host memory while the model is prepared. Call "
                 "poros.restore(model), change it, then prepare again"
             )

@@ -6,13 +6,12 @@ Note: Rows
     adds noise) it does on the device, in its own forward: the matrix is taken over below it, as a
     parameter of its own kind (``poros.head.host_matrix``).
 
-    The host has to know which rows are meant, so the indices come to it: one transfer for each new
-    tensor of them, for which it waits. The rows travel on a copy stream of their own, so that they
-    do not queue behind the blocks that are on their way.
+    The host has to know which rows are meant, so the indices come to it: one transfer for each
+    lookup on a device, for which it waits. The rows travel on a copy stream of their own, so that
+    they do not queue behind the blocks that are on their way.
 """
 
 import logging
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -47,17 +46,11 @@ class RowReader:
         self._staging: HostSlab | None = None
         self._copied: Event = None
         self._is_copying = False
-        self._latest: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
         """Where the rows go."""
         return self._streams.device
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory through which the rows travel."""
-        return 0 if self._staging is None else self._staging.layout.num_bytes
 
     def rows(self, name: str, matrix: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """The rows of ``matrix`` that ``indices`` names, on the device.
@@ -71,8 +64,8 @@ class RowReader:
             A new tensor of the shape of ``indices`` and the columns, in the dtype of ``matrix``.
 
         Streams:
-            The host waits for ``indices``, once for each tensor of them, and for the copy of the
-            rows before. The compute stream waits for the copy.
+            The host waits for ``indices``, if they are on the device, and for the copy of the rows
+            before. The compute stream waits for the copy.
 
         Raises:
             HostMemoryError: If there is no host memory for the rows.
@@ -103,14 +96,8 @@ class RowReader:
     def _on_host(self, indices: torch.Tensor) -> torch.Tensor:
         if indices.device.type == "cpu":
             return indices
-        if self._latest is not None:
-            known, version, found = self._latest
-            if known() is indices and indices._version == version:
-                return found
-        found = indices.cpu()
         self.num_index_transfers += 1
-        self._latest = (weakref.ref(indices), indices._version, found)
-        return found
+        return indices.cpu()
 
     def _room(self, num_bytes: int) -> torch.Tensor:
         """Staging memory that no copy reads any more."""

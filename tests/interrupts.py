@@ -1,7 +1,7 @@
 """Ctrl-C where it is wanted: at one step of Python after another, and once more on its way out."""
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,7 +37,7 @@ class Interrupts:
             sys._getframe().f_trace_opcodes = True
         sys.settrace(self._enter)
         try:
-            action()
+            next(_in_a_generator(action))
         except KeyboardInterrupt:
             return True
         finally:
@@ -76,3 +76,12 @@ class Interrupts:
         if event == "call" and self.num_raised and self.num_raised < len(self._at):
             frame.f_trace = self._enter(frame, event, argument)
             sys.settrace(self._enter)
+
+
+def _in_a_generator(action: Callable[[], Any]) -> Iterator[Any]:
+    """``action()``; what it leaves as the exception being handled ends with it.
+
+    An exception that a trace function raises at the end of an ``except`` leaves the handled one in
+    ``sys.exc_info()``, for the rest of the thread. A generator has a place of its own for it.
+    """
+    yield action()

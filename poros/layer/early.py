@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from poros.layer.arrival import CAST
+from poros.layer.within import on_plain_tensors
 
 _MAX_STATES = 32
 """States that a layer is remembered in; more come only from a loop that changes it at each step."""
@@ -46,19 +47,21 @@ def first_casts(tensors: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
 
 
 def _call(func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    kwargs = kwargs or {}
     before = torch._C._autograd._get_sequence_nr()
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
-        # Most calls ask for a shape or a type.
-        if isinstance(result, torch.Tensor | tuple):
-            for argument in (*args, *kwargs.values()):
-                if type(argument) in _WATCHED:
-                    numbers = argument.__dict__[_NUMBERS]
-                    if id(argument) not in numbers:
-                        number = _number_of_cast(argument, result, before)
-                        if number is not None:
-                            numbers[id(argument)] = number
+    return on_plain_tensors(_watched_call, func, args, kwargs or {}, before)
+
+
+def _watched_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int) -> Any:
+    result = func(*args, **kwargs)
+    # Most calls ask for a shape or a type.
+    if isinstance(result, torch.Tensor | tuple):
+        for argument in (*args, *kwargs.values()):
+            if type(argument) in _WATCHED:
+                numbers = argument.__dict__[_NUMBERS]
+                if id(argument) not in numbers:
+                    number = _number_of_cast(argument, result, before)
+                    if number is not None:
+                        numbers[id(argument)] = number
     return result
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
+from poros.layer.within import on_plain_tensors
 from poros.layout import BlockLayout, is_small, view
 from poros.nf4 import MOVING, Part, is_4bit, places, rebound, streams
 
@@ -114,30 +115,32 @@ class LayerBindings:
     def require_at_rest(self) -> None:
         """Raise ``PreparedModelError`` if a frozen tensor was changed since it was put to rest."""
         # A 4-bit weight is a tensor subclass, whose attributes take a detour through Python.
-        with torch._C.DisableTorchFunctionSubclass():
-            for binding, pointer, version in self._resting:
-                now = binding.owner.get(binding.key)
-                if (
-                    now is not binding.at_rest
-                    or now.data_ptr() != pointer
-                    or now._version != version
-                    or now.requires_grad
-                ):
-                    raise PreparedModelError(
-                        f"{binding.name}: expected the frozen tensor that poros.prepare took over, "
-                        "found it replaced, cast, written or made trainable. Call "
-                        "poros.restore(model) before changing the base (merging, "
-                        "prepare_model_for_kbit_training, loading weights), then prepare again"
-                    )
+        on_plain_tensors(self._require_at_rest)
 
-            for binding, scales in self._states:
-                now = binding.owner.get(binding.key)
-                if now is not binding.at_rest or scales != _marks_of(now):
-                    raise PreparedModelError(
-                        f"{binding.name}: expected the quantization state that poros.prepare took "
-                        "over, found it replaced or written. Call poros.restore(model) before "
-                        "changing the base, then prepare again"
-                    )
+    def _require_at_rest(self) -> None:
+        for binding, pointer, version in self._resting:
+            now = binding.owner.get(binding.key)
+            if (
+                now is not binding.at_rest
+                or now.data_ptr() != pointer
+                or now._version != version
+                or now.requires_grad
+            ):
+                raise PreparedModelError(
+                    f"{binding.name}: expected the frozen tensor that poros.prepare took over, "
+                    "found it replaced, cast, written or made trainable. Call "
+                    "poros.restore(model) before changing the base (merging, "
+                    "prepare_model_for_kbit_training, loading weights), then prepare again"
+                )
+
+        for binding, scales in self._states:
+            now = binding.owner.get(binding.key)
+            if now is not binding.at_rest or scales != _marks_of(now):
+                raise PreparedModelError(
+                    f"{binding.name}: expected the quantization state that poros.prepare took "
+                    "over, found it replaced or written. Call poros.restore(model) before "
+                    "changing the base, then prepare again"
+                )
 
     def swap_in(self) -> None:
         """Put the tensors on the device in place."""
@@ -157,13 +160,15 @@ class LayerBindings:
 
     def device_marks(self) -> list[tuple[int, int]]:
         """What changes if somebody writes to a device tensor, or gives it other memory."""
-        with torch._C.DisableTorchFunctionSubclass():
-            tensors = [
-                binding.on_device
-                for binding in self._bindings
-                if isinstance(binding.on_device, torch.Tensor)
-            ]
-            return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        marks: list[tuple[int, int]] = on_plain_tensors(self._device_marks)
+        return marks
+
+    def _device_marks(self) -> list[tuple[int, int]]:
+        return [
+            (tensor.data_ptr(), tensor._version)
+            for binding in self._bindings
+            if isinstance(tensor := binding.on_device, torch.Tensor)
+        ]
 
     def swap_out(self) -> None:
         """Put the originals back, whatever is in their place."""

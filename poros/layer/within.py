@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Self
+from typing import Any, Self
+
+import torch
 
 
 class Within(ExitStack):
@@ -23,3 +25,12 @@ class Within(ExitStack):
             self.close()
             raise
         return self
+
+
+def on_plain_tensors(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, in which no tensor subclass sees what is called with it.
+
+    An interruption cannot leave it so: torch itself puts the state back, in C++, where a ``with``
+    has a moment between its body and its end.
+    """
+    return torch._C._disabled_torch_function_impl(function, (), args, {})

@@ -42,8 +42,11 @@ def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
 
 
 def state_of(model: Model) -> dict[str, Any]:
-    """What an interrupted visit could leave behind: every entry of every table, every slot."""
-    found: dict[str, Any] = {}
+    """What an interrupted visit could leave behind: tables' entries, slots, states of torch."""
+    found: dict[str, Any] = {
+        "subclasses see calls": torch._C._is_torch_function_enabled(),
+        "gradients are taken": torch.is_grad_enabled(),
+    }
     for name, module in model.named_modules():
         for kind in ("_parameters", "_buffers"):
             for key, value in getattr(module, kind).items():

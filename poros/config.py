@@ -1,4 +1,4 @@
-"""The one policy object: how a model is streamed, never what it computes."""
+"""The one policy object: how a model is streamed, and by which algorithm its loss is computed."""
 
 import math
 import re
@@ -11,6 +11,7 @@ MIN_SLOTS = 2
 LEAST_BUDGET = 200_000
 """Bytes. No model trains in less; a number below it was meant in another unit."""
 SELF_CHECKS = ("strict", "warn", "off")
+LOSSES = ("chunked", "reference")
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
     f"{letter}ib": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", start=1)
 }
@@ -18,7 +19,7 @@ _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingPolicy:
-    """How the frozen base moves through the device. No field changes a bit of the result.
+    """How the frozen base moves through the device. No field but ``loss`` changes a bit.
 
     Args:
         block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.
@@ -38,6 +39,16 @@ class StreamingPolicy:
         stream_embedding: Keep the embedding in host memory and bring only the rows that a batch
             asks for, where it is frozen, not adapted and not shared with the head. None does so
             from 16 MiB on.
+        loss: ``"reference"`` keeps the model's own head and loss: bit for bit those of plain
+            transformers. ``"chunked"`` computes the loss in slices of the vocabulary, so that the
+            logits of a batch are never there (see ``poros.head.loss``): nearer to the exact loss,
+            but not the same bits; everything else stays exact against a resident run with it.
+            Applies where the head is a frozen linear module without adapters and the loss is
+            transformers' own for causal language models; says so if not.
+        stream_head: Keep the head in host memory, and bring it in slices for a chunked loss, where
+            it is frozen and not adapted; an embedding that shares its matrix is then brought by
+            rows. None does so from 16 MiB on if the loss is chunked. With ``loss="reference"`` each
+            use of the head brings all of it for as long as that takes.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
         allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
@@ -56,6 +67,8 @@ class StreamingPolicy:
     keep_last: int | None = None
     offload_boundaries: bool | None = None
     stream_embedding: bool | None = False
+    loss: str = "reference"
+    stream_head: bool | None = False
     device: str | None = None
     allow_unvalidated: bool = False
     self_check: str = "strict"
@@ -73,10 +86,12 @@ class StreamingPolicy:
             raise PolicyError(
                 f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}"
             )
-        for name in ("offload_boundaries", "stream_embedding"):
+        for name in ("offload_boundaries", "stream_embedding", "stream_head"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, bool)):
                 raise PolicyError(f"{name}: expected a bool or None, found {value!r}")
+        if self.loss not in LOSSES:
+            raise PolicyError(f"loss: expected one of {', '.join(LOSSES)}, found {self.loss!r}")
         if self.self_check not in SELF_CHECKS:
             raise PolicyError(
                 f"self_check: expected one of {', '.join(SELF_CHECKS)}, found {self.self_check!r}"

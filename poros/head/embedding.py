@@ -71,12 +71,7 @@ def find_embeddings(model: nn.Module, layers: Sequence[nn.Module]) -> list[Embed
     """
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     uses = Counter(id(tensor) for module in model.modules() for tensor in _tensors(module))
-    adapted = {
-        id(inner)
-        for module in model.modules()
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        for inner in module.modules()
-    }
+    adapted = adapted_modules(model)
     found = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding) or id(module) in in_layers:
@@ -94,22 +89,40 @@ def find_embeddings(model: nn.Module, layers: Sequence[nn.Module]) -> list[Embed
     return found
 
 
-def keep_on_host(embedding: Embedding, reader: RowReader) -> Callable[[], None]:
-    """Have the rows of ``embedding``, which is in host memory, brought by ``reader``.
+def adapted_modules(model: nn.Module) -> set[int]:
+    """Ids of the modules that PEFT has adapted or made trainable, and of all in them."""
+    return {
+        id(inner)
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        for inner in module.modules()
+    }
+
+
+def keep_on_host(name: str, users: Sequence[nn.Module], reader: RowReader) -> Callable[[], None]:
+    """Have the matrix of ``users``, which is in host memory, brought by ``reader``.
+
+    Args:
+        name: Of the matrix, qualified.
+        users: The modules whose ``weight`` it is.
+        reader: Brings what is read of it.
 
     Returns:
         What undoes it.
     """
-    module, own = embedding.module, embedding.module._parameters["weight"]
-    module._parameters["weight"] = as_parameter(
-        HostMatrix(embedding.matrix.detach(), reader, embedding.name)
-    )
-    handle = module.register_state_dict_post_hook(_give_bytes)
+    own: Any = users[0]._parameters["weight"]
+    matrix = as_parameter(HostMatrix(own.detach(), reader, name))
+    handles = []
+    for module in users:
+        module._parameters["weight"] = matrix
+        handles.append(module.register_state_dict_post_hook(_give_bytes))
 
     def undo() -> None:
-        handle.remove()
-        if isinstance(module._parameters.get("weight"), HostMatrix):
-            module._parameters["weight"] = own
+        for handle in handles:
+            handle.remove()
+        for module in users:
+            if isinstance(module._parameters.get("weight"), HostMatrix):
+                module._parameters["weight"] = own
 
     return undo
 

@@ -4,8 +4,9 @@ Note: What it is
     A parameter whose bytes stay where they are. Shape, dtype and device are those of a resident
     parameter, so that nobody who asks for them (``model.device``, a trainer) is led astray. It has
     no memory on the device: a lookup (``torch.nn.functional.embedding``) brings the rows it names;
-    any other operator gets a whole copy on the device for as long as it takes, and says so once;
-    what would write to it is refused.
+    a slice of its rows is a matrix of this kind too; any other operator gets a whole copy on the
+    device for as long as it takes, and says so once unless it is of a slice; what would write to
+    it is refused.
 """
 
 import logging
@@ -71,6 +72,10 @@ class HostMatrix(torch.Tensor):
                 return first._rows(args[1])
             if operator in _ALIASES:
                 return HostMatrix(first.host, first._reader, first._name, first._has_said)
+            if operator is _ATEN.slice.Tensor:
+                part = operator(first.host, *args[1:], **kwargs)
+                if part.is_contiguous():
+                    return HostMatrix(part, first._reader, first._name, ["a slice"])
             if operator is _ATEN._to_copy.default and _is_host(kwargs.get("device")):
                 return operator(first.host, **kwargs)
         return _whole(operator, args, kwargs)
@@ -141,6 +146,6 @@ def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
                 value.host.nbytes / 1e9,
                 operator,
             )
-        return value.host.to(value._reader.device)
+        return value._reader.whole(value.host)
 
     return operator(*_pytree.tree_map(whole, args), **_pytree.tree_map(whole, dict(kwargs)))

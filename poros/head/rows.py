@@ -86,6 +86,16 @@ class RowReader:
             self.check(name, matrix, wanted, target)
         return target.view(shape)
 
+    def whole(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A copy of ``matrix``, which is in host memory, on the device.
+
+        Streams:
+            The compute stream waits for the copy; so does the host if the memory is pageable.
+        """
+        target = self._streams.borrow(matrix.shape, matrix.dtype)
+        self._streams.wait(self._streams.copy(target, matrix, after=self._streams.record()))
+        return target
+
     def unpin(self) -> None:
         """Undo the page lock; no rows are brought any more."""
         self._settle()
@@ -109,7 +119,7 @@ class RowReader:
                 BlockLayout((), num_bytes), Arena(num_bytes, is_shareable=False)
             )
             if self.device.type == "cuda" and not self._staging.pin(self.device):
-                self._note_pageable()
+                self.note_pageable("rows of the embedding")
         return self._staging.bytes[:num_bytes]
 
     def _settle(self) -> None:
@@ -117,10 +127,13 @@ class RowReader:
             self._streams.synchronize(self._copied)
             self._is_copying = False
 
-    def _note_pageable(self) -> None:
-        if not self.fallbacks:
-            self.fallbacks.append("pageable host memory for rows of the embedding")
+    def note_pageable(self, what: str) -> None:
+        """Say, once, that host memory for ``what`` could not be page-locked."""
+        fallback = f"pageable host memory for {what}"
+        if fallback not in self.fallbacks:
+            self.fallbacks.append(fallback)
             logger.warning(
-                "poros: host memory for rows of the embedding could not be page-locked. Training "
-                "stays exact, but their copies make the host wait"
+                "poros: host memory for %s could not be page-locked. Training stays exact, but "
+                "copies from there make the host wait",
+                what,
             )

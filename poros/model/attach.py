@@ -18,7 +18,9 @@ from torch import nn
 
 from poros.digests import SourceDigests
 from poros.head.embedding import keep_on_host
+from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
+from poros.head.takeover import slice_loss
 from poros.host.store import HostStore, attached_store
 from poros.layer.frozen import FrozenTensor, constant_parts
 from poros.layer.staying import SmallTensors
@@ -27,6 +29,7 @@ from poros.model.added_adapters import Initialisation, require_proven
 from poros.model.guards import Guards
 from poros.model.inspect import Inventory
 from poros.nf4 import Part, is_4bit
+from poros.streams import StreamContext
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class Attachment:
         self._small = inventory.small
         self._kinds = inventory.kinds
         self._embeddings = inventory.embeddings
+        self._head = inventory.head
         self._undo = ExitStack()
         self._moved: list[tuple[Part, torch.device]] = []
         self._base_origin = torch.device("cpu")
@@ -109,7 +113,31 @@ class Attachment:
                 expected = None if left is None else left.as_packed.of(embedding.matrix)
                 digests.add(embedding.name, embedding.matrix, expected)
             self._place(FrozenTensor(embedding.name, embedding.matrix).parts(), torch.device("cpu"))
-            self._undo.callback(keep_on_host(embedding, rows))
+            self._undo.callback(keep_on_host(embedding.name, [embedding.module], rows))
+
+    def take_head(
+        self,
+        kept: KeptHead,
+        rows: RowReader,
+        streams: StreamContext,
+        digests: SourceDigests | None,
+    ) -> None:
+        """The head's matrix goes to host memory, and the loss is computed in slices, as chosen."""
+        base, head = self._base(), self._head
+        if base is None or head is None:
+            return
+        if head.is_on_host:
+            left = attached_store(base)
+            (part,) = FrozenTensor(head.name, head.matrix).parts()
+            if digests is not None:
+                expected = None if left is None else left.as_packed.of(head.matrix)
+                digests.add(head.name, head.matrix, expected)
+            origin, matrix = part.get().device, kept.keep(head, rows, streams)
+            self._moved.append((part, origin))
+            part.put(matrix)
+            self._undo.callback(keep_on_host(head.name, head.users, rows))
+        if head.is_sliced:
+            self._undo.callback(slice_loss(base, head.module, kept.slices))
 
     def move_to_device(self) -> None:
         """Everything that is not streamed: adapters, norms outside the layers, head."""
@@ -251,6 +279,8 @@ class Attachment:
         """
         hidden = {tensor.name for block in self._blocks for tensor in block}
         hidden |= {embedding.name for embedding in self._embeddings}
+        if self._head is not None and self._head.is_on_host:
+            hidden |= set(self._head.all_names)
         hidden |= {tensor.name for group in self._small for tensor in group if tensor.is_buffer}
         before = getattr(model, _DDP_IGNORED, None)
         self._undo.callback(_call_if_alive, weakref.ref(model), partial(_put_back, before=before))

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 
 from poros.config import StreamingPolicy
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
+from poros.head.choice import Head, choose_head
 from poros.head.embedding import Embedding, choose_embeddings
 from poros.layer.adapters import adapter_tensors, named_tensors
 from poros.layer.frozen import FrozenTensor
@@ -60,6 +61,8 @@ class Inventory:
     """The kinds of adapters in the model."""
     embeddings: Sequence[Embedding]
     """Those that stay in host memory."""
+    head: Head | None
+    """The head, if its loss is sliced or it stays in host memory."""
 
     def by_layer(self) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
         """What stays of each layer, and what streams."""
@@ -91,7 +94,8 @@ def take_inventory(model: nn.Module, policy: StreamingPolicy) -> Inventory:
     frozen = find_frozen(model, layers_name, layers, policy.block_size)
     _check_validated(base, kinds, policy.allow_unvalidated)
     embeddings = choose_embeddings(model, layers, policy.stream_embedding)
-    return Inventory(base, layers_name, layers, *frozen, tied, kinds.keys(), embeddings)
+    head = choose_head(model, base, policy.loss, policy.stream_head)
+    return Inventory(base, layers_name, layers, *frozen, tied, kinds.keys(), embeddings, head)
 
 
 def validated_model_types() -> frozenset[str]:

@@ -12,6 +12,7 @@ from torch import nn
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
 from poros.head.host_matrix import HostMatrix
+from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
 from poros.layer.body import ModelContext
@@ -61,6 +62,7 @@ class Runtime:
         constants: Small constants of 4-bit weights, on the device.
         small: Norms, biases and other small tensors of the layers, on the device.
         rows: Brings rows of embeddings that stay in host memory.
+        head: What the policy has made of the head.
         offloader: Inputs of layers that wait on the host.
         context: What the layers know of all this.
         sizer: Decides on the room that blocks get.
@@ -111,6 +113,9 @@ class Runtime:
             self.rows = RowReader(streams)
             undo.callback(self.rows.unpin)
             self._attachment.keep_embeddings(self.rows, self.digests)
+            self.head = KeptHead()
+            undo.callback(self.head.unpin)
+            self._attachment.take_head(self.head, self.rows, streams, self.digests)
             self._attachment.move_to_device()
             if self.device.type == "cuda":
                 self.host.pin(self.device)
@@ -194,8 +199,9 @@ class Runtime:
 
     @property
     def device_num_bytes(self) -> int:
-        """Slots, small tensors, and quantization constants."""
-        return self.ring.num_bytes + self.small.num_bytes + self.constants.num_bytes
+        """Slots, small tensors, quantization constants, and buffers for slices of the head."""
+        parts = (self.ring, self.small, self.constants)
+        return sum(part.num_bytes for part in parts) + self.head.device_num_bytes
 
     @property
     def plan(self) -> "MemoryPlan | None":
@@ -228,8 +234,9 @@ class Runtime:
             complete, on the device, and their rate), ``stall_ms`` (for how long the device had
             nothing to do but wait for one of them), ``num_index_transfers`` and ``rows_num_bytes``
             (tensors of token numbers that came to the host, and bytes of the rows of embeddings
-            that went to the device for them), ``num_resizes`` (how often blocks got other
-            slots), ``fallbacks`` (one line each).
+            that went to the device for them), ``head_num_bytes`` (bytes of the slices of the head
+            that went there for the loss), ``num_resizes`` (how often blocks got other slots),
+            ``fallbacks`` (one line each).
 
         Streams:
             Reads counters on the host, and events; waits for nothing.
@@ -240,8 +247,8 @@ class Runtime:
             "num_hits": self.manager.num_hits,
             "h2d_num_bytes": self.manager.h2d_num_bytes,
             "device_num_bytes": self.device_num_bytes,
-            "host_num_bytes": self.host.num_bytes + self._matrices_num_bytes,
-            "pinned_num_bytes": self.host.pinned_num_bytes,
+            "host_num_bytes": self.host.num_bytes + self._matrices_num_bytes + self.head.num_bytes,
+            "pinned_num_bytes": self.host.pinned_num_bytes + self.head.pinned_num_bytes,
             "disk_num_bytes": self.host.disk_num_bytes,
             "disk_stall_ms": self.host.disk_stall_ms,
             "offloaded_num_bytes": self.offloader.num_bytes,
@@ -250,6 +257,7 @@ class Runtime:
             "stall_ms": timings.stall_ms,
             "num_index_transfers": self.rows.num_index_transfers,
             "rows_num_bytes": self.rows.h2d_num_bytes,
+            "head_num_bytes": self.head.h2d_num_bytes,
             "num_resizes": self._num_resizes,
             "fallbacks": self.host.fallbacks + self.offloader.fallbacks + self.rows.fallbacks,
         }
@@ -262,7 +270,7 @@ class Runtime:
         self,
         watch: Callable[[int, LayerCall, Callable[[], Any], tuple[Any, Any]], Any],
         watch_bytes: Callable[[int, torch.Tensor], None],
-        watch_rows: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None],
+        watch_rows: Callable[[str, torch.Tensor, Any, torch.Tensor], None],
         findings: Callable[[], dict[str, Any]],
     ) -> None:
         """Have the first call of every layer checked, and the first rows of every embedding.
@@ -270,13 +278,14 @@ class Runtime:
         Args:
             watch: See ``ModelContext.check``.
             watch_bytes: See ``ModelContext.check_bytes``.
-            watch_rows: See ``RowReader.check``.
+            watch_rows: See ``RowReader.check`` and ``SliceReader.check``.
             findings: Gives what ``self_check`` returns.
         """
         self._findings = findings
         self.context.check = watch
         self.context.check_bytes = watch_bytes
         self.rows.check = watch_rows
+        self.head.check_with(watch_rows)
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Make room for a micro-batch, before the model computes anything of it.
@@ -349,6 +358,7 @@ class Runtime:
         self.host.unpin()
         self.offloader.unpin()
         self.rows.unpin()
+        self.head.unpin()
 
     def _let_go(self) -> None:
         for reference in self._layers:

@@ -1,0 +1,108 @@
+"""What becomes of a model's head and loss: who computes the loss, and where the head lies."""
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.head.embedding import adapted_modules, stays_on_host
+from poros.head.host_matrix import HostMatrix
+from poros.nf4 import is_plain
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a model whose loss is computed in slices, or which stays in host memory."""
+
+    name: str
+    """Of its matrix, qualified."""
+    module: nn.Linear
+    is_sliced: bool
+    """Whether the loss is computed in slices of it."""
+    is_on_host: bool
+    users: Sequence[nn.Module] = ()
+    """The modules whose ``weight`` the matrix is: the head, and embeddings that share it."""
+    all_names: Sequence[str] = ()
+    """Of the matrix, one for each of them."""
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        return self.module.weight
+
+
+def choose_head(model: nn.Module, base: Any, loss: str, wanted: bool | None) -> "Head | None":
+    """What the policy makes of a model's head; None if it stays as it is.
+
+    Says so if something was asked for in vain.
+
+    Args:
+        model: With its adapters.
+        base: The transformers model in it.
+        loss: ``StreamingPolicy.loss``.
+        wanted: ``StreamingPolicy.stream_head``.
+    """
+    if loss == "reference" and not wanted:
+        return None
+    head = base.get_output_embeddings()
+    adapted = adapted_modules(model)
+    own = why_own_head(head, adapted)
+    if own is None and loss == "chunked":
+        own_loss = why_own_loss(base)
+        if own_loss is not None:
+            logger.warning("poros: loss='chunked', but the model keeps its own: %s", own_loss)
+            loss = "reference"
+    if own is not None:
+        logger.warning("poros: the model keeps its own head and loss: %s", own)
+        return None
+    # By itself only where nothing needs all of it at once.
+    wanted = False if loss == "reference" and not wanted else wanted
+    users = {
+        f"{name}.weight" if name else "weight": module
+        for name, module in model.named_modules()
+        if any(tensor is head.weight for tensor in module._parameters.values())
+    }
+    is_on_host = stays_on_host(head.weight.nbytes, wanted)
+    if is_on_host and not all(_reads_rows(module, head, adapted) for module in users.values()):
+        logger.warning("poros: the head stays on the device: something else uses its weight")
+        is_on_host = False
+    name = next(name for name, module in users.items() if module is head)
+    found = Head(name, head, loss == "chunked", is_on_host, tuple(users.values()), tuple(users))
+    return found if found.is_sliced or found.is_on_host else None
+
+
+def _reads_rows(module: nn.Module, head: nn.Module, adapted: Collection[int]) -> bool:
+    is_lookup = isinstance(module, nn.Embedding) and module.max_norm is None
+    return module is head or (is_lookup and id(module) not in adapted)
+
+
+def why_own_head(head: Any, adapted: Collection[int]) -> str | None:
+    """Why nothing can be done to a head, if that is so.
+
+    Args:
+        head: The output embedding of a transformers model.
+        adapted: Ids of the modules with adapters.
+    """
+    if type(head) is not nn.Linear:
+        kind = "none" if head is None else f"a {type(head).__name__}"
+        return f"its head is {kind}, not a plain linear module (adapted, quantized?)"
+    if any(parameter.requires_grad for parameter in head.parameters()):
+        return "its head is trained"
+    if not (is_plain(head.weight) or isinstance(head.weight, HostMatrix)):
+        return f"its head's weight is a {type(head.weight).__name__}"
+    if "forward" in head.__dict__:
+        return "its head's forward has been replaced"
+    return "its head is adapted" if id(head) in adapted else None
+
+
+def why_own_loss(base: Any) -> str | None:
+    """Why the loss of a transformers model cannot be computed in slices, if that is so."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if base.loss_function is ForCausalLMLoss:
+        return None
+    return f"its loss is {getattr(base.loss_function, '__name__', base.loss_function)}"

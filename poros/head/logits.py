@@ -1,0 +1,246 @@
+"""Logits that are computed when somebody reads them.
+
+Note: Lazily
+    A model computes the logits of all its tokens and hands them to its loss and to its caller. The
+    loss here needs hidden states instead (``poros.head.loss``), and callers seldom look. So what
+    the head returns knows its shape, dtype and device, and how it would be computed. What families
+    do to it on the way to the loss (a scale, a soft cap, a cast to float32) is noted. At anything
+    else it is computed, by the model's own head, as the model would have: the same bits, graph and
+    all, in the grad mode and autocast region in which the head was called.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from poros.errors import PreparedModelError
+from poros.head.loss import Step
+from poros.layer.state import AutocastState
+from poros.layer.within import on_plain_tensors
+
+_T: Any = torch.Tensor
+_FORM = frozenset(
+    [
+        *(_T.__hash__, _T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.get_device),
+        *(_T.is_floating_point, torch.is_floating_point, torch.numel, _T.is_complex, _T.__len__),
+        *(_T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.layout.__get__),
+        *(_T.ndim.__get__, _T.requires_grad.__get__, _T.is_meta.__get__, _T.is_sparse.__get__),
+        *(_T.is_cuda.__get__, _T.is_cpu.__get__),
+    ]
+)
+"""What the values are not needed for."""
+_SCALES: dict[Any, Literal["multiply", "divide"]] = {
+    **dict.fromkeys([_T.mul, _T.__mul__, _T.__rmul__, torch.mul], "multiply"),
+    **dict.fromkeys([_T.div, _T.__truediv__, torch.div], "divide"),
+}
+_TANH = (torch.tanh, _T.tanh)
+
+
+class Origin(NamedTuple):
+    """One call of a head, and all that its product follows from."""
+
+    hidden: torch.Tensor
+    project: Callable[[torch.Tensor], torch.Tensor]
+    """The head's own forward."""
+    shape: torch.Size
+    dtype: torch.dtype
+    tell: Callable[[int], None]
+    """Told of it when the values are computed, with their bytes."""
+    with_gradients: bool
+    autocast: AutocastState
+    version: int | None
+    """Of ``hidden``."""
+
+    @classmethod
+    def of(
+        cls,
+        hidden: torch.Tensor,
+        head: nn.Linear,
+        project: Callable[[torch.Tensor], torch.Tensor],
+        tell: Callable[[int], None],
+    ) -> "Origin":
+        """A call of ``head`` with ``hidden``, now."""
+        autocast = AutocastState.capture(hidden.device.type)
+        return cls(
+            hidden,
+            project,
+            torch.Size((*hidden.shape[:-1], head.out_features)),
+            autocast.dtype if autocast.enabled else head.weight.dtype,
+            tell,
+            torch.is_grad_enabled(),
+            autocast,
+            None if hidden.is_inference() else hidden._version,
+        )
+
+    def values(self) -> torch.Tensor:
+        """The product.
+
+        Raises:
+            PreparedModelError: If the hidden states were written to since the head was called.
+        """
+        if self.version is not None and self.hidden._version != self.version:
+            raise PreparedModelError(
+                "logits: expected the hidden states that the head was called with, found them "
+                "written to before the logits were read. Read the logits first, or prepare with "
+                "loss='reference', which computes them at once"
+            )
+        with torch.set_grad_enabled(self.with_gradients), self.autocast.enter():
+            values = self.project(self.hidden)
+        self.tell(values.nbytes)
+        return values
+
+
+class LazyLogits(torch.Tensor):
+    """See "Lazily"."""
+
+    origin: Origin
+    """What it is computed from."""
+    steps: tuple[Step, ...]
+    """What has become of the head's product since."""
+    _compute: Callable[[], torch.Tensor]
+    _result: torch.Tensor | None
+    _followers: "weakref.WeakSet[LazyLogits]"
+
+    @staticmethod
+    def __new__(
+        cls,
+        origin: Origin,
+        steps: tuple[Step, ...] = (),
+        dtype: torch.dtype | None = None,
+        compute: Callable[[], torch.Tensor] | None = None,
+    ) -> "LazyLogits":
+        has_gradient = origin.with_gradients and origin.hidden.requires_grad
+        made: LazyLogits = _T._make_wrapper_subclass(
+            cls,
+            origin.shape,
+            dtype=dtype or origin.dtype,
+            device=origin.hidden.device,
+            requires_grad=has_gradient,
+        )
+        made.__dict__.update(
+            origin=origin,
+            steps=steps,
+            _compute=compute or origin.values,
+            _result=None,
+            _followers=weakref.WeakSet(),
+        )
+        if has_gradient:
+            # A function of somebody's own that takes it without reading it in Python.
+            on_plain_tensors(_T.register_hook, made, _refuse)
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LazyLogits(shape={tuple(self.origin.shape)}, is_computed={self.is_computed})"
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether somebody has read, and may have changed, the values."""
+        return self._result is not None
+
+    def computed(self) -> torch.Tensor:
+        """The ordinary tensor; computed at the first call."""
+        if self._result is None:
+            self._result = self._compute()
+        return self._result
+
+    def _read(self) -> torch.Tensor:
+        """The same for somebody who may write to it: what follows from it is computed first."""
+        values = self.computed()
+        for follower in list(self._followers):
+            follower.computed()
+        return values
+
+    def _noted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What ``func`` makes of it without its values; None if they are needed."""
+        if func in _TANH and not args and not kwargs:
+            return self._follower(func, args, kwargs, step=Step("tanh"))
+        if func in _SCALES and len(args) == 1 and not kwargs:
+            number = args[0]
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                return self._follower(func, args, kwargs, step=Step(_SCALES[func], float(number)))
+        if func is _T.contiguous and not args:
+            return self
+        if func in (_T.float, _T.to):
+            return self._cast(func, args, kwargs)
+        return None
+
+    def _cast(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        dtype = torch.float32
+        if func is _T.to:
+            try:
+                device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+            except (RuntimeError, TypeError):  # such as another tensor, or copy=True
+                return None
+            if device is not None and device != self.device:
+                return None
+        if dtype in (None, self.dtype):
+            return self
+        if dtype != torch.float32:
+            return None
+        return self._follower(func, args, kwargs, dtype=dtype)
+
+    def _follower(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        step: Step | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "LazyLogits":
+        origin = self.origin
+
+        def compute() -> torch.Tensor:
+            with torch.set_grad_enabled(origin.with_gradients), origin.autocast.enter():
+                values: torch.Tensor = func(self.computed(), *args, **kwargs)
+            return values
+
+        steps = self.steps if step is None else (*self.steps, step)
+        follower = LazyLogits(origin, steps, dtype or self.dtype, compute)
+        self._followers.add(follower)
+        return follower
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FORM:
+            return on_plain_tensors(func, *args)
+        if isinstance(args[0], LazyLogits) and not args[0].is_computed:
+            noted = args[0]._noted(func, args[1:], kwargs)
+            if noted is not None:
+                return noted
+
+        def values(tree: Any) -> Any:
+            return _pytree.tree_map(_values_of, tree)
+
+        return func(*values(tuple(args)), **values(dict(kwargs)))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        _refuse(func)
+
+
+def _values_of(value: Any) -> Any:
+    return value._read() if isinstance(value, LazyLogits) else value
+
+
+def _refuse(*_: Any) -> None:
+    raise PreparedModelError(
+        "logits: expected Python code that reads them, found an autograd function or a compiled "
+        "one that takes them as they are. Hand it logits.clone(), or prepare with loss='reference'"
+    )

@@ -1,0 +1,234 @@
+"""Cross entropy of a head's logits, one slice of the vocabulary at a time.
+
+Note: One pass
+    The logits of all tokens over the whole vocabulary are the largest tensor of a training step,
+    and each is needed for a moment only. So they are made slice by slice, and of each slice three
+    things are kept for every token, in float32: the largest logit so far, the sum of exponentials
+    relative to it, and the sum of the slice's rows of the head weighted by these exponentials. When
+    a larger logit comes, both sums are scaled down to it (Milakov and Gimelshein, "Online
+    normalizer calculation for softmax", arXiv:1805.02867). In the end the second sum over the first
+    is the expected row, and the gradient of a token's loss by its hidden state is the expected row
+    less the label's own. The head is read once, and backward reads nothing.
+
+Note: Arithmetic
+    Products take the operands in the head's dtype and add up in float32, which is what comes out;
+    everything else is float32. Logits are not rounded to the head's dtype, as those of a plain
+    model are, so the loss is not that one's to the bit; it is nearer to the exact one. How wide a
+    slice is depends on shapes alone, so that the same batch gives the same bits wherever the head
+    lies and however much memory there is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+_MOST_LOGITS = 2**25
+"""Elements of a slice of logits: 134 MB in float32."""
+_MOST_WEIGHTS = 2**24
+"""Elements of a slice of the head: 34 MB in bfloat16."""
+_LEAST_WIDTH = 512
+_ALIGNMENT = 128
+
+Slices = Callable[[int], Iterator[tuple[int, torch.Tensor]]]
+"""Takes a width, and gives the head's rows in order, so many at a time: the number of the first,
+and the rows, of shape (width, columns; the last may be fewer), on the device. Rows are not read any
+more once the next ones are asked for."""
+
+
+class Step(NamedTuple):
+    """An operation on logits, element by element."""
+
+    kind: Literal["multiply", "divide", "tanh"]
+    number: float = 1.0
+
+
+def slice_width(num_tokens: int, num_rows: int, num_columns: int) -> int:
+    """Rows of the head in a slice.
+
+    Args:
+        num_tokens: Of the batch.
+        num_rows: Of the head: the size of the vocabulary.
+        num_columns: Of the head: the size of a hidden state.
+    """
+    most = min(_MOST_LOGITS // max(num_tokens, 1), _MOST_WEIGHTS // max(num_columns, 1))
+    return min(max(most // _ALIGNMENT * _ALIGNMENT, _LEAST_WIDTH), num_rows)
+
+
+def sliced_cross_entropy(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    read: Slices,
+    num_rows: int,
+    *,
+    bias: torch.Tensor | None = None,
+    steps: Sequence[Step] = (),
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """The sum over tokens of the cross entropy of ``steps(hidden @ head.T + bias)``.
+
+    Args:
+        hidden: Of shape (tokens, columns), in the dtype that products are to take. Gets a gradient.
+        labels: Of shape (tokens,), integers: the row of each token's label, or ``ignore_index``.
+        read: Gives the head's rows, in slices.
+        num_rows: Of the head.
+        bias: Of shape (num_rows,). Gets no gradient.
+        steps: What becomes of the logits before the softmax, in order.
+        ignore_index: Tokens with this label count nothing.
+
+    Returns:
+        A float32 scalar; 0 if no token has a label.
+
+    Streams:
+        Everything is queued on the compute stream; on a GPU the host waits for nothing.
+
+    Exactness:
+        Bits depend on the values and shapes of the arguments alone. See "Arithmetic" above.
+
+    Raises:
+        IndexError: If a label is out of range. On a GPU the assertion fails on the device.
+    """
+    _require_in_range(labels, num_rows, ignore_index)
+    wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
+    width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
+    loss: torch.Tensor = _SlicedCrossEntropy.apply(
+        hidden, labels, bias, read, width, tuple(steps), ignore_index, wants_gradient
+    )
+    return loss
+
+
+class _SlicedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None,
+        read: Slices,
+        width: int,
+        steps: Sequence[Step],
+        ignore_index: int,
+        wants_gradient: bool,
+    ) -> torch.Tensor:
+        found = _Online(hidden, labels, wants_gradient)
+        for first, rows in read(width):
+            found.add(first, rows, bias, steps)
+        is_counted = labels != ignore_index
+        if wants_gradient:
+            ctx.save_for_backward(found.gradient(), is_counted)
+            ctx.dtype = hidden.dtype
+        return found.losses().masked_fill(~is_counted, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        by_hidden, is_counted = ctx.saved_tensors
+        # Rounded once, and on a GPU without a float32 tensor of it.
+        scaled = torch.empty_like(by_hidden, dtype=ctx.dtype)
+        torch.mul(by_hidden, gradients[0], out=scaled)
+        # Also where the factor is not finite: a mean over no label.
+        return (scaled.masked_fill_(~is_counted[:, None], 0.0), *[None] * 7)
+
+
+class _Online:
+    """What is known of each token after some slices. See "One pass"."""
+
+    def __init__(self, hidden: torch.Tensor, labels: torch.Tensor, wants_gradient: bool) -> None:
+        self._hidden, self._labels = hidden, labels
+        self._wants_gradient = wants_gradient
+        num_tokens, num_columns = hidden.shape
+
+        def full(value: float, *shape: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.float32, device=hidden.device)
+
+        # Not minus infinity: its distance to itself is not a number.
+        self._most = full(torch.finfo(torch.float32).min, num_tokens)
+        self._sum = full(0.0, num_tokens)
+        self._of_label = full(0.0, num_tokens)
+        self._slope = full(1.0, num_tokens)
+        if wants_gradient:
+            self._rows = full(0.0, num_tokens, num_columns)
+            self._label_rows = torch.zeros_like(hidden)
+
+    def add(
+        self, first: int, rows: torch.Tensor, bias: torch.Tensor | None, steps: Sequence[Step]
+    ) -> None:
+        """Take in the logits of some rows of the head."""
+        rows = rows.to(self._hidden.dtype)  # under autocast
+        logits = _product(self._hidden, rows.t())
+        if bias is not None:
+            logits += bias[first : first + len(rows)]
+        logits, slope = _transformed(logits, steps, self._wants_gradient)
+        place = self._labels - first
+        is_here = (place >= 0) & (place < len(rows))
+        place = place.clamp(0, len(rows) - 1)
+
+        def labels_own(values: torch.Tensor) -> torch.Tensor:
+            return values.gather(1, place[:, None])[:, 0]
+
+        self._of_label = torch.where(is_here, labels_own(logits), self._of_label)
+        most = torch.maximum(self._most, logits.amax(dim=1))
+        shrunk = torch.exp(self._most - most)
+        powers = logits.sub_(most[:, None]).exp_()
+        self._most = most
+        self._sum = self._sum * shrunk + powers.sum(dim=1)
+        if not self._wants_gradient:
+            return
+        if isinstance(slope, torch.Tensor):
+            self._slope = torch.where(is_here, labels_own(slope), self._slope)
+            powers *= slope
+        elif slope != 1.0:
+            self._slope.fill_(slope)
+            powers *= slope
+        self._rows.mul_(shrunk[:, None]).add_(_product(powers.to(rows.dtype), rows))
+        self._label_rows = torch.where(is_here[:, None], rows[place], self._label_rows)
+
+    def losses(self) -> torch.Tensor:
+        """Of each token, were its label to count."""
+        return self._sum.log() + self._most - self._of_label
+
+    def gradient(self) -> torch.Tensor:
+        """Of each token's loss by its hidden state, in float32. Uses the sums up."""
+        self._rows.div_(self._sum[:, None])
+        return self._rows.addcmul_(self._label_rows, self._slope[:, None], value=-1.0)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The matrix product in float32, of operands that may be narrower."""
+    if left.dtype == torch.float32:
+        return left @ right
+    if left.device.type == "cpu":
+        return left.float() @ right.float()
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _transformed(
+    logits: torch.Tensor, steps: Sequence[Step], wants_slope: bool
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The logits after ``steps``, and the derivative of that. Writes to ``logits``."""
+    slope: torch.Tensor | float = 1.0
+    for kind, number in steps:
+        if kind == "tanh":
+            logits.tanh_()
+            if wants_slope:
+                slope = slope * (1.0 - logits * logits)
+        elif kind == "multiply":
+            logits *= number
+            slope = slope * number
+        else:
+            logits /= number
+            slope = slope / number
+    return logits, slope
+
+
+def _require_in_range(labels: torch.Tensor, num_rows: int, ignore_index: int) -> None:
+    is_right = ((labels >= 0) & (labels < num_rows)) | (labels == ignore_index)
+    if labels.device.type == "cuda":
+        torch._assert_async(is_right.all(), f"a label is not below {num_rows}")
+    elif labels.device.type == "cpu" and not bool(is_right.all()):
+        found = int(labels[~is_right][0])
+        raise IndexError(
+            f"labels: expected {ignore_index} or numbers from 0 to {num_rows - 1}, the rows of "
+            f"the head, found {found}"
+        )

@@ -1,0 +1,81 @@
+"""Rows of a matrix in host memory, in order, through two buffers on the device.
+
+Note: Slices
+    The head is used once in a forward, from its first row to its last, a slice at a time. So two
+    buffers do: the next slice is copied into the one while the other is computed with. The rules
+    are those of slots (see "Slot lifetime" in ``poros.streams``): a copy waits until the device has
+    read what was there, and the compute stream waits for the copy. The slices travel on a copy
+    stream of their own, beside the blocks.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from poros.head.loss import slice_width
+from poros.streams import Event, StreamContext
+
+
+class SliceReader:
+    """Brings a matrix in host memory to the device, some rows at a time.
+
+    Args:
+        name: Of the matrix.
+        matrix: In host memory, of shape (rows, columns), contiguous; page-locked, or its copies
+            make the host wait.
+        streams: Of the blocks; slices get a copy stream beside it.
+
+    Attributes:
+        num_bytes: Of the two buffers on the device.
+        h2d_num_bytes: Of the slices that went there so far.
+        check: Called with the name, the matrix, which rows these are, and the rows that came, if
+            set.
+
+    Raises:
+        torch.OutOfMemoryError: If the buffers do not fit on the device.
+    """
+
+    def __init__(self, name: str, matrix: torch.Tensor, streams: StreamContext) -> None:
+        self.h2d_num_bytes = 0
+        self.check: Callable[[str, torch.Tensor, slice, torch.Tensor], None] | None = None
+        self._name, self._matrix = name, matrix
+        self._streams = streams.beside()
+        self._width = slice_width(1, *matrix.shape)
+        row_num_bytes = matrix.shape[1] * matrix.element_size()
+        size = self._width * row_num_bytes
+        self._buffers = [self._streams.allocate(size) for _ in range(min(2, self._num_slices))]
+        self.num_bytes = size * len(self._buffers)
+
+    @property
+    def _num_slices(self) -> int:
+        return -(-self._matrix.shape[0] // self._width)
+
+    def __call__(self, width: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """All rows in order, ``width`` at a time: see ``poros.head.loss.Slices``.
+
+        Args:
+            width: At most that of a slice for a single token.
+
+        Streams:
+            The compute stream waits for each slice; the host for nothing.
+        """
+        firsts = range(0, self._matrix.shape[0], width)
+        # Whatever the last pass has read, or whoever left it half-way.
+        released = [self._streams.record()] * len(self._buffers)
+        coming = self._bring(0, width, released)
+        for first in firsts:
+            rows, copied = coming
+            if first + width < self._matrix.shape[0]:
+                coming = self._bring(first + width, width, released)
+            self._streams.wait(copied)
+            if self.check is not None:
+                self.check(self._name, self._matrix, slice(first, first + len(rows)), rows)
+            yield first, rows
+            released[first // width % len(released)] = self._streams.record()
+
+    def _bring(self, first: int, width: int, released: list[Event]) -> tuple[torch.Tensor, Event]:
+        source = self._matrix[first : first + width]
+        number = first // width % len(self._buffers)
+        target = self._buffers[number][: source.nbytes].view(source.dtype).view(source.shape)
+        self.h2d_num_bytes += source.nbytes
+        return target, self._streams.copy(target, source, after=released[number])

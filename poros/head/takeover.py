@@ -1,0 +1,133 @@
+"""Takes a model's head and loss over: its loss is computed in slices, its logits when read.
+
+Note: Generically
+    Nothing here knows a family. The head, an ordinary linear module, hands out ``LazyLogits``
+    instead of logits, and the model's ``loss_function``, which transformers lets one set, takes
+    them. What a family does in between is noted by the logits, or has them computed; then its loss
+    is the one it has always had.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.head.logits import LazyLogits, Origin
+from poros.head.loss import Slices, sliced_cross_entropy
+
+logger = logging.getLogger(__name__)
+
+_LOUD_NUM_BYTES = 2**26
+"""Logits from this size on are mentioned when they are computed."""
+
+
+def slice_loss(base: Any, head: nn.Linear, read: Slices | None = None) -> Callable[[], None]:
+    """Have the loss of ``base`` computed in slices of ``head``.
+
+    Args:
+        base: A transformers causal language model.
+        head: Its head, as chosen by ``poros.head.choice``.
+        read: Gives its rows; those of its weight if None.
+
+    Returns:
+        What undoes it.
+    """
+    taken = _Head(head, read or _rows_of(head), base.loss_function)
+    had_loss = base.__dict__.get("_loss_function")
+    head.__dict__["forward"] = taken.forward
+    base.loss_function = taken.loss
+
+    def undo() -> None:
+        if head.__dict__.get("forward") == taken.forward:
+            del head.__dict__["forward"]
+        if base.__dict__.get("_loss_function") == taken.loss:
+            del base._loss_function
+            if had_loss is not None:
+                base.loss_function = had_loss
+
+    return undo
+
+
+class _Head:
+    """What one head does, and the loss behind it."""
+
+    def __init__(self, head: nn.Linear, read: Slices, own_loss: Callable[..., Any]) -> None:
+        self._head, self._read, self._own_loss = head, read, own_loss
+        self._own_forward = type(head).forward.__get__(head)
+        self._has_told = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """In place of the head's own."""
+        autocast = torch.is_autocast_enabled(input.device.type)
+        is_usual = input.shape[-1:] == (self._head.in_features,) and (
+            autocast or input.dtype == self._head.weight.dtype
+        )
+        if not is_usual or type(input) is not torch.Tensor:
+            return self._own_forward(input)
+        return LazyLogits(Origin.of(input, self._head, self._own_forward, self._tell))
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """In place of transformers' ``ForCausalLMLoss``, with its arguments and its meaning."""
+        if (
+            not isinstance(logits, LazyLogits)
+            or logits.is_computed
+            or vocab_size != self._head.out_features
+        ):
+            loss: torch.Tensor = self._own_loss(
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+            return loss
+        if shift_labels is None:
+            # A token's label is the token behind it.
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        hidden = logits.origin.hidden
+        shift_labels = shift_labels.reshape(-1).to(hidden.device)
+        total = sliced_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]).to(logits.origin.dtype),
+            shift_labels,
+            self._read,
+            self._head.out_features,
+            bias=self._head.bias,
+            steps=logits.steps,
+            ignore_index=ignore_index,
+        )
+        if num_items_in_batch is None:
+            return total / (shift_labels != ignore_index).sum()
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+    def _tell(self, num_bytes: int) -> None:
+        if num_bytes >= _LOUD_NUM_BYTES and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "poros: something other than the model's loss reads the logits, so they are "
+                "computed whole, %.2f GB of them (compute_metrics? a loss of one's own?)",
+                num_bytes / 1e9,
+            )
+
+
+def _rows_of(head: nn.Linear) -> Slices:
+    def read(width: int) -> Iterator[tuple[int, torch.Tensor]]:
+        weight = head.weight.detach()
+        for first in range(0, len(weight), width):
+            yield first, weight[first : first + width]
+
+    return read

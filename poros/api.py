@@ -154,6 +154,8 @@ def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
             keep_last=wanted.keep_last,
             offload_boundaries=wanted.offload_inputs,
             stream_embedding=policy.stream_embedding,
+            loss=policy.loss,
+            stream_head=policy.stream_head,
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
         )

@@ -270,6 +270,13 @@ def plan(
     stream_embedding: Annotated[
         bool, typer.Option(help="Keep the embedding in host memory.")
     ] = False,
+    loss: Annotated[
+        str, typer.Option(help="chunked: in slices of the vocabulary; reference: the model's own.")
+    ] = "reference",
+    stream_head: Annotated[
+        bool | None,
+        typer.Option(help="Keep the head in host memory.", show_default="if the loss is chunked"),
+    ] = None,
     self_check: Annotated[
         bool, typer.Option(help="Plan for the first step too, which is checked.")
     ] = True,
@@ -316,6 +323,8 @@ def plan(
             optimizer=optimizer,
             offload_boundaries=offload_boundaries,
             stream_embedding=stream_embedding,
+            loss=loss,
+            stream_head=stream_head,
             self_check=self_check,
             speeds=speeds,
         )

@@ -46,19 +46,27 @@ def choose_head(model: nn.Module, base: Any, loss: str, wanted: bool | None) -> 
         loss: ``StreamingPolicy.loss``.
         wanted: ``StreamingPolicy.stream_head``.
     """
+    found, in_vain = find_head(model, base, loss, wanted)
+    for reason in in_vain:
+        logger.warning("poros: %s", reason)
+    return found
+
+
+def find_head(
+    model: nn.Module, base: Any, loss: str, wanted: bool | None
+) -> "tuple[Head | None, list[str]]":
+    """As ``choose_head``, with what was asked for in vain, and why, instead of saying it."""
     if loss == "reference" and not wanted:
-        return None
+        return None, []
     head = base.get_output_embeddings()
     adapted = adapted_modules(model)
-    own = why_own_head(head, adapted)
-    if own is None and loss == "chunked":
-        own_loss = why_own_loss(base)
-        if own_loss is not None:
-            logger.warning("poros: loss='chunked', but the model keeps its own: %s", own_loss)
-            loss = "reference"
-    if own is not None:
-        logger.warning("poros: the model keeps its own head and loss: %s", own)
-        return None
+    why = why_own_head(head, adapted)
+    if why is not None:
+        return None, [f"the model keeps its own head and loss: {why}"]
+    in_vain = []
+    if loss == "chunked" and (why := why_own_loss(base)) is not None:
+        in_vain.append(f"loss='chunked', but the model keeps its own: {why}")
+        loss = "reference"
     # By itself only where nothing needs all of it at once.
     wanted = False if loss == "reference" and not wanted else wanted
     users = {
@@ -68,11 +76,13 @@ def choose_head(model: nn.Module, base: Any, loss: str, wanted: bool | None) -> 
     }
     is_on_host = stays_on_host(head.weight.nbytes, wanted)
     if is_on_host and not all(_reads_rows(module, head, adapted) for module in users.values()):
-        logger.warning("poros: the head stays on the device: something else uses its weight")
+        in_vain.append("the head stays on the device: something else uses its weight")
         is_on_host = False
+    if loss == "reference" and not is_on_host:
+        return None, in_vain
     name = next(name for name, module in users.items() if module is head)
-    found = Head(name, head, loss == "chunked", is_on_host, tuple(users.values()), tuple(users))
-    return found if found.is_sliced or found.is_on_host else None
+    is_sliced = loss == "chunked"
+    return Head(name, head, is_sliced, is_on_host, tuple(users.values()), tuple(users)), in_vain
 
 
 def _reads_rows(module: nn.Module, head: nn.Module, adapted: Collection[int]) -> bool:

@@ -64,7 +64,8 @@ class Origin(NamedTuple):
         tell: Callable[[int], None],
     ) -> "Origin":
         """A call of ``head`` with ``hidden``, now."""
-        autocast = AutocastState.capture(hidden.device.type)
+        # Nothing autocasts what has no memory.
+        autocast = AutocastState.capture("cpu" if hidden.is_meta else hidden.device.type)
         return cls(
             hidden,
             project,

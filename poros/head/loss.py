@@ -200,6 +200,8 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left @ right
     if left.device.type == "cpu":
         return left.float() @ right.float()
+    if left.device.type == "meta":
+        return left.new_empty((len(left), right.shape[1]), dtype=torch.float32)
     return torch.mm(left, right, out_dtype=torch.float32)
 
 

@@ -16,6 +16,13 @@ from poros.head.loss import slice_width
 from poros.streams import Event, StreamContext
 
 
+def buffer_sizes(matrix: torch.Tensor) -> list[int]:
+    """Bytes of the buffers that slices of ``matrix`` travel through."""
+    num_rows, num_columns = matrix.shape
+    width = slice_width(1, num_rows, num_columns)
+    return [width * num_columns * matrix.element_size()] * min(2, -(-num_rows // width))
+
+
 class SliceReader:
     """Brings a matrix in host memory to the device, some rows at a time.
 
@@ -40,15 +47,8 @@ class SliceReader:
         self.check: Callable[[str, torch.Tensor, slice, torch.Tensor], None] | None = None
         self._name, self._matrix = name, matrix
         self._streams = streams.beside()
-        self._width = slice_width(1, *matrix.shape)
-        row_num_bytes = matrix.shape[1] * matrix.element_size()
-        size = self._width * row_num_bytes
-        self._buffers = [self._streams.allocate(size) for _ in range(min(2, self._num_slices))]
-        self.num_bytes = size * len(self._buffers)
-
-    @property
-    def _num_slices(self) -> int:
-        return -(-self._matrix.shape[0] // self._width)
+        self._buffers = [self._streams.allocate(size) for size in buffer_sizes(matrix)]
+        self.num_bytes = sum(buffer.nbytes for buffer in self._buffers)
 
     def __call__(self, width: int) -> Iterator[tuple[int, torch.Tensor]]:
         """All rows in order, ``width`` at a time: see ``poros.head.loss.Slices``.

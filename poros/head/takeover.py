@@ -60,13 +60,13 @@ class _Head:
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """In place of the head's own."""
-        autocast = torch.is_autocast_enabled(input.device.type)
+        origin = Origin.of(input, self._head, self._own_forward, self._tell)
         is_usual = input.shape[-1:] == (self._head.in_features,) and (
-            autocast or input.dtype == self._head.weight.dtype
+            origin.autocast.enabled or input.dtype == self._head.weight.dtype
         )
         if not is_usual or type(input) is not torch.Tensor:
             return self._own_forward(input)
-        return LazyLogits(Origin.of(input, self._head, self._own_forward, self._tell))
+        return LazyLogits(origin)
 
     def loss(
         self,

@@ -24,9 +24,11 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils.output_capturing import _active_collector
 
 from poros.errors import UnsupportedModelError
+from poros.head.choice import find_head
+from poros.head.takeover import slice_loss
 from poros.model.inspect import find_layers
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
-from poros.planning.meta_model import Recipe, shapes_of
+from poros.planning.meta_model import Recipe, base_of, shapes_of
 from poros.planning.request import PlanRequest
 
 
@@ -38,22 +40,24 @@ class CostModel:
         self.model: Any = recipe.make()
         self.shapes = shapes_of(self.model)
         _, self.layers = find_layers(self.model)
-        self._costs: dict[tuple[int, int], StepCost] = {}
+        self._costs: dict[tuple[int, int, str], StepCost] = {}
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
-        return plan_for(self.shapes, self.cost(request.batch_size, request.seq_len), request)
+        cost = self.cost(request.batch_size, request.seq_len, request.loss)
+        return plan_for(self.shapes, cost, request)
 
-    def cost(self, batch_size: int, seq_len: int) -> StepCost:
-        """What one micro-batch costs.
+    def cost(self, batch_size: int, seq_len: int, loss: str = "reference") -> StepCost:
+        """What one micro-batch costs, with a loss as in ``StreamingPolicy``.
 
         Raises:
             UnsupportedModelError: If the model cannot be run on the meta device.
         """
-        shape = batch_size, seq_len
+        shape = batch_size, seq_len, loss
         if shape not in self._costs:
             try:
-                self._costs[shape] = step_cost(self.model, self.layers, *shape)
+                with _loss_as(loss, self.model):
+                    self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
             except (RuntimeError, NotImplementedError) as error:
                 name, config = type(self.model).__name__, self.model.config
                 raise UnsupportedModelError(
@@ -61,6 +65,19 @@ class CostModel:
                     f"{config.model_type!r}, which does not: {error}"
                 ) from error
         return self._costs[shape]
+
+
+@contextmanager
+def _loss_as(loss: str, model: Any) -> Iterator[None]:
+    """Within it, the loss of ``model`` is computed as a policy says."""
+    base = base_of(model)
+    head, _ = find_head(model, base, loss, False)
+    undo = None if head is None else slice_loss(base, head.module)
+    try:
+        yield
+    finally:
+        if undo is not None:
+            undo()
 
 
 class LiveBytes(TorchDispatchMode):

@@ -47,6 +47,17 @@ _MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256
 
 
 @dataclass(frozen=True)
+class SlicedHead:
+    """Bytes of a head in host memory."""
+
+    matrix: int
+    buffers: int
+    """On the device, for slices of it."""
+    is_tied: bool
+    """Whether it is the embedding's matrix too."""
+
+
+@dataclass(frozen=True)
 class Shapes:
     """Sizes of a model with adapters, in bytes unless said otherwise."""
 
@@ -67,6 +78,8 @@ class Shapes:
     on_host: Sequence[tuple[str, int]] = ()
     """Of the matrices of embeddings that can stay in host memory: which of the three holds it, and
     its size."""
+    sliced_head: "SlicedHead | None" = None
+    """The head, if a loss can be computed in slices that come from host memory."""
 
     @property
     def num_adapter_parameters(self) -> int:
@@ -256,6 +269,12 @@ class _Formula:
         on_host: Counter[str] = Counter()
         for term, num_bytes in shapes.on_host:
             on_host[term] += num_bytes * stays_on_host(num_bytes, request.stream_embedding)
+        head = self._streamed_head()
+        if head is not None and head.is_tied:
+            on_host["embedding"] = head.matrix
+        elif head is not None:
+            on_host["head"] = head.matrix
+        buffers = 0 if head is None else head.buffers
         peak = max(self._later_step(first_kept, offload), key=sum)
         terms = {
             "slots": sum(slot_sizes(ring, found.ring_slots)) if ring else 0,
@@ -264,7 +283,7 @@ class _Formula:
             "optimizer": self.optimizer.state,
             **dict(zip(_COMING_AND_GOING, peak, strict=True)),
             "embedding": shapes.embedding - on_host["embedding"],
-            "head": shapes.head,
+            "head": shapes.head - on_host["head"] + buffers,
             "other": shapes.other - on_host["other"],
             "inputs": self.cost.inputs + self.cost.shared,
         }
@@ -273,7 +292,7 @@ class _Formula:
             terms["self-check"] = max(0, *self._first_step(first_kept, offload), later) - later
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
-        forward = sum(loaded[found.ring_slots :])
+        forward = sum(loaded[found.ring_slots :]) + (0 if head is None else head.matrix)
         backward = sum(loaded[: len(loaded) - found.ring_slots])
         boundaries = first_kept * self.cost.boundary if offload else 0
         return MemoryPlan(
@@ -294,6 +313,13 @@ class _Formula:
             speeds=request.speeds,
             options={"batch_size": request.batch_size, "seq_len": request.seq_len},
         )
+
+    def _streamed_head(self) -> SlicedHead | None:
+        """The head, if it comes from host memory in slices."""
+        head, wanted = self.shapes.sliced_head, self.request.stream_head
+        if head is None or self.request.loss != "chunked":
+            return None
+        return head if stays_on_host(head.matrix, wanted) else None
 
     def _boundaries(self, num_inputs: int, offload: bool) -> int:
         """Bytes of so many layers' inputs, as far as they are on the device."""

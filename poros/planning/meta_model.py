@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
+from poros.head.choice import find_head
 from poros.head.embedding import find_embeddings
+from poros.head.slices import buffer_sizes
 from poros.layer.staying import small_parts
 from poros.layout import BlockLayout
 from poros.loaders.build import one_at_a_time
@@ -23,7 +25,7 @@ from poros.loaders.source import find_config
 from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
 from poros.model.inspect import find_frozen, find_layers
 from poros.nf4 import QUANT_TYPES, Format, is_4bit, own, part_tensors
-from poros.planning.formula import Shapes
+from poros.planning.formula import Shapes, SlicedHead
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -289,9 +291,18 @@ def shapes_of(model: nn.Module) -> Shapes:
             ("embedding" if id(each.matrix) in embedding else "other", each.matrix.nbytes)
             for each in embeddings
         ],
+        sliced_head=_sliced_head(model, base, set(embedding)),
         num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
         num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
     )
+
+
+def _sliced_head(model: nn.Module, base: Any, embedding: set[int]) -> SlicedHead | None:
+    head, _ = find_head(model, base, "chunked", True)
+    if head is None or not head.is_sliced or not head.is_on_host:
+        return None
+    matrix = head.matrix
+    return SlicedHead(matrix.nbytes, sum(buffer_sizes(matrix)), id(matrix) in embedding)
 
 
 def _frozen_of(module: nn.Module | None) -> dict[int, torch.Tensor]:

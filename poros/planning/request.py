@@ -32,6 +32,8 @@ class PlanRequest:
         offload_boundaries: Whether inputs of recomputed layers wait in host memory; None does so
             only if the budget is too small otherwise.
         stream_embedding: As in ``StreamingPolicy``.
+        loss: Likewise.
+        stream_head: Likewise; with ``loss="reference"`` the head counts as if it were resident.
         self_check: Plan for the first step too, in which every layer is checked.
         optimizer: As in ``TrainingArguments.optim``.
         optimizer_num_bytes: The state, in bytes, of an optimizer that is not known by name.
@@ -50,6 +52,8 @@ class PlanRequest:
     keep_last: int | None = None
     offload_boundaries: bool | None = None
     stream_embedding: bool | None = False
+    loss: str = "reference"
+    stream_head: bool | None = False
     self_check: bool = False
     optimizer: str = "adamw_torch_fused"
     optimizer_num_bytes: int | None = None
@@ -64,6 +68,8 @@ class PlanRequest:
             slots=self.num_slots,
             keep_last=self.keep_last,
             vram_budget=self.vram_budget,
+            loss=self.loss,
+            stream_head=self.stream_head,
         )
 
     @property

@@ -73,6 +73,7 @@ class HostMatrix(torch.Tensor):
             if operator in _ALIASES:
                 return HostMatrix(first.host, first._reader, first._name, first._has_said)
             if operator is _ATEN.slice.Tensor:
+                first._require_as_prepared()
                 part = operator(first.host, *args[1:], **kwargs)
                 if part.is_contiguous():
                     return HostMatrix(part, first._reader, first._name, ["a slice"])
@@ -81,6 +82,10 @@ class HostMatrix(torch.Tensor):
         return _whole(operator, args, kwargs)
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
+        self._require_as_prepared()
+        return self._reader.rows(self._name, self.host, indices)
+
+    def _require_as_prepared(self) -> None:
         if self.dtype != self.host.dtype or self.device != self._reader.device:
             raise PreparedModelError(
                 f"{self._name}: expected {self.host.dtype} on {self._reader.device} as prepared, "
@@ -93,7 +98,6 @@ class HostMatrix(torch.Tensor):
                 f"{self._name}: expected it frozen as prepared, found it made trainable; its bytes "
                 "are in host memory. Call poros.restore(model), then prepare again"
             )
-        return self._reader.rows(self._name, self.host, indices)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__reduce_ex__(2)
@@ -137,6 +141,7 @@ def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     def whole(value: Any) -> Any:
         if not isinstance(value, HostMatrix):
             return value
+        value._require_as_prepared()
         if not value._has_said:
             value._has_said.append(str(operator))
             logger.warning(

@@ -215,8 +215,9 @@ class LazyLogits(torch.Tensor):
         kwargs = kwargs or {}
         if func in _FORM:
             return on_plain_tensors(func, *args)
-        if isinstance(args[0], LazyLogits) and not args[0].is_computed:
-            noted = args[0]._noted(func, args[1:], kwargs)
+        first = args[0] if args else None
+        if isinstance(first, LazyLogits) and not first.is_computed:
+            noted = first._noted(func, args[1:], kwargs)
             if noted is not None:
                 return noted
 

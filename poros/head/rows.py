@@ -32,7 +32,7 @@ class RowReader:
 
     Attributes:
         num_index_transfers: Tensors of indices that came to the host. Likewise ``h2d_num_bytes`` of
-            rows that went to the device.
+            rows that went to the device, one by one or all of them.
         check: Called with a matrix's name, the matrix, indices and the rows that came, if set.
         fallbacks: What could not be had, one line each; each was logged once.
     """
@@ -93,6 +93,7 @@ class RowReader:
             The compute stream waits for the copy; so does the host if the memory is pageable.
         """
         target = self._streams.borrow(matrix.shape, matrix.dtype)
+        self.h2d_num_bytes += matrix.nbytes
         self._streams.wait(self._streams.copy(target, matrix, after=self._streams.record()))
         return target
 

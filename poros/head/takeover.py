@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros.errors import PreparedModelError
 from poros.head.logits import LazyLogits, Origin
 from poros.head.loss import Slices, sliced_cross_entropy
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOUD_NUM_BYTES = 2**26
 """Logits from this size on are mentioned when they are computed."""
 
@@ -34,7 +36,7 @@ def slice_loss(base: Any, head: nn.Linear, read: Slices | None = None) -> Callab
     Returns:
         What undoes it.
     """
-    taken = _Head(head, read or _rows_of(head), base.loss_function)
+    taken = _Head(head, read, base.loss_function)
     had_loss = base.__dict__.get("_loss_function")
     head.__dict__["forward"] = taken.forward
     base.loss_function = taken.loss
@@ -53,18 +55,34 @@ def slice_loss(base: Any, head: nn.Linear, read: Slices | None = None) -> Callab
 class _Head:
     """What one head does, and the loss behind it."""
 
-    def __init__(self, head: nn.Linear, read: Slices, own_loss: Callable[..., Any]) -> None:
-        self._head, self._read, self._own_loss = head, read, own_loss
+    def __init__(self, head: nn.Linear, read: Slices | None, own_loss: Callable[..., Any]) -> None:
+        self._head, self._own_loss = head, own_loss
+        self._read = read or _rows_of(head)
+        self._taken_weight = None if read is None else head.weight
         self._own_forward = type(head).forward.__get__(head)
         self._has_told = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """In place of the head's own."""
+        """In place of the head's own.
+
+        Raises:
+            PreparedModelError: If the weight whose bytes are in host memory is another one now.
+        """
+        if self._taken_weight is not None and self._head.weight is not self._taken_weight:
+            raise PreparedModelError(
+                "the head's weight: expected the one that poros.prepare took over, found it "
+                "replaced; its bytes are in host memory. Call poros.restore(model) before changing "
+                "the head, then prepare again"
+            )
         origin = Origin.of(input, self._head, self._own_forward, self._tell)
-        is_usual = input.shape[-1:] == (self._head.in_features,) and (
-            origin.autocast.enabled or input.dtype == self._head.weight.dtype
+        is_usual = (
+            not any(parameter.requires_grad for parameter in self._head.parameters())
+            and type(input) is torch.Tensor
+            and input.shape[-1:] == (self._head.in_features,)
+            and origin.dtype in _DTYPES
+            and (origin.autocast.enabled or input.dtype == origin.dtype)
         )
-        if not is_usual or type(input) is not torch.Tensor:
+        if not is_usual:
             return self._own_forward(input)
         return LazyLogits(origin)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import poros
@@ -16,6 +17,7 @@ from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams
 from poros.gates.kinds import attach
 from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_digests, train
+from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
 
 Model = Any
@@ -74,6 +76,8 @@ class Run:
     num_layers: int = 4
     hidden_size: int = 64
     num_tokens: int = 12
+    loss: str = "reference"
+    """As in ``StreamingPolicy``. The slices are as narrow as ``narrow_slices`` makes them."""
     is_watched: bool = False
     """In any dispatch mode, autocast gives other bits: both arms have to be in it."""
 
@@ -106,6 +110,8 @@ class Residents:
         if run not in self._trajectories:
             model = run.model(self.bases)
             start = start_digests(model)
+            if run.loss == "chunked":
+                slice_resident_loss(model)
             with AdversarialStreams().watch() if run.is_watched else nullcontext():
                 trajectory = run.train(model)
             require_telling(trajectory, run, model)
@@ -130,6 +136,19 @@ class Residents:
         expected = self.facts(subject, program)
         model = (prepare or streamed)(subject(self.bases), **policy)
         return changes(expected, observe(model, program))
+
+
+def slice_resident_loss(model: Model) -> Model:
+    """A resident model whose loss is computed in slices; nothing of it streams."""
+    base = model.get_base_model()
+    slice_loss(base, base.get_output_embeddings())
+    return model
+
+
+def narrow_slices(patch: pytest.MonkeyPatch) -> None:
+    """Several slices of a small vocabulary, the last one narrower."""
+    for name in ("_MOST_WEIGHTS", "_ALIGNMENT", "_LEAST_WIDTH"):
+        patch.setattr(f"poros.head.loss.{name}", 96)
 
 
 def streamed(model: Model, **policy: Any) -> Model:

@@ -32,7 +32,7 @@ from poros.self_check.compare import Difference
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.streams import EagerStreams, StreamContext
-from tests.exact.arms import Model, Residents, Run
+from tests.exact.arms import Model, Residents, Run, narrow_slices
 from tests.faults.planting import publish_detached
 from tests.snapshots import layers_of
 from tests.support import same_bits
@@ -120,6 +120,26 @@ def cells() -> Iterator[Cell]:
         yield Cell(run, "watched", {"stream_embedding": True, **OFF})
     yield Cell(AUTOCAST, policy={"stream_embedding": True})
 
+    # The loss in slices, against a resident run with the same loss: the head resident or in host
+    # memory, where Gemma's is the embedding too. Gemma 4 caps its logits, Mixtral adds to its loss.
+    for name in ("qwen2", "gemma4", "mixtral"):
+        run = Run(architecture=name, num_steps=3, accumulation=2, loss="chunked")
+        yield Cell(run)
+        for policy in ({}, {"slots": 4, "keep_last": 4}):
+            yield Cell(run, policy={"stream_head": True, **policy})
+            yield Cell(run, "adversarial", {"stream_head": True, **policy})
+        yield Cell(run, "watched", {"stream_head": True, **OFF})
+    run = Run(dtype=FP32, loss="chunked")
+    yield Cell(run, "adversarial", {"stream_head": True, "stream_embedding": True})
+    yield Cell(replace(AUTOCAST, loss="chunked"), policy={"stream_head": True})
+    # The model's own loss, with its head in host memory, whole for as long as it is used.
+    yield Cell(Run(), policy={"stream_head": True})
+
+
+@pytest.fixture(autouse=True)
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow_slices(monkeypatch)
+
 
 def as_parameter(cell: Cell) -> Any:
     return pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if cell.is_slow else [])
@@ -134,7 +154,8 @@ def run_streamed(
     model = cell.run.model(residents.bases)
     assert start_digests(model) == residents.trajectory(cell.run)[1]
     with streams.watch() if cell.streams == "watched" else nullcontext():  # type: ignore[attr-defined]
-        policy = StreamingPolicy(**{"slots": 2, "device": "cpu", **cell.policy})
+        given = {"slots": 2, "device": "cpu", "loss": cell.run.loss, **cell.policy}
+        policy = StreamingPolicy(**given)
         prepare_with(model, policy, streams=streams)
         spoil(model)
         return model, cell.run.train(model), streams

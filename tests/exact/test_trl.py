@@ -6,18 +6,22 @@ loss, computed from the head's weight. The trainers are subclassed only to liste
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 import poros
 from poros.gates import tiny
 from poros.gates.reference import Entry, Trajectory, compare_trajectories
 from poros.gates.trainer_parity import ADAPTER_FILES, train_with_trainer
+from poros.head.host_matrix import HostMatrix
 
 trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
 datasets = pytest.importorskip("datasets", reason="trl needs datasets")
@@ -161,10 +165,10 @@ class Arms:
         return self.trainer.model
 
 
-def check(arms: Arms, **options: Any) -> Trajectory:
+def check(arms: Arms, policy: dict[str, Any] | None = None, **options: Any) -> Trajectory:
     """Both arms, compared in every bit; the streamed run."""
     expected = arms.run(**options)
-    found = arms.run(poros.prepare, **options)
+    found = arms.run(partial(poros.prepare, **(policy or {})), **options)
     assert [str(each) for each in compare_trajectories(expected, found)] == []
     assert poros.runtime(arms.model).self_check["status"] == "passed"
     assert poros.runtime(arms.model).stats()["num_loads"] > 0
@@ -221,6 +225,50 @@ def test_sft_with_an_adapter_made_by_the_trainer(tmp_path: Path) -> None:
     check(arms, attach_in_trainer=True)
 
 
+HEAD_ON_HOST = {"loss": "chunked", "stream_head": True, "stream_embedding": True}
+
+
+class Slices(TorchDispatchMode):
+    """Bytes of the matrices in host memory that operators were given, by their numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_rows: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if isinstance(args[0] if args else None, HostMatrix) and func is torch.ops.aten.t.default:
+            self.num_rows.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attach_in_trainer", [False, True])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_head_in_host_memory_is_read_slice_by_slice(
+    kind: str, attach_in_trainer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL computes losses from the head's weight; what it logs and trains is plain TRL's."""
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 200)
+    classes = {
+        "sft": (trl.SFTTrainer, trl.SFTConfig, TEXTS),
+        "dpo": (trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
+    }
+    arms = Arms(tmp_path, *classes[kind])
+    watch = Slices()
+    genuine = type(arms).run
+
+    def run(arms: Arms, prepare: Prepare | None = None, **options: Any) -> Trajectory:
+        with watch if prepare is not None else nullcontext():
+            return genuine(arms, prepare, **options)
+
+    monkeypatch.setattr(type(arms), "run", run)
+    check(arms, HEAD_ON_HOST, attach_in_trainer=attach_in_trainer)
+    weight = arms.model.get_base_model().lm_head.weight
+    assert isinstance(weight, HostMatrix)
+    assert watch.num_rows and max(watch.num_rows) <= 200 < len(weight)
+
+
 def test_dpo_with_the_start_of_the_adapter_as_reference(tmp_path: Path) -> None:
     """TRL adds a second adapter, "ref", to a model that comes with one."""
     arms = Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
@@ -242,8 +290,6 @@ def test_dpo_with_the_base_as_reference(options: dict[str, Any], tmp_path: Path)
 def test_control_a_reference_pass_that_keeps_the_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from contextlib import nullcontext
-
     arms = Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
     expected = arms.run(attach_in_trainer=True)
     monkeypatch.setattr("peft.PeftModel.disable_adapter", lambda model: nullcontext())

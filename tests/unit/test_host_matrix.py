@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.head.embedding import Embedding, keep_on_host
+from poros.head.embedding import keep_on_host
 from poros.head.host_matrix import HostMatrix
 from poros.head.rows import RowReader
 from poros.streams import EagerStreams, Event
@@ -29,7 +29,7 @@ def make(rows: int = 10, **options: Any) -> nn.Embedding:
 
 
 def on_host(module: nn.Embedding, reader: RowReader | None = None) -> Callable[[], None]:
-    return keep_on_host(Embedding("embed.weight", module), reader or RowReader(EagerStreams(CPU)))
+    return keep_on_host("embed.weight", [module], reader or RowReader(EagerStreams(CPU)))
 
 
 @pytest.mark.parametrize("ids", [IDS, IDS[0, 0], IDS[:, :0], IDS.int(), IDS.t()])
@@ -79,7 +79,6 @@ def test_what_is_saved_are_the_bytes_on_the_host() -> None:
 WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "product": lambda weight: torch.ones(2, 6, dtype=torch.bfloat16) @ weight.t(),
     "cast": lambda weight: weight.float(),
-    "part": lambda weight: weight[2:4],
     "copy to the host": lambda weight: weight.to("cpu", copy=True),
     "clone": lambda weight: weight.clone(),
     "in a list": lambda weight: torch.cat([weight, weight]),
@@ -98,6 +97,26 @@ def test_other_operators_get_the_whole_of_it(name: str, caplog: pytest.LogCaptur
             assert same_bits(found, WHOLE[name](make().weight))
     said = caplog.text.count("embed.weight (0.00 GB) is in host memory")
     assert said == (name != "copy to the host"), "once, if it goes to the device"
+
+
+def test_a_slice_of_rows_is_a_matrix_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Only its own rows move, and nothing is said."""
+    module, hidden = make(), torch.randn(3, 6).to(torch.bfloat16)
+    reader = RowReader(EagerStreams(CPU))
+    on_host(module, reader)
+    with caplog.at_level(logging.WARNING):
+        for first, last in ((2, 4), (0, 3), (8, 12), (5, 5)):
+            part, expected = module.weight[first:last], make().weight[first:last]
+            assert isinstance(part, HostMatrix) and part.shape == expected.shape
+            before = reader.h2d_num_bytes
+            assert same_bits(hidden @ part.t(), hidden @ expected.t())
+            assert reader.h2d_num_bytes - before == expected.nbytes
+            assert same_bits(part[1:][:1].clone(), expected[1:][:1])
+            with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+                part.zero_()
+        columns = module.weight[:, 1:3]
+    assert not isinstance(columns, HostMatrix) and same_bits(columns, make().weight[:, 1:3])
+    assert caplog.text.count("in host memory") == 1, "for the columns"
 
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {

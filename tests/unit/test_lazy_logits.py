@@ -1,0 +1,219 @@
+"""Logits that are computed when read: whoever reads them gets what the head gives, bit for bit."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from poros.errors import PreparedModelError
+from poros.head.logits import LazyLogits, Origin
+from poros.head.loss import Step
+
+V, H = 40, 8
+CAP = [Step("divide", 3.0), Step("tanh"), Step("multiply", 3.0)]
+Program = Callable[[torch.Tensor], Any]
+
+
+def head() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(H, V).to(torch.bfloat16).requires_grad_(False)
+
+
+def hidden(with_gradient: bool = True) -> torch.Tensor:
+    torch.manual_seed(2)
+    leaf = torch.randn(2, 5, H).to(torch.bfloat16).requires_grad_(with_gradient)
+    return leaf
+
+
+def lazily(given: torch.Tensor, told: list[int] | None = None) -> LazyLogits:
+    module = head()
+    return LazyLogits(Origin.of(given, module, module.forward, (told or []).append))
+
+
+def test_its_form_is_known_before_it_is_computed() -> None:
+    told = list[int]()
+    module = head()
+    logits = LazyLogits(Origin.of(hidden(), module, module.forward, told.append))
+    plain = module(hidden())
+    for look in (
+        *(lambda t: t.shape, lambda t: t.dtype, lambda t: t.device, lambda t: t.size(-1)),
+        *(lambda t: t.dim(), lambda t: t.ndim, lambda t: t.numel(), len, lambda t: t.layout),
+        *(lambda t: t.requires_grad, lambda t: t.is_floating_point(), lambda t: t.is_cuda),
+    ):
+        assert look(logits) == look(plain)
+    assert isinstance(logits, torch.Tensor) and logits in {logits}
+    assert "is_computed=False" in repr(logits)
+    assert not logits.is_computed and told == []
+    assert torch.equal(logits, plain)
+    assert logits.is_computed and told == [plain.nbytes]
+    logits.sum()
+    assert told == [plain.nbytes], "once"
+
+
+@pytest.mark.parametrize(
+    ("program", "steps"),
+    [
+        (lambda t: t / 3, [Step("divide", 3.0)]),
+        (lambda t: t * 0.5, [Step("multiply", 0.5)]),
+        (lambda t: 2 * t, [Step("multiply", 2.0)]),
+        (
+            lambda t: torch.tanh(t / 3.0) * 3.0,
+            [Step("divide", 3.0), Step("tanh"), Step("multiply", 3.0)],
+        ),
+        (lambda t: t.float().tanh(), [Step("tanh")]),
+        (lambda t: t.to(torch.float32).contiguous(), []),
+        (lambda t: t.to("cpu"), []),
+        (lambda t: t.to("cpu", torch.float32) * 2, [Step("multiply", 2.0)]),
+    ],
+)
+def test_what_families_do_is_noted(program: Program, steps: list[Step]) -> None:
+    found, given = program(lazily(hidden())), hidden()
+    expected = program(head()(given))
+    assert isinstance(found, LazyLogits) and not found.is_computed
+    assert list(found.steps) == steps
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+def in_no_grad_first(logits: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        best = logits.argmax(-1)
+    return logits.gather(-1, best[..., None]).sum()
+
+
+def written_to(logits: torch.Tensor) -> torch.Tensor:
+    scaled = logits / 2
+    logits[..., 3] = 7.0
+    return scaled.sum() + logits.sum()
+
+
+def written_through_a_view(logits: torch.Tensor) -> torch.Tensor:
+    scaled = logits.float()
+    logits[0].mul_(3)
+    return scaled.sum() + logits.sum()
+
+
+def in_place(logits: torch.Tensor) -> torch.Tensor:
+    scaled = logits * 3
+    logits *= 2
+    return scaled.sum() + logits.sum()
+
+
+READERS: dict[str, Program] = {
+    "cross entropy": lambda t: F.cross_entropy(t.view(-1, V), torch.arange(10)),
+    "softmax": lambda t: t.float().softmax(-1).square().sum(),
+    "a slice": lambda t: t[:, -1, :].sum(),
+    "a slice of a cast": lambda t: t.float()[:, :-1].contiguous().logsumexp(-1).sum(),
+    "another tensor": lambda t: (t * t.new_tensor(0.5)).sum(),
+    "a tensor of the other side": lambda t: (torch.ones(V) / t).sum(),
+    "concatenated": lambda t: torch.cat([t, t], dim=0).sum(),
+    "stacked by keyword": lambda t: torch.stack(tensors=[t, t * 2]).sum(),
+    "a list of its rows": lambda t: sum(row.sum() for row in t),
+    "added": lambda t: (1 + t).sum(),
+    "divided by it": lambda t: (1 / t).sum(),
+    "einsum": lambda t: torch.einsum("btv,btv->", t, t),
+    "cloned": lambda t: t.clone().sum(),
+    "a copy in another dtype": lambda t: t.to(torch.float64).sum(),
+    "to, with a copy": lambda t: t.to(torch.float32, copy=True).sum(),
+    "like another tensor": lambda t: t.to(torch.ones((), dtype=torch.float32)).sum(),
+    "rounded division": lambda t: torch.div(t, 0.01, rounding_mode="trunc").sum() + t.sum(),
+    "in no_grad first": in_no_grad_first,
+    "written to": written_to,
+    "written through a view": written_through_a_view,
+    "in place": in_place,
+}
+
+
+@pytest.mark.parametrize("region", ["none", "autocast", "no_grad"])
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_it_gets_the_heads_own_bits(reader: str, region: str) -> None:
+    """Value and gradient; read outside of the region in which the head was called."""
+    results = []
+    for make in (lambda given: head()(given), lazily):
+        leaf = hidden()
+        given = leaf.float() if region == "autocast" else leaf * 1
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=region == "autocast"),
+            torch.set_grad_enabled(region != "no_grad"),
+        ):
+            logits = make(given)
+        value = READERS[reader](logits)
+        if region != "no_grad":
+            value.backward()
+        results.append((value.detach(), leaf.grad, value.requires_grad))
+    (expected, gradient, requires), (found, of_lazy, of_found) = results
+    assert torch.equal(found, expected) and requires == of_found == (region != "no_grad")
+    if gradient is not None:
+        assert gradient.any() and of_lazy is not None and torch.equal(of_lazy, gradient)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: pickle.loads(pickle.dumps(t.detach())),
+        lambda t: copy.deepcopy(t.detach()),
+        lambda t: t.detach().numpy(),
+        lambda t: torch.tensor(t.tolist()),
+        lambda t: torch.as_tensor(t.detach().float().cpu().numpy()),
+    ],
+)
+def test_it_leaves_as_an_ordinary_tensor(use: Program) -> None:
+    module = head().float()
+    given = hidden().float()
+    logits = LazyLogits(Origin.of(given, module, module.forward, lambda _: None))
+    found = torch.as_tensor(use(logits))
+    assert type(found) is torch.Tensor and torch.equal(found, module(given).detach())
+
+
+def test_a_hook_is_the_ordinary_tensors() -> None:
+    seen = []
+    for make in (lambda given: head()(given), lazily):
+        given, found = hidden(), list[torch.Tensor]()
+        logits = make(given)
+        logits.register_hook(found.append)
+        logits.retain_grad()
+        logits.sum().backward()
+        seen.append((found[0], logits.grad, given.grad))
+    for expected, found in zip(*seen, strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_hidden_states_that_were_written_to_are_refused() -> None:
+    given = hidden() * 1
+    logits = lazily(given)
+    given.add_(1)
+    with pytest.raises(PreparedModelError, match="found them written to"):
+        logits.sum()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.clone() * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
+def test_a_function_that_takes_it_unread_is_refused_before_a_gradient_is_lost() -> None:
+    leaf = hidden()
+    logits = lazily(leaf)
+    value = Doubled.apply(logits).sum()
+    with pytest.raises(PreparedModelError, match=r"Hand it logits\.clone\(\)"):
+        value.backward()
+    assert leaf.grad is None
+    Doubled.apply(lazily(leaf).clone()).sum().backward()
+    assert leaf.grad is not None and leaf.grad.any()
+    with torch.no_grad():
+        assert torch.equal(Doubled.apply(lazily(leaf)), head()(leaf) * 2)
+
+
+def test_code_below_python_is_refused() -> None:
+    with pytest.raises(PreparedModelError, match="found an autograd function or a compiled one"):
+        torch._C._disabled_torch_function_impl(torch.Tensor.add, (), (lazily(hidden()), 1), {})

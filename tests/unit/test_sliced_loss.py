@@ -1,0 +1,292 @@
+"""The loss in slices: how far it is from the exact one, by a derivation; and its edges.
+
+Bounds below are for one token, from the standard model of rounding (Higham, "Accuracy and Stability
+of Numerical Algorithms", chapter 3): a sum of n products is off by at most n u / (1 - n u) times
+the sum of their absolute values, whatever the order, u being the unit roundoff.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import poros.head.loss
+from poros.head.loss import Slices, Step, slice_width, sliced_cross_entropy
+from tests.exact.arms import narrow_slices
+
+N, V, H = 23, 1000, 48
+FP32 = 2.0**-24
+"""Unit roundoff of float32."""
+ROUNDOFF = {torch.float32: FP32, torch.bfloat16: 2.0**-8}
+CAP = (Step("divide", 5.0), Step("tanh"), Step("multiply", 5.0))
+STEPS = {"plain": (), "scaled": (Step("multiply", 0.25),), "capped": CAP}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow_slices(monkeypatch)
+
+
+class Case(NamedTuple):
+    hidden: torch.Tensor
+    head: torch.Tensor
+    bias: torch.Tensor
+    labels: torch.Tensor
+
+
+def case(dtype: torch.dtype, num_tokens: int = N) -> Case:
+    torch.manual_seed(num_tokens)
+    labels = torch.randint(0, V, (num_tokens,))
+    labels[2::5] = -100
+    hidden, head = torch.randn(num_tokens, H).to(dtype), (0.4 * torch.randn(V, H)).to(dtype)
+    return Case(hidden, head, torch.randn(V).to(dtype), labels)
+
+
+def rows_of(head: torch.Tensor, num_rows: int | None = None) -> Slices:
+    def read(width: int) -> Iterator[tuple[int, torch.Tensor]]:
+        for first in range(0, num_rows or len(head), width):
+            yield first, head[first : first + width]
+
+    return read
+
+
+def sliced(given: Case, steps: tuple[Step, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over tokens and its gradient."""
+    hidden = given.hidden.clone().requires_grad_()
+    loss = sliced_cross_entropy(
+        hidden, given.labels, rows_of(given.head), V, bias=given.bias, steps=steps
+    )
+    loss.backward()
+    assert hidden.grad is not None
+    return loss.detach(), hidden.grad
+
+
+def transformed(logits: torch.Tensor, steps: tuple[Step, ...]) -> torch.Tensor:
+    for kind, number in steps:
+        logits = {
+            "multiply": lambda z, n=number: z * n,
+            "divide": lambda z, n=number: z / n,
+            "tanh": lambda z: torch.tanh(z),
+        }[kind](logits)
+    return logits
+
+
+class Exact(NamedTuple):
+    """In float64, and what bounds are made of."""
+
+    losses: torch.Tensor
+    gradient: torch.Tensor
+    logits: torch.Tensor
+    before: torch.Tensor
+    """Logits before the steps."""
+    absolute: torch.Tensor
+    """Of the same, sums of absolute values: tokens x vocabulary."""
+    rows: torch.Tensor
+    """Sum of the absolute rows that a token's gradient consists of."""
+    scale: float
+    """By how much the steps enlarge an error at most."""
+
+
+def exact(given: Case, steps: tuple[Step, ...]) -> Exact:
+    hidden = given.hidden.double().requires_grad_()
+    head, bias = given.head.double(), given.bias.double()
+    before = hidden @ head.T + bias
+    logits = transformed(before, steps)
+    losses = F.cross_entropy(logits, given.labels, reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum(), hidden, retain_graph=True)
+    (slope,) = torch.autograd.grad(logits.sum(), before)
+    weight = torch.softmax(logits.detach(), 1)
+    weight = weight + F.one_hot(given.labels.clamp(min=0), V)
+    scale = 1.0
+    for kind, number in steps:
+        scale *= {"multiply": number, "divide": 1 / number, "tanh": 1.0}[kind]
+    absolute = hidden.detach().abs() @ head.abs().T + bias.abs()
+    rows = (weight * slope.abs()) @ head.abs()
+    return Exact(losses.detach(), gradient, logits.detach(), before.detach(), absolute, rows, scale)
+
+
+def of_sum(number: int) -> float:
+    return number * FP32 / (1 - number * FP32)
+
+
+def logits_bound(found: Exact, steps: tuple[Step, ...], rounding: float) -> torch.Tensor:
+    """By how much a token's logits are off: sums in float32, results rounded by ``rounding``."""
+    product = of_sum(H + 1) * found.absolute.amax(1) + rounding * found.before.abs().amax(1)
+    # Each step rounds what it gives; tanh is good to two roundoffs.
+    largest = found.logits.abs().amax(1) + found.before.abs().amax(1) * found.scale + 5.0
+    return found.scale * product + 2 * len(steps) * max(rounding, FP32) * largest
+
+
+def losses_bound(found: Exact, off: torch.Tensor) -> torch.Tensor:
+    """Of the loss: its label's logit, the log of the sum of exponentials, and rounding of those."""
+    num_slices = -(-V // 96)
+    distance = 2 * found.logits.abs().amax(1)
+    # Of each exponential: the difference that is its argument, and the function; then the sum.
+    exponentials = of_sum(4) * (distance + 1) + of_sum(V + 3 * num_slices)
+    return 2 * off + exponentials + of_sum(4) * (distance + found.losses + 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_loss_is_as_near_as_derived(kind: str, dtype: torch.dtype) -> None:
+    given, steps = case(dtype), STEPS[kind]
+    true = exact(given, steps)
+    loss, gradient = sliced(given, steps)
+    off = logits_bound(true, steps, FP32)
+    bound = losses_bound(true, off)
+    total = bound.sum() + of_sum(N) * (true.losses + bound).sum()
+    assert abs(loss.double() - true.losses.sum()) <= total
+    # The weights of the rows: exponentials of logits that are off, rounded to the head's dtype.
+    relative = torch.expm1(2 * off) + ROUNDOFF[dtype] + 2 * bound + of_sum(V)
+    allowed = (1 + 2.0**-7) * relative[:, None] * true.rows
+    allowed = allowed + (ROUNDOFF[dtype] + of_sum(4)) * (true.gradient.abs() + allowed)
+    assert bool(((gradient.double() - true.gradient).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_control_the_bounds_notice_a_small_mistake(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice of the head that is not read, and sums that are not scaled to a larger logit."""
+    given, steps = case(torch.bfloat16), STEPS[kind]
+    true = exact(given, steps)
+    allowed = losses_bound(true, logits_bound(true, steps, FP32)).sum() * 1.01
+    hidden = given.hidden
+    whole = rows_of(given.head)
+    without_last = rows_of(given.head, V - V % 96)
+
+    def loss(read: Slices) -> torch.Tensor:
+        return sliced_cross_entropy(
+            hidden, given.labels.clamp(max=900), read, V, bias=given.bias, steps=steps
+        ).double()
+
+    expected = F.cross_entropy(true.logits, given.labels.clamp(max=900), reduction="sum")
+    assert abs(loss(whole) - expected) <= allowed < abs(loss(without_last) - expected)
+    monkeypatch.setattr(poros.head.loss.torch, "exp", torch.ones_like)
+    assert abs(loss(whole) - expected) > allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", STEPS)
+def test_its_distance_to_whole_logits_is_theirs_to_the_exact_ones(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """Plain logits are rounded to the head's dtype after the product and after each step."""
+    given, steps = case(dtype), STEPS[kind]
+    true = exact(given, steps)
+    loss, _ = sliced(given, steps)
+    plain = transformed(F.linear(given.hidden, given.head, given.bias), steps).float()
+    whole = F.cross_entropy(plain, given.labels, reduction="sum").double()
+    ours = losses_bound(true, logits_bound(true, steps, FP32)).sum() * 1.01
+    theirs = losses_bound(true, logits_bound(true, steps, 2 * ROUNDOFF[dtype])).sum() * 1.01
+    assert abs(loss.double() - whole) <= ours + theirs
+
+
+def test_in_bfloat16_it_is_nearer_to_the_exact_loss_than_whole_logits() -> None:
+    given = case(torch.bfloat16, 400)
+    true = exact(given, ()).losses.sum()
+    plain = F.linear(given.hidden, given.head, given.bias).float()
+    whole = F.cross_entropy(plain, given.labels, reduction="sum").double()
+    assert abs(sliced(given)[0].double() - true) < abs(whole - true) / 10
+
+
+def test_slices_say_nothing_about_where_the_head_lies() -> None:
+    """The same rows from other memory, and in a batch that was computed before: the same bits."""
+    given = case(torch.bfloat16)
+    first, second = sliced(given), sliced(given._replace(head=given.head.clone()))
+    assert all(torch.equal(*each) for each in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_few_tokens(num_tokens: int) -> None:
+    given = case(torch.float32, num_tokens)
+    loss, gradient = sliced(given)
+    true = exact(given, ())
+    torch.testing.assert_close(loss, true.losses.sum().float())
+    torch.testing.assert_close(gradient, true.gradient.float())
+
+
+def test_tokens_without_a_label_count_nothing() -> None:
+    """Not even if what they are computed from is not a number, and the mean is over none."""
+    given = case(torch.float32)
+    is_counted = given.labels != -100
+    hidden = given.hidden.clone()
+    hidden[~is_counted] = float("nan")
+    loss, gradient = sliced(given._replace(hidden=hidden))
+    expected, of_all = sliced(given)
+    assert torch.equal(loss, expected) and torch.equal(gradient, of_all)
+    assert not gradient[~is_counted].any()
+    nothing = given._replace(labels=torch.full_like(given.labels, -100))
+    loss, gradient = sliced(nothing)
+    assert float(loss) == 0.0 and not gradient.any()
+    hidden.copy_(given.hidden).requires_grad_()
+    total = sliced_cross_entropy(hidden, nothing.labels, rows_of(given.head), V)
+    mean = total / 0
+    mean.backward()
+    assert bool(mean.isnan()) and hidden.grad is not None and not hidden.grad.any()
+
+
+def test_what_is_not_a_number_stays_one() -> None:
+    given = case(torch.float32)
+    given.hidden[0] = float("nan")
+    loss, gradient = sliced(given)
+    assert bool(loss.isnan()) and bool(gradient[0].isnan().all())
+    assert bool(gradient[1:].isfinite().all())
+
+
+def test_logits_of_minus_infinity_have_no_share() -> None:
+    """A bias that shuts rows out: a whole slice of them, the first."""
+    given = case(torch.float32)
+    given.bias[:200] = float("-inf")
+    given = given._replace(labels=given.labels.clamp(min=300))
+    loss, gradient = sliced(given)
+    kept = F.linear(given.hidden.double(), given.head.double()[200:], given.bias.double()[200:])
+    expected = F.cross_entropy(kept, given.labels - 200, reduction="sum")
+    torch.testing.assert_close(loss.double(), expected)
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("label", [-1, V, 10**9])
+def test_a_label_out_of_range_is_refused(label: int) -> None:
+    given = case(torch.float32)
+    given.labels[1] = label
+    with pytest.raises(IndexError, match=f"from 0 to {V - 1}, the rows of the head, found {label}"):
+        sliced(given)
+    with pytest.raises(IndexError):  # as it is without slices
+        F.cross_entropy(torch.zeros(N, V), given.labels)
+
+
+def test_backward_twice() -> None:
+    given = case(torch.bfloat16)
+    hidden = given.hidden.clone().requires_grad_()
+    loss = sliced_cross_entropy(hidden, given.labels, rows_of(given.head), V)
+    first, second = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and first.any()
+    (half,) = torch.autograd.grad(loss * 0.5, hidden)
+    assert torch.equal(half, first * 0.5)
+
+
+def test_without_gradients_it_is_the_same_number() -> None:
+    given = case(torch.bfloat16)
+    with torch.no_grad():
+        loss = sliced_cross_entropy(given.hidden, given.labels, rows_of(given.head), V)
+    hidden = given.hidden.clone().requires_grad_()
+    assert torch.equal(loss, sliced_cross_entropy(hidden, given.labels, rows_of(given.head), V))
+    assert not loss.requires_grad
+
+
+SHAPES = [(1, 152064, 3584), (512, 152064, 3584), (40960, 152064, 3584), (10**6, 152064, 8192)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_width_of_a_slice(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    num_tokens, num_rows, num_columns = shape
+    width = slice_width(*shape)
+    assert width % 128 == 0 and 512 <= width <= num_rows
+    assert width == 512 or max(num_tokens * width / 2, width * num_columns) <= 2**24
+    assert slice_width(1, num_rows, num_columns) >= width, "what buffers are made for"
+    assert slice_width(num_tokens, 100, num_columns) == 100

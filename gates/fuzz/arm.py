@@ -1,8 +1,8 @@
 """Runs a program on one model and records all that it computes.
 
-The same code runs every arm; the only difference is what ``prepare`` does. What is recorded comes
-in the order of the program, so the record of a run that stopped is the beginning of the record of
-one that did not.
+The same code runs every arm; the only difference is what ``prepare`` does, and a resident run has a
+loss of the same kind. What is recorded comes in the order of the program, so the record of a run
+that stopped is the beginning of the record of one that did not.
 """
 
 import random
@@ -22,6 +22,8 @@ from poros.gates.fuzz import actions
 from poros.gates.fuzz.hooks import Hooked, Thrown
 from poros.gates.fuzz.models import layers_of
 from poros.gates.fuzz.program import Action, Forward, Program, Step, Term
+from poros.head.choice import find_head
+from poros.head.takeover import slice_loss
 from poros.nf4 import state_of
 
 NUM_ROWS = 2
@@ -85,6 +87,8 @@ class Arm:
                 self._do(action)
             if prepare is not None:
                 prepare(self.model)
+            elif self.program.policy.loss == "chunked":
+                _slice_loss(self.model)
             self._make_optimizer()
             for index, step in enumerate(self.program.steps):
                 self.step_index = index
@@ -364,6 +368,14 @@ class Arm:
         self.model.zero_grad(set_to_none=True)
         for parameter in self.added.values():
             parameter.grad = None
+
+
+def _slice_loss(model: Any) -> None:
+    """What ``loss="chunked"`` says, of a resident model."""
+    base = model.get_base_model()
+    head, _ = find_head(model, base, "chunked", False)
+    if head is not None:
+        slice_loss(base, head.module)
 
 
 def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

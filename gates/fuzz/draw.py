@@ -74,6 +74,9 @@ def _policy(dice: Dice) -> Policy:
         keep_last=dice.weighted({0: 4, 1: 1}),
         offload_boundaries=dice.chance(20),
         vram_budget=dice.weighted({"": 16, "1GiB": 1, "2MiB": 1}),
+        stream_embedding=dice.chance(25),
+        stream_head=dice.chance(30),
+        loss=dice.weighted({"reference": 3, "chunked": 2}),
         self_check=dice.weighted({"strict": 5, "off": 3, "warn": 1}),
         streams=dice.weighted({"plain": 3, "adversarial": 3, "watched": 1}),
     )

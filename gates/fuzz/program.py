@@ -55,6 +55,10 @@ class Policy(Plain):
     offload_boundaries: bool = False
     vram_budget: str = ""
     """Plan slots and kept layers into it, instead of those given."""
+    stream_embedding: bool = False
+    stream_head: bool = False
+    loss: str = "reference"
+    """chunked in the first arm too, where nothing streams."""
     self_check: str = "strict"
     streams: str = "plain"
     """plain, adversarial, or watched: every operator's reads of slots observed, in all arms."""

@@ -77,6 +77,7 @@ class _Head:
         origin = Origin.of(input, self._head, self._own_forward, self._tell)
         is_usual = (
             not any(parameter.requires_grad for parameter in self._head.parameters())
+            and not _has_backward_hooks(self._head)
             and type(input) is torch.Tensor
             and input.shape[-1:] == (self._head.in_features,)
             and origin.dtype in _DTYPES
@@ -140,6 +141,11 @@ class _Head:
                 "computed whole, %.2f GB of them (compute_metrics? a loss of one's own?)",
                 num_bytes / 1e9,
             )
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    """Also those of all modules: they see the gradient of what the module returns."""
+    return any(map(any, (module._get_backward_hooks(), [module._get_backward_pre_hooks()])))
 
 
 def _rows_of(head: nn.Linear) -> Slices:

@@ -234,9 +234,10 @@ class Runtime:
             complete, on the device, and their rate), ``stall_ms`` (for how long the device had
             nothing to do but wait for one of them), ``num_index_transfers`` and ``rows_num_bytes``
             (tensors of token numbers that came to the host, and bytes of the rows of matrices in
-            host memory that went to the device for them, or for what needs a part or all of one), ``head_num_bytes`` (bytes of the slices of the head
-            that went there for the loss), ``num_resizes`` (how often blocks got other slots),
-            ``fallbacks`` (one line each).
+            host memory that went to the device for them, or for what needs a part or all of
+            one), ``head_num_bytes`` (bytes of the slices of the head that went there for the
+            loss), ``num_resizes`` (how often blocks got other slots), ``fallbacks`` (one line
+            each).
 
         Streams:
             Reads counters on the host, and events; waits for nothing.

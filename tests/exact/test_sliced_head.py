@@ -492,6 +492,32 @@ def test_a_head_in_host_memory_that_is_changed_is_refused(
         model(**batches()[0]).loss.backward()
 
 
+@pytest.mark.parametrize("kind", ["the head's", "of all modules"])
+def test_backward_hooks_see_the_gradient_of_the_logits(kind: str) -> None:
+    """So there are logits, and everything is as in a plain model."""
+
+    def gradients(model: Model) -> list[object]:
+        seen: list[torch.Tensor] = []
+
+        def hook(module: torch.nn.Module, _: Any, outputs: Any) -> None:
+            if module is model.get_output_embeddings():
+                seen.append(outputs[0])
+
+        if kind == "the head's":
+            handle = model.get_output_embeddings().register_full_backward_hook(hook)
+        else:
+            handle = torch.nn.modules.module.register_module_full_backward_hook(hook)
+        with handle:
+            outputs(model.train()).loss.backward()
+        assert len(seen) == 1 and seen[0].shape[-1] == 512
+        return [
+            digest(seen[0]),
+            *(digest(p.grad) for p in model.parameters() if p.grad is not None),
+        ]
+
+    assert gradients(build()) == gradients(prepared(build()))
+
+
 def test_a_resident_head_that_is_made_trainable_is_trained() -> None:
     def train(model: Model) -> Any:
         made_trainable(model)

@@ -24,6 +24,7 @@ Model = Any
 Program = Callable[[Model], object]
 """Something that is done with a model; what it returns is compared as well."""
 Facts = dict[str, object]
+ON_HOST = {"loss": "chunked", "stream_head": True}
 
 
 class Bases:
@@ -154,6 +155,11 @@ def narrow_slices(patch: pytest.MonkeyPatch) -> None:
 def streamed(model: Model, **policy: Any) -> Model:
     """Prepared, also if its architecture is not promised."""
     return poros.prepare(model, **{"device": "cpu", "allow_unvalidated": True, **policy})
+
+
+def with_sliced_loss(model: Model, **policy: Any) -> Model:
+    """Prepared, with its head in host memory."""
+    return streamed(model, **{"slots": 2, **ON_HOST, **policy})
 
 
 def require_telling(trajectory: Trajectory, run: Run, model: Model) -> None:

@@ -1,13 +1,12 @@
 """A prepared model whose loss is computed in slices, and whose head may lie in host memory.
 
 That it trains as a resident model with the same loss does is said by the cells. Here: which models
-have it, what others keep, what programs get that look at logits, and what notices damage.
+have it, what others keep, what moves, and what notices damage.
 """
 
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +24,10 @@ from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits
 from poros.head.slices import SliceReader
-from tests.exact.arms import narrow_slices, slice_resident_loss
+from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
 from tests.snapshots import assert_same_run, batches, build, changes, digest, picture, run
 
 Model = Any
-ON_HOST = {"loss": "chunked", "stream_head": True}
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +35,14 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow_slices(monkeypatch)
 
 
-def prepared(model: Model, **policy: Any) -> Model:
-    return poros.prepare(model, **{"slots": 2, "allow_unvalidated": True, **ON_HOST, **policy})
-
-
 def head_of(model: Model) -> torch.Tensor:
     weight: torch.Tensor = model.get_output_embeddings().weight
     return weight
+
+
+def outputs(model: Model, **inputs: Any) -> Any:
+    torch.manual_seed(5)
+    return model(**{**batches()[1], **inputs})
 
 
 # What is taken over, and how it comes back.
@@ -133,7 +132,7 @@ def test_what_cannot_be_sliced_stays_as_it_was_and_that_is_said(
 ) -> None:
     expected = run(change(build()))
     with caplog.at_level(logging.WARNING, logger="poros"):
-        model = prepared(change(build()))
+        model = with_sliced_loss(change(build()))
     assert reason in caplog.text
     assert_same_run(expected, run(model))
     assert not isinstance(model(**batches()[0]).logits, LazyLogits)
@@ -148,7 +147,7 @@ def test_a_matrix_with_other_users_stays_on_the_device(caplog: pytest.LogCapture
 
     expected = run(slice_resident_loss(with_another_user(build())))
     with caplog.at_level(logging.WARNING, logger="poros"):
-        model = prepared(with_another_user(build()))
+        model = with_sliced_loss(with_another_user(build()))
     assert "something else uses its weight" in caplog.text
     assert not isinstance(head_of(model), HostMatrix)
     assert_same_run(expected, run(model))
@@ -195,7 +194,7 @@ def test_no_tensor_of_the_vocabulary_is_made_in_a_step() -> None:
     batch = tiny.make_batches(1, num_tokens=20)[0]
 
     def most(**policy: Any) -> int:
-        model = prepared(build(), stream_embedding=True, self_check="off", **policy).train()
+        model = with_sliced_loss(build(), stream_embedding=True, self_check="off", **policy).train()
         with Sizes() as sizes:
             model(**batch).loss.backward()
         return sizes.most
@@ -207,7 +206,7 @@ def test_no_tensor_of_the_vocabulary_is_made_in_a_step() -> None:
 
 
 def test_the_head_travels_once_a_forward_and_is_on_the_host_once() -> None:
-    model = prepared(build(), stream_embedding=False)
+    model = with_sliced_loss(build(), stream_embedding=False)
     runtime, matrix = poros.runtime(model), head_of(model)
     before = runtime.stats()
     assert before["host_num_bytes"] == runtime.host.num_bytes + matrix.nbytes
@@ -221,158 +220,13 @@ def test_the_head_travels_once_a_forward_and_is_on_the_host_once() -> None:
 
 
 def test_tied_matrices_are_on_the_host_once() -> None:
-    model = prepared(build("gemma3"), stream_embedding=True)
+    model = with_sliced_loss(build("gemma3"), stream_embedding=True)
     runtime = poros.runtime(model)
     expected = runtime.host.num_bytes + head_of(model).nbytes
     assert runtime.stats()["host_num_bytes"] == expected
     run(model)
     stats = runtime.stats()
     assert stats["rows_num_bytes"] > 0 and stats["head_num_bytes"] > 0
-
-
-# Who looks at logits.
-
-
-def outputs(model: Model, **inputs: Any) -> Any:
-    torch.manual_seed(5)
-    return model(**{**batches()[1], **inputs})
-
-
-@pytest.mark.parametrize("policy", [ON_HOST, {"loss": "chunked", "stream_head": False}], ids=str)
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])
-def test_a_loss_of_ones_own_on_the_logits(architecture: str, policy: dict[str, Any]) -> None:
-    """Whole logits, and so the bits of a plain model."""
-
-    def gradients(model: Model) -> dict[str, object]:
-        model.train()
-        logits = outputs(model, labels=None).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batches()[1]["input_ids"].flatten())
-        loss.backward()
-        found = {n: digest(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-        return {"loss": digest(loss), **found}
-
-    expected = gradients(build(architecture))
-    assert len(expected) > 10
-    assert changes(expected, gradients(prepared(build(architecture), **policy))) == {}
-
-
-def test_large_logits_that_are_read_are_mentioned_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("poros.head.takeover._LOUD_NUM_BYTES", 1)
-    model = prepared(build())
-    with caplog.at_level(logging.WARNING, logger="poros.head.takeover"):
-        outputs(model).loss.backward()
-        assert caplog.text == ""
-        for _ in range(2):
-            outputs(model).logits.sum()
-    assert caplog.text.count("reads the logits") == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}], ids=str)
-def test_generate(options: dict[str, Any]) -> None:
-    def generated(model: Model) -> torch.Tensor:
-        torch.manual_seed(7)
-        ids = batches()[0]["input_ids"][:, :6]
-        return model.eval().generate(ids, max_new_tokens=5, **options)
-
-    assert torch.equal(generated(build()), generated(prepared(build())))
-
-
-def test_labels_for_some_positions_only() -> None:
-    """Shifted by the caller, divided by a number of items, ignored by another number."""
-    given = batches()[0]["labels"]
-    shifted = F.pad(given, (0, 1), value=-100)[..., 1:].contiguous()
-    for extra in (
-        *({"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(7)}),
-        *({"shift_labels": shifted, "num_items_in_batch": 7}, {"ignore_index": int(given[0, 3])}),
-    ):
-        ours, plain = (
-            float(outputs(model.eval(), labels=given, **extra).loss.detach())
-            for model in (prepared(build(dtype=torch.float32)), build(dtype=torch.float32))
-        )
-        assert abs(ours - plain) < 1e-5 * plain, extra
-    nothing = torch.full_like(given, -100)
-    model = prepared(build()).train()
-    loss = outputs(model, labels=nothing).loss
-    loss.backward()
-    assert bool(loss.isnan())
-    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
-
-
-def trainer_run(model: Model, folder: Path, **options: Any) -> dict[str, float]:
-    from transformers import Trainer, TrainingArguments
-
-    rows = [{key: value[0] for key, value in batch.items()} for batch in tiny.make_batches(4)]
-    seen = dict[str, Any]()
-
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        seen["shape"] = prediction.predictions.shape
-        return {"mean": float(prediction.predictions.mean())}
-
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=2,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        **{key: value for key, value in options.items() if key != "with_metrics"},
-    )
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=rows,
-        eval_dataset=rows,
-        compute_metrics=compute_metrics if options.get("with_metrics") else None,
-    )
-    torch.manual_seed(11)
-    trainer.train()
-    if options.get("with_metrics"):
-        assert seen["shape"] == (4, 24, 512)
-    return {
-        f"{number} {key}": value
-        for number, line in enumerate(trainer.state.log_history)
-        for key, value in line.items()
-        if isinstance(value, int | float) and not key.endswith(("runtime", "per_second"))
-    }
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"with_metrics": True},
-        {"label_smoothing_factor": 0.1},
-        {"bf16": True},
-        {"gradient_accumulation_steps": 2},
-        {"torch_compile": False, "average_tokens_across_devices": False},
-    ],
-    ids=str,
-)
-def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
-    """Losses, evaluations and metrics: those of a resident model with the same loss."""
-    resident = slice_resident_loss(build())
-    expected = trainer_run(resident, tmp_path / "a", **options)
-    model = prepared(build())
-    found = trainer_run(model, tmp_path / "b", **options)
-    assert found == expected and len(found) > 8
-    weights = dict(resident.named_parameters())
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(parameter, weights[name])
-    is_read = options.keys() & {"with_metrics", "label_smoothing_factor"}
-    stats = poros.runtime(model).stats()
-    if "label_smoothing_factor" in options:
-        assert stats["head_num_bytes"] == 0, "the loss is the Trainer's, on whole logits"
-    else:
-        assert is_read or stats["head_num_bytes"] > 0
 
 
 # What notices damage.
@@ -409,13 +263,16 @@ def late_slice(model: Model, patch: pytest.MonkeyPatch) -> None:
 def test_the_first_step_notices(
     damage: Callable[[Model, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = prepared(build()).train()
+    model = with_sliced_loss(build()).train()
     damage(model, monkeypatch)
     with pytest.raises(ParityError, match=r"lm_head\.weight"):
         model(**batches()[0])
-    unchecked = prepared(build(), self_check="off").train()
-    damage(unchecked, monkeypatch)
     monkeypatch.undo()
+    narrow_slices(monkeypatch)
+    expected = outputs(with_sliced_loss(build(), self_check="off").train()).loss
+    unchecked = with_sliced_loss(build(), self_check="off").train()
+    damage(unchecked, monkeypatch)
+    assert not torch.equal(outputs(unchecked).loss, expected), "control: it would have trained on"
 
 
 def no_wait_for_the_copy(patch: pytest.MonkeyPatch) -> None:
@@ -482,7 +339,7 @@ def test_a_head_in_host_memory_that_is_changed_is_refused(
     loss: str, change: Callable[[Model], None]
 ) -> None:
     """Before anything is computed with it; but a weight of one's own is a weight of one's own."""
-    model = prepared(build(), loss=loss)
+    model = with_sliced_loss(build(), loss=loss)
     if change is given_another_weight and loss == "reference":
         change(model)
         assert not outputs(model).logits.any()
@@ -492,32 +349,6 @@ def test_a_head_in_host_memory_that_is_changed_is_refused(
         model(**batches()[0]).loss.backward()
 
 
-@pytest.mark.parametrize("kind", ["the head's", "of all modules"])
-def test_backward_hooks_see_the_gradient_of_the_logits(kind: str) -> None:
-    """So there are logits, and everything is as in a plain model."""
-
-    def gradients(model: Model) -> list[object]:
-        seen: list[torch.Tensor] = []
-
-        def hook(module: torch.nn.Module, _: Any, outputs: Any) -> None:
-            if module is model.get_output_embeddings():
-                seen.append(outputs[0])
-
-        if kind == "the head's":
-            handle = model.get_output_embeddings().register_full_backward_hook(hook)
-        else:
-            handle = torch.nn.modules.module.register_module_full_backward_hook(hook)
-        with handle:
-            outputs(model.train()).loss.backward()
-        assert len(seen) == 1 and seen[0].shape[-1] == 512
-        return [
-            digest(seen[0]),
-            *(digest(p.grad) for p in model.parameters() if p.grad is not None),
-        ]
-
-    assert gradients(build()) == gradients(prepared(build()))
-
-
 def test_a_resident_head_that_is_made_trainable_is_trained() -> None:
     def train(model: Model) -> Any:
         made_trainable(model)
@@ -525,4 +356,4 @@ def test_a_resident_head_that_is_made_trainable_is_trained() -> None:
         return digest(head_of(model))
 
     start = digest(head_of(build()))
-    assert train(build()) == train(prepared(build(), stream_head=False)) != start
+    assert train(build()) == train(with_sliced_loss(build(), stream_head=False)) != start

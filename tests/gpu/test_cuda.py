@@ -7,7 +7,7 @@ deterministic kernels, whatever it then chooses.
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,11 @@ from poros.gates.reference import (
     start_digests,
     train,
 )
+from poros.head.takeover import slice_loss
 from poros.self_check.compare import compare_mappings
 from poros.self_check.switches import current_settings, set_settings
 from poros.slots.ring import SlotState
+from tests.exact.arms import narrow_slices
 from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
 from tests.hostile_streams import MEGA, HostileStreams
@@ -98,16 +100,17 @@ def load(checkpoint: Path, device: str = str(DEVICE)) -> Any:
 
 
 def hostile(
-    slots: int = 2, self_check: str = "strict", stream_embedding: bool = False, **options: Any
+    slots: int = 2,
+    self_check: str = "strict",
+    policy: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Prepare:
-    """A ``prepare`` with hostile streams of these options."""
+    """A ``prepare`` with hostile streams of these options, and more of the policy."""
 
     def prepare(model: Any) -> Any:
         streams = HostileStreams(DEVICE, **options)
-        policy = StreamingPolicy(
-            slots=slots, self_check=self_check, stream_embedding=stream_embedding
-        )
-        prepare_with(model, policy, streams=streams)
+        given = StreamingPolicy(slots=slots, self_check=self_check, **(policy or {}))
+        prepare_with(model, given, streams=streams)
         return model
 
     return prepare
@@ -138,13 +141,65 @@ def test_parity_with_hostile_streams(checkpoint: Path, slots: int, is_poisoning:
 
 @pytest.mark.parametrize("is_poisoning", [False, True], ids=["slow", "slow and poisoned"])
 def test_parity_with_the_embedding_in_host_memory(checkpoint: Path, is_poisoning: bool) -> None:
-    prepare = hostile(stream_embedding=True, is_poisoning=is_poisoning)
+    prepare = hostile(policy={"stream_embedding": True}, is_poisoning=is_poisoning)
     report = gate(checkpoint, prepare)
     assert report.exact, f"{report.verdict()}\n{report.traceback or ''}"
     num_forwards = SPEC.num_steps * SPEC.accumulation
     assert report.stats["num_index_transfers"] == num_forwards
     rows = sum(batch["input_ids"].numel() for batch in BATCHES)
     assert report.stats["rows_num_bytes"] == rows * 1024 * 2
+
+
+HEAD_POLICIES: dict[str, dict[str, Any]] = {
+    "resident head": {},
+    "head in host memory": {"stream_head": True},
+    "embedding too": {"stream_head": True, "stream_embedding": True},
+}
+
+
+@pytest.mark.parametrize("is_poisoning", [False, True], ids=["slow", "slow and poisoned"])
+@pytest.mark.parametrize("kind", HEAD_POLICIES)
+def test_parity_of_a_loss_in_slices(
+    checkpoint: Path, kind: str, is_poisoning: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a resident model with the same loss. The vocabulary has six slices."""
+    narrow_slices(monkeypatch)
+    policy = {"loss": "chunked", **HEAD_POLICIES[kind]}
+    undo: dict[int, Callable[[], None]] = {}
+
+    def make() -> Any:
+        model = load(checkpoint)
+        base = model.get_base_model()
+        undo[id(model)] = slice_loss(base, base.get_output_embeddings())
+        return model
+
+    def prepare(model: Any) -> Any:
+        undo[id(model)]()
+        return hostile(policy=policy, is_poisoning=is_poisoning)(model)
+
+    report = run_parity(make, BATCHES, SPEC, prepare)
+    assert report.exact, f"{report.verdict()}\n{report.traceback or ''}"
+    num_forwards = SPEC.num_steps * SPEC.accumulation
+    is_streamed = "stream_head" in policy
+    assert report.stats["head_num_bytes"] == num_forwards * 512 * 1024 * 2 * is_streamed
+    assert report.stats["fallbacks"] == []
+
+
+def test_whole_logits_and_slices_of_a_head_in_host_memory(checkpoint: Path) -> None:
+    """What reads the logits, or the head's rows, gets a resident head's bits."""
+    batch = {key: value.to(DEVICE) for key, value in BATCHES[0].items()}
+    model = load(checkpoint).eval()
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        logits, rows = model(**batch).logits, weight[100:300].clone()
+    hidden = torch.randn(70, 1024, device=DEVICE, dtype=torch.bfloat16)
+    product = hidden @ weight[100:300].t()
+    poros.prepare(model, slots=2, loss="chunked", stream_head=True)
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():
+        assert same_bits(model(**batch).logits.clone(), logits)
+        assert same_bits(weight[100:300].clone(), rows)
+        assert same_bits(hidden @ weight[100:300].t(), product)
 
 
 @pytest.mark.parametrize("slots", [2, NUM_LAYERS])

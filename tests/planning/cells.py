@@ -40,8 +40,13 @@ USUAL: dict[str, Any] = {
     "block_size": 1,
     "offload_boundaries": False,
     "stream_embedding": False,
+    "loss": "reference",
+    "stream_head": False,
 }
-LAYOUT = ("keep_last", "block_size", "offload_boundaries", "stream_embedding")
+LAYOUT = (
+    *("keep_last", "block_size", "offload_boundaries"),
+    *("stream_embedding", "loss", "stream_head"),
+)
 STEP = ("batch_size", "seq_len", "accumulation", "optimizer")
 
 

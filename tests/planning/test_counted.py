@@ -30,6 +30,8 @@ TOLERANCE = 0.03
 RISE_TOLERANCE = 0.05
 SCRATCH = 2**15
 """Bytes that a CPU's kernels allocate inside, which is more than that where a step is small."""
+# In float32, whose products a CPU computes without copies in another type.
+SLICED = {"vocab_size": 8192, "dtype": torch.float32, "loss": "chunked"}
 DEEP = {"num_layers": 12, "seq_len": 256, "rank": 2}
 CASES: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -58,6 +60,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "embedding on the host": {"vocab_size": 8192, "stream_embedding": True},
     "one of its embeddings": {"architecture": "gemma4", "stream_embedding": True},
+    "loss in slices": SLICED,
+    "loss in slices, long": {**SLICED, "seq_len": 512},
+    "head on the host": {**SLICED, "stream_head": True},
+    "head and embedding on the host": {**SLICED, "stream_head": True, "stream_embedding": True},
     "llama": {"architecture": "llama"},
     "gemma3": {"architecture": "gemma3"},
     "gemma4 with shared keys": {"architecture": "gemma4_shared_kv"},
@@ -82,6 +88,12 @@ CHECKED: dict[str, dict[str, Any]] = {
 }
 SMALL = {"num_layers": 4, "hidden_size": 64, "seq_len": 256, "vocab_size": 256}
 RISING = ("gradients", "boundaries", "kept graphs", "workspace")
+
+
+@pytest.fixture(autouse=True)
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of a vocabulary of 8192, for hidden states of 128 numbers."""
+    monkeypatch.setattr("poros.head.loss._MOST_WEIGHTS", 2**17)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,6 +17,7 @@ from poros.planning.formula import StepCost
 from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.planner import plan, render
 from poros.planning.request import PlanRequest, Speeds
+from tests.exact.arms import narrow_slices
 from tests.lora_kinds import KINDS as TRAINED
 from tests.planning.cells import lora
 
@@ -74,16 +75,23 @@ def test_adapters_planned_are_the_models(case: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("block_size", "on_host"), [(1, False), (2, True)])
 def test_planned_sizes_are_those_of_the_prepared_model(
-    architecture: str, block_size: int, on_host: bool
+    architecture: str, block_size: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    narrow_slices(monkeypatch)
     model = get_peft_model(base_of(architecture), lora())
     layout: dict[str, Any] = {"block_size": block_size, "stream_embedding": on_host}
+    if on_host:
+        layout |= {"loss": "chunked", "stream_head": True}
     expected = plan(model, seq_len=8, **layout)
     real = shapes_of(model)
     on_meta = plan(model.config, seq_len=8, **layout, lora=lora())
     assert on_meta.terms == expected.terms
     outside = real.embedding + real.head + real.other
     moved = sum(num_bytes for _, num_bytes in real.on_host) if on_host else 0
+    head = real.sliced_head
+    assert head is not None and head.is_tied == (real.head == 0)
+    if on_host:
+        moved += head.matrix - head.buffers
     assert sum(expected.terms[name] for name in ("embedding", "head", "other")) == outside - moved
     poros.prepare(model, device="cpu", **layout, self_check="off")
     runtime = poros.runtime(model)
@@ -91,14 +99,17 @@ def test_planned_sizes_are_those_of_the_prepared_model(
     assert expected.host_num_bytes == runtime.stats()["host_num_bytes"]
     assert expected.num_blocks == runtime.num_blocks
     assert expected.num_adapter_parameters == trained_in(model)[0]
+    assert runtime.head.device_num_bytes == (head.buffers if on_host else 0)
     blocks = [runtime.host_slab(block).numel() for block in range(runtime.num_blocks)]
     slots = [max(blocks[slot :: runtime.num_slots]) for slot in range(runtime.num_slots)]
     assert expected.terms["slots"] == sum(slots)
     batch = tiny.make_batches(1, num_tokens=8)[0]
     for _ in range(2):
-        before = runtime.stats()["h2d_num_bytes"]
+        before = runtime.stats()
         model.train()(**batch).loss.backward()
-    assert runtime.stats()["h2d_num_bytes"] - before == expected.bytes_per_step
+    after = runtime.stats()
+    crossed = sum(after[key] - before[key] for key in ("h2d_num_bytes", "head_num_bytes"))
+    assert crossed == expected.bytes_per_step
 
 
 def test_bad_requests_are_refused() -> None:

@@ -34,6 +34,12 @@ CASES: dict[str, dict[str, Any]] = {
     "high rank": {"rank": 128},
     "large vocabulary": {"vocab_size": 65536},
     "embedding on the host": {"vocab_size": 65536, "stream_embedding": True},
+    "loss in slices": {"vocab_size": 65536, "loss": "chunked"},
+    "head on the host": {"vocab_size": 65536, "loss": "chunked", "stream_head": True},
+    "nothing of the vocabulary": {
+        **{"vocab_size": 65536, "loss": "chunked", "stream_head": True, "stream_embedding": True},
+        "seq_len": 2048,
+    },
     "narrow and deep": {"num_layers": 16, "hidden_size": 512, "intermediate_size": 4096},
     "accumulation": {"accumulation": 3, "rank": 64},
     "dropout": {"dropout": 0.1, "seq_len": 2048},

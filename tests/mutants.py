@@ -124,11 +124,11 @@ def _record_nothing(node: ast.AST, parents: Parents) -> None:
 
 
 def _record_earlier(node: ast.AST, parents: Parents) -> None:
-    """An attribute keeps the event it has; a variable gets one from where the function begins."""
+    """What is kept keeps the event it has; a variable gets one from where the function begins."""
     statement = parents[node]
     assert isinstance(statement, ast.Assign) and len(statement.targets) == 1
     target = statement.targets[0]
-    if isinstance(target, ast.Attribute):
+    if isinstance(target, ast.Attribute | ast.Subscript):
         older = copy.deepcopy(target)
         older.ctx = ast.Load()
         _replace(node, older, parents)

@@ -14,6 +14,7 @@ from poros import streams as streams_module
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.head.rows import RowReader
+from poros.head.slices import SliceReader
 from poros.layer.offload import ActivationOffloader
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, training_visits
@@ -76,6 +77,25 @@ def read_rows(streams: AdversarialStreams, _: Trajectory) -> Problem:
         indices = torch.randint(20, (2, 3 + number % 2))
         if not same_bits(reader.rows("matrix", matrix, indices), matrix[indices]):
             return f"rows {indices.tolist()}: other bytes"
+        if not same_bits(reader.whole(matrix[:7]), matrix[:7]):
+            return "some rows: other bytes"
+    return None
+
+
+def read_slices(streams: AdversarialStreams, _: Trajectory) -> Problem:
+    """Passes over a matrix on the host, one of them given up half-way, while blocks compute."""
+    matrix = torch.randn(20, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poros.head.slices.slice_width", lambda *_: 6)
+        reader = SliceReader("matrix", matrix, streams)
+    device = Slots(2, 2, streams)
+    for number, width in enumerate((6, 5, 6, 6)):
+        device.visit(number % 2, Phase.FORWARD)
+        for first, rows in reader(width):
+            if not same_bits(rows.clone(), matrix[first : first + width]):
+                return f"slice at {first}: other bytes"
+            if number == 2 and first:
+                break
     return None
 
 
@@ -104,10 +124,12 @@ SCENARIOS = [
     ),
     (offload_inputs, 1),
     (read_rows, 1),
+    (read_slices, 1),
 ]
 CONTEXT_MUTATIONS = mutants.stream_context_mutations()
 OFFLOAD_MUTATIONS = mutants.stream_context_mutations(["poros.layer.offload"])
 ROWS_MUTATIONS = mutants.stream_context_mutations(["poros.head.rows"])
+SLICES_MUTATIONS = mutants.stream_context_mutations(["poros.head.slices"])
 CUDA_MUTATIONS = mutants.cuda_mutations()
 
 
@@ -126,9 +148,10 @@ def test_the_source_as_it_is_passes(
 @pytest.mark.parametrize(
     ("mutation", "scenario", "watched"),
     [
-        *((mutation, *each) for mutation in CONTEXT_MUTATIONS for each in SCENARIOS[:-2]),
+        *((mutation, *each) for mutation in CONTEXT_MUTATIONS for each in SCENARIOS[:4]),
         *((mutation, offload_inputs, 1) for mutation in OFFLOAD_MUTATIONS),
         *((mutation, read_rows, 1) for mutation in ROWS_MUTATIONS),
+        *((mutation, read_slices, 1) for mutation in SLICES_MUTATIONS),
     ],
     ids=name_of,
 )
@@ -156,8 +179,9 @@ def test_every_point_of_order_is_mutated() -> None:
     assert len({str(mutation) for mutation in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
     # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``. A measured rate
     # is no part of training.
-    others = {"poros.layer.offload", "poros.head.rows", "poros.planning.speeds"}
-    assert OFFLOAD_MUTATIONS and ROWS_MUTATIONS
+    others = {f"poros.{name}" for name in ("layer.offload", "head.rows", "head.slices")}
+    others.add("poros.planning.speeds")
+    assert OFFLOAD_MUTATIONS and ROWS_MUTATIONS and SLICES_MUTATIONS
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others
     methods = {mutation.change.split("(")[0].split(".")[-1] for mutation in CUDA_MUTATIONS}
     assert methods | {"removed"} >= set(mutants.STREAM_METHODS)

@@ -39,7 +39,7 @@ STATS = {
     "disk_stall_ms",
     "fallbacks",
     *("offloaded_num_bytes", "h2d_ms", "h2d_gb_per_s", "stall_ms", "num_resizes"),
-    *("num_index_transfers", "rows_num_bytes"),
+    *("num_index_transfers", "rows_num_bytes", "head_num_bytes"),
 }
 
 

@@ -29,7 +29,7 @@ _FORM = frozenset(
         *(_T.is_floating_point, torch.is_floating_point, torch.numel, _T.is_complex, _T.__len__),
         *(_T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.layout.__get__),
         *(_T.ndim.__get__, _T.requires_grad.__get__, _T.is_meta.__get__, _T.is_sparse.__get__),
-        *(_T.is_cuda.__get__, _T.is_cpu.__get__),
+        *(_T.is_cuda.__get__, _T.is_cpu.__get__, _T.is_leaf.__get__, _T.grad_fn.__get__),
     ]
 )
 """What the values are not needed for."""
@@ -77,11 +77,11 @@ class Origin(NamedTuple):
             None if hidden.is_inference() else hidden._version,
         )
 
-    def values(self) -> torch.Tensor:
-        """The product.
+    def intact(self) -> torch.Tensor:
+        """The hidden states.
 
         Raises:
-            PreparedModelError: If the hidden states were written to since the head was called.
+            PreparedModelError: If they were written to since the head was called.
         """
         if self.version is not None and self.hidden._version != self.version:
             raise PreparedModelError(
@@ -89,8 +89,12 @@ class Origin(NamedTuple):
                 "written to before the logits were read. Read the logits first, or prepare with "
                 "loss='reference', which computes them at once"
             )
+        return self.hidden
+
+    def values(self) -> torch.Tensor:
+        """The product; raises as ``intact``."""
         with torch.set_grad_enabled(self.with_gradients), self.autocast.enter():
-            values = self.project(self.hidden)
+            values = self.project(self.intact())
         self.tell(values.nbytes)
         return values
 
@@ -113,8 +117,10 @@ class LazyLogits(torch.Tensor):
         steps: tuple[Step, ...] = (),
         dtype: torch.dtype | None = None,
         compute: Callable[[], torch.Tensor] | None = None,
+        has_gradient: bool | None = None,
     ) -> "LazyLogits":
-        has_gradient = origin.with_gradients and origin.hidden.requires_grad
+        if has_gradient is None:
+            has_gradient = origin.with_gradients and origin.hidden.requires_grad
         made: LazyLogits = _T._make_wrapper_subclass(
             cls,
             origin.shape,
@@ -165,6 +171,9 @@ class LazyLogits(torch.Tensor):
                 return self._follower(func, args, kwargs, step=Step(_SCALES[func], float(number)))
         if func is _T.contiguous and not args:
             return self
+        if func is _T.view_as and args[0] is self:
+            # What an autograd function (of DDP, say) hands on as it got it.
+            return self._follower(_itself, (), {})
         if func in (_T.float, _T.to):
             return self._cast(func, args, kwargs)
         return None
@@ -192,15 +201,16 @@ class LazyLogits(torch.Tensor):
         step: Step | None = None,
         dtype: torch.dtype | None = None,
     ) -> "LazyLogits":
-        origin = self.origin
+        with_gradients, autocast = torch.is_grad_enabled(), self.origin.autocast.now()
 
         def compute() -> torch.Tensor:
-            with torch.set_grad_enabled(origin.with_gradients), origin.autocast.enter():
+            with torch.set_grad_enabled(with_gradients), autocast.enter():
                 values: torch.Tensor = func(self.computed(), *args, **kwargs)
             return values
 
         steps = self.steps if step is None else (*self.steps, step)
-        follower = LazyLogits(origin, steps, dtype or self.dtype, compute)
+        has_gradient = with_gradients and self.requires_grad
+        follower = LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient)
         self._followers.add(follower)
         return follower
 
@@ -234,14 +244,20 @@ class LazyLogits(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        _refuse(func)
+        return _refuse(func)
+
+
+def _itself(values: torch.Tensor) -> torch.Tensor:
+    return values
 
 
 def _values_of(value: Any) -> Any:
     return value._read() if isinstance(value, LazyLogits) else value
 
 
-def _refuse(*_: Any) -> None:
+def _refuse(given: Any) -> None:
+    if given is None:
+        return  # no gradient has arrived
     raise PreparedModelError(
         "logits: expected Python code that reads them, found an autograd function or a compiled "
         "one that takes them as they are. Hand it logits.clone(), or prepare with loss='reference'"

@@ -116,7 +116,9 @@ class _Head:
         if shift_labels is None:
             # A token's label is the token behind it.
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        hidden = logits.origin.hidden
+        hidden = logits.origin.intact()
+        if not logits.requires_grad:  # a step on the way here took no gradient
+            hidden = hidden.detach()
         shift_labels = shift_labels.reshape(-1).to(hidden.device)
         total = sliced_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]).to(logits.origin.dtype),

@@ -41,6 +41,10 @@ class AutocastState(NamedTuple):
             torch.get_autocast_dtype(device_type),
         )
 
+    def now(self) -> "AutocastState":
+        """Of the same device type, at this moment."""
+        return self.capture(self.device_type)
+
     def enter(self) -> torch.autocast:
         """The same autocast, without its cache of cast weights.
 

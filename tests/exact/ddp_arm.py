@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import poros
 from poros.gates import tiny
 from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
+from tests.exact.arms import slice_resident_loss
 
 NUM_STEPS = 3
 UNUSED = "second"
@@ -48,6 +49,8 @@ class Cell:
     """The first ranks of those that were started; the others have nothing to do in it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of DistributedDataParallel."""
+    policy: dict[str, Any] = field(default_factory=dict)
+    """More of the streaming policy. A resident run has a loss of the same kind."""
 
 
 CELLS = {
@@ -55,7 +58,12 @@ CELLS = {
     "default": Cell(accumulation=1, num_layers=5, num_ranks=3),
     "four_ranks": Cell(accumulation=1, num_layers=5, num_ranks=4),
     "no_sync": Cell(no_sync=True, options={"bucket_cap_mb": 0.02}),
-    "unused": Cell(has_unused=True, options={"find_unused_parameters": True}),
+    # Finding unused parameters, DDP sends the logits through a function of its own.
+    "unused": Cell(
+        has_unused=True,
+        options={"find_unused_parameters": True},
+        policy={"loss": "chunked", "stream_head": True, "stream_embedding": True},
+    ),
     "every_backward": Cell(options={"bucket_cap_mb": 0.02, "gradient_as_bucket_view": True}),
     "autocast": Cell(autocast=True, quantize=False, options={"find_unused_parameters": True}),
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
@@ -180,9 +188,11 @@ def main(folder: Path, cells: list[str]) -> None:
     for (name, arm), model in models.items():
         cell = CELLS[name]
         if arm == "streamed":
-            poros.prepare(model, device=str(device), slots=2)
+            poros.prepare(model, device=str(device), slots=2, **cell.policy)
         else:
             model.to(device)
+            if cell.policy.get("loss") == "chunked":
+                slice_resident_loss(model)
         if cell.trainer:
             found = run_trainer(model, folder / arm)
         else:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import poros
+from poros.errors import PreparedModelError
 from poros.gates import tiny
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
 from tests.snapshots import batches, build, changes, digest
@@ -86,6 +87,36 @@ def test_labels_for_some_positions_only() -> None:
     loss.backward()
     assert bool(loss.isnan())
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_hidden_states_that_are_written_to_before_the_loss_are_refused() -> None:
+    model = with_sliced_loss(build()).eval()
+
+    def scribble(module: torch.nn.Module, inputs: Any, _: Any) -> None:
+        inputs[0].zero_()
+
+    with torch.no_grad(), model.get_output_embeddings().register_forward_hook(scribble):
+        with pytest.raises(PreparedModelError, match="found them written to"):
+            outputs(model)
+    assert bool(outputs(model).loss.isfinite())
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_a_step_without_gradient_on_the_way_to_the_loss(with_gradient: bool) -> None:
+    """A loss of logits that were cast under no_grad trains nothing, as in a plain model."""
+    found = []
+    for model in (build().train(), with_sliced_loss(build()).train()):
+        base = model.get_base_model()
+        own = base.loss_function
+
+        def loss(logits: torch.Tensor, own: Any = own, **given: Any) -> torch.Tensor:
+            with torch.set_grad_enabled(with_gradient):
+                logits = logits.float()
+            return own(logits=logits, **given)
+
+        base.loss_function = loss
+        found.append(outputs(model).loss.requires_grad)
+    assert found == [with_gradient, with_gradient]
 
 
 def trainer_run(model: Model, folder: Path, **options: Any) -> dict[str, float]:

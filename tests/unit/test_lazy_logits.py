@@ -47,6 +47,7 @@ def test_its_form_is_known_before_it_is_computed() -> None:
     ):
         assert look(logits) == look(plain)
     assert isinstance(logits, torch.Tensor) and logits in {logits}
+    assert logits.is_leaf and logits.grad_fn is None, "until there is something to go back to"
     assert "is_computed=False" in repr(logits)
     assert not logits.is_computed and told == []
     assert torch.equal(logits, plain)
@@ -86,6 +87,18 @@ def in_no_grad_first(logits: torch.Tensor) -> torch.Tensor:
     return logits.gather(-1, best[..., None]).sum()
 
 
+def scaled_without_gradient(logits: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = (logits / 2.0).tanh()
+    return (logits.float() * target).sum()
+
+
+def scaled_in_a_region(logits: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.float16):
+        scaled = logits * 0.3
+    return (scaled + 1).sum()
+
+
 def written_to(logits: torch.Tensor) -> torch.Tensor:
     scaled = logits / 2
     logits[..., 3] = 7.0
@@ -123,6 +136,8 @@ READERS: dict[str, Program] = {
     "like another tensor": lambda t: t.to(torch.ones((), dtype=torch.float32)).sum(),
     "rounded division": lambda t: torch.div(t, 0.01, rounding_mode="trunc").sum() + t.sum(),
     "in no_grad first": in_no_grad_first,
+    "scaled without gradient": scaled_without_gradient,
+    "scaled in a region": scaled_in_a_region,
     "written to": written_to,
     "written through a view": written_through_a_view,
     "in place": in_place,
@@ -212,6 +227,34 @@ def test_a_function_that_takes_it_unread_is_refused_before_a_gradient_is_lost() 
     assert leaf.grad is not None and leaf.grad.any()
     with torch.no_grad():
         assert torch.equal(Doubled.apply(lazily(leaf)), head()(leaf) * 2)
+
+
+class HandedOn(torch.autograd.Function):
+    """As DistributedDataParallel does with what a model returns, to find unused parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+@pytest.mark.parametrize("uses_logits", [False, True])
+def test_a_function_may_hand_it_on(uses_logits: bool) -> None:
+    results = []
+    for make in (lambda given: head()(given), lazily):
+        leaf = hidden()
+        logits = make(leaf)
+        loss, logits = HandedOn.apply(leaf.float().sum(), logits)
+        if isinstance(logits, LazyLogits):
+            assert not logits.is_computed
+        (loss + logits.float().square().sum() if uses_logits else loss).backward()
+        results.append((loss.detach(), leaf.grad, logits.detach()))
+    for expected, found in zip(*results, strict=True):
+        assert expected is not None and found is not None and torch.equal(expected, found)
 
 
 def test_code_below_python_is_refused() -> None:

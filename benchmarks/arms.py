@@ -18,6 +18,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import poros
 from benchmarks.loops import Loop, NotPossibleError, plain_loop, trainer_loop
+from poros.head.takeover import slice_loss
 from poros.model.inspect import find_layers
 
 Place = Callable[[Any, torch.device], AbstractContextManager["Placed"]]
@@ -52,6 +53,11 @@ class Arm:
 
 def resident_arm() -> Arm:
     return Arm("resident", resident)
+
+
+def sliced_resident_arm() -> Arm:
+    """Everything on the device, with the loss of ``loss="chunked"``."""
+    return Arm("resident, loss in slices", sliced_resident, policy={"loss": "chunked"})
 
 
 def checkpointing_arm() -> Arm:
@@ -93,6 +99,18 @@ def resident(model: Any, device: torch.device) -> Iterator[Placed]:
         yield Placed(check=check)
     finally:
         model.to("cpu")
+
+
+@contextmanager
+def sliced_resident(model: Any, device: torch.device) -> Iterator[Placed]:
+    """Everything on the device; the loss computed in slices of the vocabulary."""
+    base = model.get_base_model()
+    with resident(model, device) as placed:
+        undo = slice_loss(base, base.get_output_embeddings())
+        try:
+            yield placed
+        finally:
+            undo()
 
 
 @contextmanager

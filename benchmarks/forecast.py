@@ -28,8 +28,10 @@ def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:
         work = Work(own[0]["batch"], own[0]["seq"])
         options = {key: own[0][key] for key in ("num_slots", "keep_last", "block_size")}
         options["num_slots"] = max(MIN_SLOTS, options["num_slots"])  # one if all is one block
-        if own[0].get("offload_boundaries"):
-            options["offload_boundaries"] = True
+        for key in ("offload_boundaries", "stream_embedding", "stream_head"):
+            if own[0].get(key):
+                options[key] = True
+        options["loss"] = own[0].get("loss", "reference")
         if any(key not in inspect.signature(poros.plan).parameters for key in options):
             continue
         resident = [

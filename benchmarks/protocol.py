@@ -30,9 +30,10 @@ Row = dict[str, Any]
 _SHAPE = ("model", "quantization", "layers", "batch", "seq", "rank")
 _PEAKS = ("peak_allocated", "peak_requested", "peak_reserved", "peak_process")
 _HOST = ("host_rss", "host_anonymous", "host_shared", "pinned_num_bytes")
-_PER_STEP = ("num_loads", "num_hits", "h2d_num_bytes")
+_PER_STEP = ("num_loads", "num_hits", "h2d_num_bytes", "rows_num_bytes", "head_num_bytes")
 _WHEN_THERE = ("stall_ms", "disk_stall_ms")
-_POROS = ("block_size", "num_slots", "keep_last", "vram_budget", "offload_boundaries")
+_CHOSEN = ("vram_budget", "offload_boundaries", "stream_embedding", "stream_head")
+_POROS = ("block_size", "num_slots", "keep_last", *_CHOSEN, "loss")
 COLUMNS = (
     *("case", "arm", *_SHAPE, "pass", "turn", "step", "ms", "forward_ms", "loss_bits"),
     *("adapters_start", "adapters_end", *_PEAKS, *_HOST, *_POROS, *_PER_STEP, *_WHEN_THERE),
@@ -152,6 +153,7 @@ class Bench:
                     print(f"pass {number} {_label(case)}: {median:.1f} ms", flush=True)
                 known = {"case": index, "pass": number, "turn": turn, "arm": case.arm.name}
                 known |= {"batch": case.work.batch_size, "seq": case.work.seq_len, **self.shape}
+                known["loss"] = case.arm.policy.get("loss", "reference")
                 rows += [known | row for row in turn_rows]
         rows.sort(key=lambda row: (row["case"], row["pass"]))
         add_forecasts(self.model, rows)
@@ -235,7 +237,7 @@ def _poros_row(runtime: Any, policy: Mapping[str, Any]) -> Row:
     size = runtime.policy.block_size
     row: Row = {"block_size": size, "num_slots": runtime.num_slots + num_kept}
     row["keep_last"] = min(runtime.room.keep_last, num_kept * size)
-    for key in ("vram_budget", "offload_boundaries"):
+    for key in _CHOSEN:
         if policy.get(key) is not None:
             row[key] = policy[key]
     return row

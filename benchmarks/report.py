@@ -85,14 +85,14 @@ def markdown(lines: Sequence[Summary]) -> str:
 
 def summarize_steps(rows: Sequence[TextRow]) -> list[Summary]:
     """One line per case of a step table."""
-    first: dict[tuple[str, str], dict[tuple[str, str], tuple[str, str]]] = {}
+    first: dict[tuple[str, str, str], dict[tuple[str, str], tuple[str, str]]] = {}
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
         own = [row for row in rows if row["case"] == case]
         line = _head(own[0])
         timed = [row for row in own if row["ms"]]
         if timed:
-            work = (own[0]["batch"], own[0]["seq"])
+            work = (own[0]["batch"], own[0]["seq"], own[0].get("loss") or "reference")
             bits = {
                 (row["pass"], row["step"]): (row["loss_bits"], row["adapters_end"]) for row in timed
             }
@@ -106,7 +106,7 @@ def summarize_steps(rows: Sequence[TextRow]) -> list[Summary]:
 
 
 def is_exact(rows: Sequence[TextRow]) -> bool:
-    """Whether all arms on the same work gave the same bits."""
+    """Whether all arms on the same work, with the same loss, gave the same bits."""
     return all(line.get("same bits") != "NO" for line in summarize_steps(rows))
 
 

@@ -82,6 +82,26 @@ def _asked(options: Any) -> list[arms.Arm]:
     return poros_arms
 
 
+def _heads(model: Any, options: Any) -> list[Case]:
+    """What of the vocabulary is on the device: all of it, and less and less."""
+    sliced = {"slots": 2, "loss": "chunked"}
+    compared = [
+        arms.resident_arm(),
+        arms.sliced_resident_arm(),
+        arms.poros_arm("2 slots", slots=2),
+        arms.poros_arm("2 slots, embedding on the host", slots=2, stream_embedding=True),
+        arms.poros_arm("2 slots, loss in slices", **sliced),
+        arms.poros_arm("2 slots, loss in slices, head on the host", **sliced, stream_head=True),
+        arms.poros_arm(
+            "2 slots, loss in slices, both on the host",
+            **sliced,
+            stream_head=True,
+            stream_embedding=True,
+        ),
+    ]
+    return [Case(arm, Work(options.batch, seq)) for seq in options.lengths for arm in compared]
+
+
 def _block_sizes(model: Any, options: Any) -> list[Case]:
     num_layers = model.config.num_hidden_layers
     sizes = [size for size in options.block_sizes if size <= num_layers]
@@ -159,6 +179,12 @@ TABLES = {
         # The fused attention kernels do not repeat themselves over long sequences otherwise.
         is_deterministic=True,
     ),
+    "head": Table(
+        "Embedding, head and loss",
+        "What do the matrices of the vocabulary and the logits cost, and what their streaming?",
+        _LIMITS + " A tied embedding. `same bits` compares arms with the same loss.",
+        _heads,
+    ),
     "slots": Table(
         "Slots",
         "What does each further slot save in copies and time?",
@@ -216,6 +242,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     sizes = (1, 2, 4, 8, 16) if options.table == "block-size" else (1,)
     options.block_sizes = options.block_sizes or list(sizes)
     every = (128, 1024, 4096) if quick else (128, 256, 512, 1024, 2048, 4096, 8192)
+    every = (512,) if options.table == "head" else every
     options.lengths = options.lengths or list(every)
     if options.points < 2:
         parser.error(f"--points: expected at least 2, found {options.points}")

@@ -95,9 +95,12 @@ def test_hidden_states_that_are_written_to_before_the_loss_are_refused() -> None
     def scribble(module: torch.nn.Module, inputs: Any, _: Any) -> None:
         inputs[0].zero_()
 
-    with torch.no_grad(), model.get_output_embeddings().register_forward_hook(scribble):
-        with pytest.raises(PreparedModelError, match="found them written to"):
-            outputs(model)
+    with (
+        torch.no_grad(),
+        model.get_output_embeddings().register_forward_hook(scribble),
+        pytest.raises(PreparedModelError, match="found them written to"),
+    ):
+        outputs(model)
     assert bool(outputs(model).loss.isfinite())
 
 

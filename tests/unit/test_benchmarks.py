@@ -54,6 +54,18 @@ TABLES = {
         [],
         ["resident", "poros, blocks of 1", "poros, blocks of 2", "poros, blocks of 4"],
     ),
+    "head": (
+        ["--lengths", "4"],
+        [
+            "resident",
+            "resident, loss in slices",
+            "poros, 2 slots",
+            "poros, 2 slots, embedding on the host",
+            "poros, 2 slots, loss in slices",
+            "poros, 2 slots, loss in slices, head on the host",
+            "poros, 2 slots, loss in slices, both on the host",
+        ],
+    ),
     "sequence": (
         ["--lengths", "4", "8"],
         [

@@ -43,7 +43,7 @@ class StreamingPolicy:
             transformers. ``"chunked"`` computes the loss in slices of the vocabulary, so that the
             logits of a batch are never there (see ``poros.head.loss``): nearer to the exact loss,
             but not the same bits; everything else stays exact against a resident run with it.
-            Applies where the head is a frozen linear module without adapters and the loss is
+            Applies where the head is a linear module without LoRA, trained or not, and the loss is
             transformers' own for causal language models; says so if not.
         stream_head: Keep the head in host memory, and bring it in slices for a chunked loss, where
             it is frozen and not adapted; an embedding that shares its matrix is then brought by

@@ -51,9 +51,13 @@ class Origin(NamedTuple):
     tell: Callable[[int], None]
     """Told of it when the values are computed, with their bytes."""
     with_gradients: bool
+    requires_grad: bool
     autocast: AutocastState
-    version: int | None
-    """Of ``hidden``."""
+    read: Sequence[torch.Tensor]
+    """The hidden states, and what of the head may be written to."""
+    versions: Sequence[int]
+    source: Any
+    """What stands for the head."""
 
     @classmethod
     def of(
@@ -62,10 +66,13 @@ class Origin(NamedTuple):
         head: nn.Linear,
         project: Callable[[torch.Tensor], torch.Tensor],
         tell: Callable[[int], None],
+        source: Any = None,
     ) -> "Origin":
         """A call of ``head`` with ``hidden``, now."""
         # Nothing autocasts what has no memory.
         autocast = AutocastState.capture("cpu" if hidden.is_meta else hidden.device.type)
+        own = list(head.parameters())
+        read = [tensor for tensor in (hidden, *own) if not tensor.is_inference()]
         return cls(
             hidden,
             project,
@@ -73,21 +80,24 @@ class Origin(NamedTuple):
             autocast.dtype if autocast.enabled else head.weight.dtype,
             tell,
             torch.is_grad_enabled(),
+            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *own)),
             autocast,
-            None if hidden.is_inference() else hidden._version,
+            read,
+            [tensor._version for tensor in read],
+            source,
         )
 
     def intact(self) -> torch.Tensor:
         """The hidden states.
 
         Raises:
-            PreparedModelError: If they were written to since the head was called.
+            PreparedModelError: If they, or the head, were written to since the head was called.
         """
-        if self.version is not None and self.hidden._version != self.version:
+        if [tensor._version for tensor in self.read] != self.versions:
             raise PreparedModelError(
-                "logits: expected the hidden states that the head was called with, found them "
-                "written to before the logits were read. Read the logits first, or prepare with "
-                "loss='reference', which computes them at once"
+                "logits: expected the hidden states and the head that they are computed from, "
+                "found them written to before the logits were read (by an optimizer?). Read the "
+                "logits first, or prepare with loss='reference', which computes them at once"
             )
         return self.hidden
 
@@ -120,7 +130,7 @@ class LazyLogits(torch.Tensor):
         has_gradient: bool | None = None,
     ) -> "LazyLogits":
         if has_gradient is None:
-            has_gradient = origin.with_gradients and origin.hidden.requires_grad
+            has_gradient = origin.requires_grad
         made: LazyLogits = _T._make_wrapper_subclass(
             cls,
             origin.shape,

@@ -62,6 +62,7 @@ def sliced_cross_entropy(
     read: Slices,
     num_rows: int,
     *,
+    weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     steps: Sequence[Step] = (),
     ignore_index: int = -100,
@@ -73,7 +74,8 @@ def sliced_cross_entropy(
         labels: Of shape (tokens,), integers: the row of each token's label, or ``ignore_index``.
         read: Gives the head's rows, in slices.
         num_rows: Of the head.
-        bias: Of shape (num_rows,). Gets no gradient.
+        weight: Of shape (num_rows, columns): the head, if it gets a gradient.
+        bias: Of shape (num_rows,). Gets a gradient if it requires one.
         steps: What becomes of the logits before the softmax, in order.
         ignore_index: Tokens with this label count nothing.
 
@@ -84,7 +86,8 @@ def sliced_cross_entropy(
         Everything is queued on the compute stream; on a GPU the host waits for nothing.
 
     Exactness:
-        Bits depend on the values and shapes of the arguments alone. See "Arithmetic" above.
+        Bits depend on the values and shapes of the arguments alone. See "Arithmetic" above. Which
+        of them get a gradient changes no bit of the others'.
 
     Raises:
         IndexError: If a label is out of range. On a GPU the assertion fails on the device.
@@ -92,10 +95,25 @@ def sliced_cross_entropy(
     _require_in_range(labels, num_rows, ignore_index)
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
-    loss: torch.Tensor = _SlicedCrossEntropy.apply(
-        hidden, labels, bias, read, width, tuple(steps), ignore_index, wants_gradient
-    )
+    given = _Given(labels, read, width, tuple(steps), ignore_index, wants_gradient)
+    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, given)
     return loss
+
+
+class _Given(NamedTuple):
+    """What gets no gradient."""
+
+    labels: torch.Tensor
+    read: Slices
+    width: int
+    steps: Sequence[Step]
+    ignore_index: int
+    wants_gradient: bool
+    """Of the hidden states."""
+
+    @property
+    def is_counted(self) -> torch.Tensor:
+        return self.labels != self.ignore_index
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
@@ -103,32 +121,62 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        labels: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        read: Slices,
-        width: int,
-        steps: Sequence[Step],
-        ignore_index: int,
-        wants_gradient: bool,
+        given: _Given,
     ) -> torch.Tensor:
-        found = _Online(hidden, labels, wants_gradient)
-        for first, rows in read(width):
-            found.add(first, rows, bias, steps)
-        is_counted = labels != ignore_index
-        if wants_gradient:
-            ctx.save_for_backward(found.gradient(), is_counted)
-            ctx.dtype = hidden.dtype
-        return found.losses().masked_fill(~is_counted, 0.0).sum()
+        found = _Online(hidden, given.labels, given.wants_gradient)
+        for first, rows in given.read(given.width):
+            found.add(first, rows, bias, given.steps)
+        by_hidden = found.gradient() if given.wants_gradient else None
+        # What the gradient of the head follows from, if it gets one.
+        again = (hidden, weight, bias, found.scale()) if any(ctx.needs_input_grad[1:3]) else ()
+        ctx.save_for_backward(by_hidden, *again)
+        ctx.given, ctx.dtype = given, hidden.dtype
+        return found.losses().masked_fill(~given.is_counted, 0.0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        by_hidden, is_counted = ctx.saved_tensors
-        # Rounded once, and on a GPU without a float32 tensor of it.
-        scaled = torch.empty_like(by_hidden, dtype=ctx.dtype)
-        torch.mul(by_hidden, gradients[0], out=scaled)
-        # Also where the factor is not finite: a mean over no label.
-        return (scaled.masked_fill_(~is_counted[:, None], 0.0), *[None] * 7)
+        by_hidden, *again = ctx.saved_tensors
+        by_head: tuple[torch.Tensor | None, ...] = (None, None)
+        if again:
+            by_head = _gradient_of_head(ctx.given, gradients[0], *again)
+        scaled = None
+        if by_hidden is not None:
+            # Rounded once, and on a GPU without a float32 tensor of it.
+            scaled = torch.empty_like(by_hidden, dtype=ctx.dtype)
+            torch.mul(by_hidden, gradients[0], out=scaled)
+            # Also where the factor is not finite: a mean over no label.
+            scaled.masked_fill_(~ctx.given.is_counted[:, None], 0.0)
+        return scaled, *by_head, None
+
+
+def _gradient_of_head(
+    given: _Given,
+    gradient: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of the loss by the head's weight and bias: the logits are computed once more for it."""
+    by_weight = None if weight is None else torch.empty_like(weight)
+    by_bias = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
+    for first, rows in given.read(given.width):
+        rows = rows.to(hidden.dtype)
+        part = slice(first, first + len(rows))
+        of_part = None if bias is None else bias[part]
+        logits, slope = _logits(hidden, rows, of_part, given.steps, True)
+        powers = logits.sub_(scale[:, None]).exp_()
+        is_here, place = _places(given.labels, first, len(rows))
+        powers.scatter_add_(1, place[:, None], -is_here[:, None].to(powers.dtype))
+        powers.mul_(slope).mul_(gradient).masked_fill_(~given.is_counted[:, None], 0.0)
+        if by_weight is not None:
+            by_weight[part] = _product(powers.to(hidden.dtype).t(), hidden)
+        if by_bias is not None:
+            by_bias[part] = powers.sum(dim=0)
+    return by_weight, by_bias
 
 
 class _Online:
@@ -156,13 +204,9 @@ class _Online:
     ) -> None:
         """Take in the logits of some rows of the head."""
         rows = rows.to(self._hidden.dtype)  # under autocast
-        logits = _product(self._hidden, rows.t())
-        if bias is not None:
-            logits += bias[first : first + len(rows)]
-        logits, slope = _transformed(logits, steps, self._wants_gradient)
-        place = self._labels - first
-        is_here = (place >= 0) & (place < len(rows))
-        place = place.clamp(0, len(rows) - 1)
+        part = None if bias is None else bias[first : first + len(rows)]
+        logits, slope = _logits(self._hidden, rows, part, steps, self._wants_gradient)
+        is_here, place = _places(self._labels, first, len(rows))
 
         def labels_own(values: torch.Tensor) -> torch.Tensor:
             return values.gather(1, place[:, None])[:, 0]
@@ -186,7 +230,11 @@ class _Online:
 
     def losses(self) -> torch.Tensor:
         """Of each token, were its label to count."""
-        return self._sum.log() + self._most - self._of_label
+        return self.scale() - self._of_label
+
+    def scale(self) -> torch.Tensor:
+        """Of each token, the logarithm of the sum of exponentials of all its logits."""
+        return self._sum.log() + self._most
 
     def gradient(self) -> torch.Tensor:
         """Of each token's loss by its hidden state, in float32. Uses the sums up."""
@@ -203,6 +251,26 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.device.type == "meta":
         return left.new_empty((len(left), right.shape[1]), dtype=torch.float32)
     return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _places(labels: torch.Tensor, first: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whose labels are among so many rows from ``first`` on, and which of these rows they are."""
+    place = labels - first
+    return (place >= 0) & (place < number), place.clamp(0, number - 1)
+
+
+def _logits(
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    steps: Sequence[Step],
+    wants_slope: bool,
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The logits of some rows of the head, and the derivative of what ``steps`` make of them."""
+    logits = _product(hidden, rows.t())
+    if bias is not None:
+        logits += bias
+    return _transformed(logits, steps, wants_slope)
 
 
 def _transformed(

@@ -8,7 +8,7 @@ Note: Generically
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,26 +25,32 @@ _LOUD_NUM_BYTES = 2**26
 """Logits from this size on are mentioned when they are computed."""
 
 
-def slice_loss(base: Any, head: nn.Linear, read: Slices | None = None) -> Callable[[], None]:
-    """Have the loss of ``base`` computed in slices of ``head``.
+def slice_loss(
+    base: Any, heads: Sequence[nn.Linear], read: Slices | None = None
+) -> Callable[[], None]:
+    """Have the loss of ``base`` computed in slices of its head.
 
     Args:
         base: A transformers causal language model.
-        head: Its head, as chosen by ``poros.head.choice``.
-        read: Gives its rows; those of its weight if None.
+        heads: Its head, as chosen by ``poros.head.choice``: several modules if PEFT keeps trained
+            copies of it, of which it calls one at a time.
+        read: Gives the rows of the only head; those of their weights if None.
 
     Returns:
         What undoes it.
     """
-    taken = _Head(head, read, base.loss_function)
     had_loss = base.__dict__.get("_loss_function")
-    head.__dict__["forward"] = taken.forward
-    base.loss_function = taken.loss
+    loss = _Loss(base.loss_function)
+    taken = [(head, _Head(head, read)) for head in heads]
+    for head, own in taken:
+        head.__dict__["forward"] = own.forward
+    base.loss_function = loss
 
     def undo() -> None:
-        if head.__dict__.get("forward") == taken.forward:
-            del head.__dict__["forward"]
-        if base.__dict__.get("_loss_function") == taken.loss:
+        for head, own in taken:
+            if head.__dict__.get("forward") == own.forward:
+                del head.__dict__["forward"]
+        if base.__dict__.get("_loss_function") is loss:
             del base._loss_function
             if had_loss is not None:
                 base.loss_function = had_loss
@@ -53,13 +59,18 @@ def slice_loss(base: Any, head: nn.Linear, read: Slices | None = None) -> Callab
 
 
 class _Head:
-    """What one head does, and the loss behind it."""
+    """What one head does.
 
-    def __init__(self, head: nn.Linear, read: Slices | None, own_loss: Callable[..., Any]) -> None:
-        self._head, self._own_loss = head, own_loss
-        self._read = read or _rows_of(head)
-        self._taken_weight = None if read is None else head.weight
-        self._own_forward = type(head).forward.__get__(head)
+    Attributes:
+        module: The head.
+        read: Gives its rows.
+    """
+
+    def __init__(self, module: nn.Linear, read: Slices | None) -> None:
+        self.module = module
+        self.read = read or _rows_of(module)
+        self._taken_weight = None if read is None else module.weight
+        self._own_forward = type(module).forward.__get__(module)
         self._has_told = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -68,26 +79,41 @@ class _Head:
         Raises:
             PreparedModelError: If the weight whose bytes are in host memory is another one now.
         """
-        if self._taken_weight is not None and self._head.weight is not self._taken_weight:
+        is_away = self._taken_weight is not None
+        if is_away and self.module.weight is not self._taken_weight:
             raise PreparedModelError(
                 "the head's weight: expected the one that poros.prepare took over, found it "
                 "replaced; its bytes are in host memory. Call poros.restore(model) before changing "
                 "the head, then prepare again"
             )
-        origin = Origin.of(input, self._head, self._own_forward, self._tell)
+        origin = Origin.of(input, self.module, self._own_forward, self._tell, self)
         is_usual = (
-            not any(parameter.requires_grad for parameter in self._head.parameters())
-            and not _has_backward_hooks(self._head)
+            not (is_away and self.module.weight.requires_grad)
+            and not _has_backward_hooks(self.module)
             and type(input) is torch.Tensor
-            and input.shape[-1:] == (self._head.in_features,)
+            and input.shape[-1:] == (self.module.in_features,)
             and origin.dtype in _DTYPES
             and (origin.autocast.enabled or input.dtype == origin.dtype)
         )
-        if not is_usual:
-            return self._own_forward(input)
-        return LazyLogits(origin)
+        return LazyLogits(origin) if is_usual else self._own_forward(input)
 
-    def loss(
+    def _tell(self, num_bytes: int) -> None:
+        if num_bytes >= _LOUD_NUM_BYTES and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "poros: something other than the model's loss reads the logits, so they are "
+                "computed whole, %.2f GB of them (compute_metrics? a loss of one's own?)",
+                num_bytes / 1e9,
+            )
+
+
+class _Loss:
+    """In place of transformers' ``ForCausalLMLoss``, with its arguments and its meaning."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own = own
+
+    def __call__(
         self,
         logits: torch.Tensor,
         labels: torch.Tensor,
@@ -97,13 +123,12 @@ class _Head:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """In place of transformers' ``ForCausalLMLoss``, with its arguments and its meaning."""
         if (
             not isinstance(logits, LazyLogits)
             or logits.is_computed
-            or vocab_size != self._head.out_features
+            or vocab_size != logits.shape[-1]
         ):
-            loss: torch.Tensor = self._own_loss(
+            loss: torch.Tensor = self._own(
                 logits=logits,
                 labels=labels,
                 vocab_size=vocab_size,
@@ -116,33 +141,26 @@ class _Head:
         if shift_labels is None:
             # A token's label is the token behind it.
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        hidden = logits.origin.intact()
-        if not logits.requires_grad:  # a step on the way here took no gradient
-            hidden = hidden.detach()
+        origin = logits.origin
+        hidden, head = origin.intact(), origin.source
         shift_labels = shift_labels.reshape(-1).to(hidden.device)
-        total = sliced_cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]).to(logits.origin.dtype),
-            shift_labels,
-            self._read,
-            self._head.out_features,
-            bias=self._head.bias,
-            steps=logits.steps,
-            ignore_index=ignore_index,
-        )
+        # A step on the way here may have taken no gradient.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
+            total = sliced_cross_entropy(
+                hidden.reshape(-1, hidden.shape[-1]).to(origin.dtype),
+                shift_labels,
+                head.read,
+                head.module.out_features,
+                weight=head.module.weight if head.module.weight.requires_grad else None,
+                bias=head.module.bias,
+                steps=logits.steps,
+                ignore_index=ignore_index,
+            )
         if num_items_in_batch is None:
             return total / (shift_labels != ignore_index).sum()
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
         return total / num_items_in_batch
-
-    def _tell(self, num_bytes: int) -> None:
-        if num_bytes >= _LOUD_NUM_BYTES and not self._has_told:
-            self._has_told = True
-            logger.warning(
-                "poros: something other than the model's loss reads the logits, so they are "
-                "computed whole, %.2f GB of them (compute_metrics? a loss of one's own?)",
-                num_bytes / 1e9,
-            )
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

@@ -137,7 +137,7 @@ class Attachment:
             part.put(matrix)
             self._undo.callback(keep_on_host(head.name, head.users, rows))
         if head.is_sliced:
-            self._undo.callback(slice_loss(base, head.module, kept.slices))
+            self._undo.callback(slice_loss(base, head.modules, kept.slices))
 
     def move_to_device(self) -> None:
         """Everything that is not streamed: adapters, norms outside the layers, head."""

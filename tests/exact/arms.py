@@ -17,6 +17,7 @@ from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams
 from poros.gates.kinds import attach
 from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_digests, train
+from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
 
@@ -142,7 +143,9 @@ class Residents:
 def slice_resident_loss(model: Model) -> Model:
     """A resident model whose loss is computed in slices; nothing of it streams."""
     base = model.get_base_model()
-    slice_loss(base, base.get_output_embeddings())
+    head, _ = find_head(model, base, "chunked", False)
+    if head is not None and head.is_sliced:
+        slice_loss(base, head.modules)
     return model
 
 

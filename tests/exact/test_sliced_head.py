@@ -120,9 +120,7 @@ def with_a_forward_of_its_own(model: Model) -> Model:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (trained, "its head is trained"),
         (with_lora_on_it, "its head is a"),
-        (saved_whole, "its head is a"),
         (with_a_loss_of_its_own, "its loss is loss"),
         (with_a_forward_of_its_own, "its head's forward has been replaced"),
     ],
@@ -136,6 +134,38 @@ def test_what_cannot_be_sliced_stays_as_it_was_and_that_is_said(
     assert reason in caplog.text
     assert_same_run(expected, run(model))
     assert not isinstance(model(**batches()[0]).logits, LazyLogits)
+
+
+def both_forms(model: Model) -> Model:
+    """A trained bias beside a frozen weight."""
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.linspace(-1, 1, 512, dtype=head.weight.dtype))
+    return model
+
+
+@pytest.mark.parametrize("change", [trained, saved_whole, both_forms])
+def test_a_head_that_is_trained_stays_on_the_device(
+    change: Callable[[Model], Model], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its loss is computed in slices all the same, and its gradient too."""
+    resident = slice_resident_loss(change(build()))
+    expected = run(resident)
+    with caplog.at_level(logging.WARNING, logger="poros"):
+        model = with_sliced_loss(change(build()))
+    assert "the head stays on the device: it is trained" in caplog.text
+    assert_same_run(expected, run(model))
+    own = [n for n, p in model.named_parameters() if "lm_head" in n and p.requires_grad]
+    assert own and all(bool(expected.steps[0].gradients[name].any()) for name in own)
+    assert isinstance(model(**batches()[0]).logits, LazyLogits)
+
+
+def test_logits_that_are_read_after_the_head_was_updated_are_refused() -> None:
+    model = with_sliced_loss(trained(build())).train()
+    output = outputs(model)
+    output.loss.backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    with pytest.raises(PreparedModelError, match="found them written to before"):
+        output.logits.sum()
 
 
 def test_a_matrix_with_other_users_stays_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
@@ -356,4 +386,5 @@ def test_a_resident_head_that_is_made_trainable_is_trained() -> None:
         return digest(head_of(model))
 
     start = digest(head_of(build()))
-    assert train(build()) == train(with_sliced_loss(build(), stream_head=False)) != start
+    resident = train(slice_resident_loss(build()))
+    assert resident == train(with_sliced_loss(build(), stream_head=False)) != start

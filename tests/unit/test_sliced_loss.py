@@ -278,6 +278,53 @@ def test_without_gradients_it_is_the_same_number() -> None:
     assert not loss.requires_grad
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_gradient_of_the_head(kind: str, dtype: torch.dtype) -> None:
+    """Of weight and bias, together and alone; that of the hidden states has the same bits."""
+    given, steps = case(dtype), STEPS[kind]
+    weight, bias = given.head.clone().requires_grad_(), given.bias.clone().requires_grad_()
+    hidden = given.hidden.clone().requires_grad_()
+
+    def gradients(*wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = sliced_cross_entropy(
+            *(hidden, given.labels, rows_of(weight.detach()), V),
+            weight=weight if any(each is weight for each in wanted) else None,
+            bias=bias if any(each is bias for each in wanted) else given.bias,
+            steps=steps,
+        )
+        return torch.autograd.grad(loss / 3, wanted)
+
+    found = gradients(hidden, weight, bias)
+    for alone, each in zip((hidden, weight, bias), found, strict=True):
+        assert torch.equal(gradients(alone)[0], each) and each.dtype == dtype
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = transformed(exact[0] @ exact[1].T + exact[2], steps)
+    loss = F.cross_entropy(logits, given.labels, reduction="sum") / 3
+    largest = [float(each.detach().abs().max()) for each in exact]
+    # Weights are rounded to the head's dtype, then multiplied with the hidden states and added up.
+    for each, true, factor in zip(
+        found, torch.autograd.grad(loss, exact), (largest[1], largest[0], 1.0), strict=True
+    ):
+        shares = 2 if each is found[0] else 2 * N
+        allowed = 4 * (ROUNDOFF[dtype] + 2e-5) * shares * factor / 3
+        allowed = allowed + ROUNDOFF[dtype] * true.abs()
+        assert bool(((each.double() - true).abs() <= allowed).all())
+        assert float((each.double() - true).abs().mean()) < 0.05 * float(true.abs().mean())
+
+
+def test_a_head_that_is_written_to_before_backward_is_noticed() -> None:
+    given = case(torch.float32)
+    weight = given.head.clone().requires_grad_()
+    loss = sliced_cross_entropy(
+        given.hidden, given.labels, rows_of(weight.detach()), V, weight=weight
+    )
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 SHAPES = [(1, 152064, 3584), (512, 152064, 3584), (40960, 152064, 3584), (10**6, 152064, 8192)]
 
 

@@ -46,11 +46,21 @@ def stays_on_host(num_bytes: int, wanted: bool | None) -> bool:
 
 
 def choose_embeddings(
-    model: nn.Module, layers: Sequence[nn.Module], wanted: bool | None
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    wanted: bool | None,
+    kept: Sequence[nn.Module] = (),
 ) -> list[Embedding]:
-    """Those of ``find_embeddings`` that stay in host memory; says so if it was asked in vain."""
+    """Those of ``find_embeddings`` that stay in host memory; says so if it was asked in vain.
+
+    Args:
+        model: As for ``find_embeddings``, like ``layers``.
+        layers: Likewise.
+        wanted: ``StreamingPolicy.stream_embedding``.
+        kept: Modules whose matrix stays in host memory as the head's.
+    """
     found = find_embeddings(model, layers)
-    if wanted and not found:
+    if wanted and not found and not any(isinstance(module, nn.Embedding) for module in kept):
         logger.warning(
             "poros: stream_embedding=True, but the embedding stays on the device: it is trained, "
             "adapted, quantized, or shared with the head"

@@ -93,8 +93,9 @@ def take_inventory(model: nn.Module, policy: StreamingPolicy) -> Inventory:
     tied = _check_adapters(layers_name, layers)
     frozen = find_frozen(model, layers_name, layers, policy.block_size)
     _check_validated(base, kinds, policy.allow_unvalidated)
-    embeddings = choose_embeddings(model, layers, policy.stream_embedding)
     head = choose_head(model, base, policy.loss, policy.stream_head)
+    kept = head.users if head is not None and head.is_on_host else ()
+    embeddings = choose_embeddings(model, layers, policy.stream_embedding, kept)
     return Inventory(base, layers_name, layers, *frozen, tied, kinds.keys(), embeddings, head)
 
 

@@ -1,6 +1,7 @@
 """Which embeddings can stay in host memory, and keeping them there."""
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,10 +110,13 @@ def adapted_modules(model: nn.Module) -> set[int]:
     }
 
 
-def keep_on_host(name: str, users: Sequence[nn.Module], reader: RowReader) -> Callable[[], None]:
+def keep_on_host(
+    root: nn.Module, name: str, users: Sequence[nn.Module], reader: RowReader
+) -> Callable[[], None]:
     """Have the matrix of ``users``, which is in host memory, brought by ``reader``.
 
     Args:
+        root: The model; held weakly.
         name: Of the matrix, qualified.
         users: The modules whose ``weight`` it is.
         reader: Brings what is read of it.
@@ -127,12 +131,17 @@ def keep_on_host(name: str, users: Sequence[nn.Module], reader: RowReader) -> Ca
         module._parameters["weight"] = matrix
         handles.append(module.register_state_dict_post_hook(_give_bytes))
 
+    reference = weakref.ref(root)
+
     def undo() -> None:
         for handle in handles:
             handle.remove()
-        for module in users:
-            if isinstance(module._parameters.get("weight"), HostMatrix):
-                module._parameters["weight"] = own
+        model = reference()
+        # Wherever it is now: somebody may have tied it meanwhile.
+        for module in () if model is None else model.modules():
+            for key, tensor in module._parameters.items():
+                if tensor is matrix:
+                    module._parameters[key] = own
 
     return undo
 

@@ -10,7 +10,9 @@ Note: What it is
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
 _ALIASES = (_ATEN.detach.default, _ATEN.alias.default)
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class HostMatrix(torch.Tensor):
@@ -41,21 +44,40 @@ class HostMatrix(torch.Tensor):
     host: torch.Tensor
     _reader: RowReader
     _name: str
-    _has_said: list[str]
+    _notes: "_Notes"
+    _view: Callable[[torch.Tensor], torch.Tensor] | None
 
     @staticmethod
     def __new__(
-        cls, host: torch.Tensor, reader: RowReader, name: str, said: list[str] | None = None
+        cls,
+        host: torch.Tensor,
+        reader: RowReader,
+        name: str,
+        notes: "_Notes | None" = None,
+        view: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> "HostMatrix":
+        form = host if view is None else view(host)
         matrix: HostMatrix = torch.Tensor._make_wrapper_subclass(
-            cls, host.shape, strides=host.stride(), dtype=host.dtype, device=reader.device
+            cls, form.shape, strides=form.stride(), dtype=host.dtype, device=reader.device
         )
         matrix.host, matrix._reader, matrix._name = host, reader, name
-        matrix._has_said = [] if said is None else said
+        matrix._notes, matrix._view = notes or _Notes(), view
         return matrix
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"HostMatrix({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func == _SET_DATA and isinstance(args[0], HostMatrix):
+            args[0]._notes.is_replaced |= not _has_bytes_of(args[1], args[0])
+        return torch._C._disabled_torch_function_impl(func, (), tuple(args), dict(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -68,30 +90,61 @@ class HostMatrix(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, HostMatrix):
-            if operator is _ATEN.embedding.default:
+            if operator is _ATEN.embedding.default and first._view is None:
                 return first._rows(args[1])
             if operator in _ALIASES:
-                return HostMatrix(first.host, first._reader, first._name, first._has_said)
-            if operator is _ATEN.slice.Tensor:
-                first._require_as_prepared()
+                return HostMatrix(first.host, first._reader, first._name, first._notes, first._view)
+            if operator is _ATEN.slice.Tensor and first._view is None:
+                first.require_as_prepared()
                 part = operator(first.host, *args[1:], **kwargs)
                 if part.is_contiguous():
-                    return HostMatrix(part, first._reader, first._name, ["a slice"])
-            if operator is _ATEN._to_copy.default and _is_host(kwargs.get("device")):
+                    notes = _Notes(has_told=True)
+                    return HostMatrix(part, first._reader, first._name, notes)
+            is_host = operator is _ATEN._to_copy.default and _is_host(kwargs.get("device"))
+            if is_host and first._view is None:
                 return operator(first.host, **kwargs)
+            if _is_view(operator):
+                first.require_as_prepared()
+                return first._viewed(partial(_apply, operator, args[1:], kwargs))
         return _whole(operator, args, kwargs)
 
+    def _viewed(self, view: Callable[[torch.Tensor], Any]) -> Any:
+        """A view of it, or several: copied when they are read, and nobody can write to them."""
+        own = self._view or _itself
+
+        def part(number: int | None, whole: torch.Tensor) -> torch.Tensor:
+            found = view(own(whole))
+            result: torch.Tensor = found if number is None else found[number]
+            return result
+
+        form = view(own(self.host))
+        given = (self.host, self._reader, self._name, self._notes)
+        if isinstance(form, torch.Tensor):
+            return HostMatrix(*given, partial(part, None))
+        return [HostMatrix(*given, partial(part, number)) for number in range(len(form))]
+
+    def on_device(self) -> torch.Tensor:
+        """A copy of it on the device."""
+        whole = self._reader.whole(self.host)
+        return whole if self._view is None else self._view(whole)
+
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
-        self._require_as_prepared()
+        self.require_as_prepared()
         return self._reader.rows(self._name, self.host, indices)
 
-    def _require_as_prepared(self) -> None:
+    def require_as_prepared(self) -> None:
+        """Raise ``PreparedModelError`` if it was cast, moved, replaced or made trainable."""
         if self.dtype != self.host.dtype or self.device != self._reader.device:
             raise PreparedModelError(
                 f"{self._name}: expected {self.host.dtype} on {self._reader.device} as prepared, "
                 f"found it cast or moved to {self.dtype} on {self.device} (by "
                 "prepare_model_for_kbit_training?); its bytes are in host memory. Call "
                 "poros.restore(model), cast or move it, then prepare again"
+            )
+        if self._notes.is_replaced:
+            raise PreparedModelError(
+                f"{self._name}: expected its own bytes, found others assigned to its .data; its "
+                "bytes are in host memory. Call poros.restore(model), change it, then prepare again"
             )
         if self.requires_grad:
             raise PreparedModelError(
@@ -109,9 +162,36 @@ class HostMatrix(torch.Tensor):
         )
 
 
+@dataclass
+class _Notes:
+    """What a matrix and its aliases know together."""
+
+    has_told: bool = False
+    """Whether it was said that somebody needs all of it."""
+    is_replaced: bool = False
+
+
 def as_parameter(matrix: HostMatrix) -> nn.Parameter:
     """The matrix as a frozen parameter."""
     return nn.Parameter(matrix, requires_grad=False)
+
+
+def _is_view(operator: Any) -> bool:
+    """Whether what it returns shares memory with what it is given."""
+    returned = [each.alias_info for each in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _apply(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], on: torch.Tensor) -> Any:
+    return operator(on, *args, **kwargs)
+
+
+def _itself(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix
+
+
+def _has_bytes_of(value: Any, matrix: HostMatrix) -> bool:
+    return isinstance(value, HostMatrix) and value.host is matrix.host
 
 
 def _is_host(device: Any) -> bool:
@@ -141,9 +221,9 @@ def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     def whole(value: Any) -> Any:
         if not isinstance(value, HostMatrix):
             return value
-        value._require_as_prepared()
-        if not value._has_said:
-            value._has_said.append(str(operator))
+        value.require_as_prepared()
+        if not value._notes.has_told:
+            value._notes.has_told = True
             logger.warning(
                 "poros: %s (%.2f GB) is in host memory; %s needs it whole, so it is copied to the "
                 "device for that",
@@ -151,6 +231,6 @@ def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
                 value.host.nbytes / 1e9,
                 operator,
             )
-        return value._reader.whole(value.host)
+        return value.on_device()
 
     return operator(*_pytree.tree_map(whole, args), **_pytree.tree_map(whole, dict(kwargs)))

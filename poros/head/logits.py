@@ -10,8 +10,10 @@ Note: Lazily
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -38,35 +40,37 @@ _SCALES: dict[Any, Literal["multiply", "divide"]] = {
     **dict.fromkeys([_T.div, _T.__truediv__, torch.div], "divide"),
 }
 _TANH = (torch.tanh, _T.tanh)
+_WATCHES = (_T.register_hook, _T.register_post_accumulate_grad_hook, _T.retain_grad)
+_OF_DDP = "_DDPSinkBackward"
+"""Hands its gradient on as it is, so that values with a graph of their own are as good."""
+_REMEDY = "Hand it logits.clone(), or prepare with loss='reference'"
 
 
-class Origin(NamedTuple):
+@dataclass(eq=False)
+class Origin:
     """One call of a head, and all that its product follows from."""
 
     hidden: torch.Tensor
-    project: Callable[[torch.Tensor], torch.Tensor]
-    """The head's own forward."""
+    weight: torch.Tensor
+    bias: torch.Tensor | None
     shape: torch.Size
     dtype: torch.dtype
     tell: Callable[[int], None]
     """Told of it when the values are computed, with their bytes."""
+    source: Any
+    """What stands for the head."""
     with_gradients: bool
     requires_grad: bool
     autocast: AutocastState
     read: Sequence[torch.Tensor]
-    """The hidden states, and what of the head may be written to."""
+    """What may not be written to meanwhile."""
     versions: Sequence[int]
-    source: Any
-    """What stands for the head."""
+    is_loss_taken: bool = False
+    """Whether a loss was computed in slices: no gradient goes through the logits then."""
 
     @classmethod
     def of(
-        cls,
-        hidden: torch.Tensor,
-        head: nn.Linear,
-        project: Callable[[torch.Tensor], torch.Tensor],
-        tell: Callable[[int], None],
-        source: Any = None,
+        cls, hidden: torch.Tensor, head: nn.Linear, tell: Callable[[int], None], source: Any = None
     ) -> "Origin":
         """A call of ``head`` with ``hidden``, now."""
         # Nothing autocasts what has no memory.
@@ -74,17 +78,20 @@ class Origin(NamedTuple):
         own = list(head.parameters())
         read = [tensor for tensor in (hidden, *own) if not tensor.is_inference()]
         return cls(
-            hidden,
-            project,
-            torch.Size((*hidden.shape[:-1], head.out_features)),
-            autocast.dtype if autocast.enabled else head.weight.dtype,
-            tell,
-            torch.is_grad_enabled(),
-            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *own)),
-            autocast,
-            read,
-            [tensor._version for tensor in read],
-            source,
+            # Writing to an inference tensor is not counted.
+            hidden=hidden.clone() if hidden.is_inference() else hidden,
+            weight=_as_now(head.weight),
+            bias=None if head.bias is None else _as_now(head.bias),
+            shape=torch.Size((*hidden.shape[:-1], head.out_features)),
+            dtype=autocast.dtype if autocast.enabled else head.weight.dtype,
+            tell=tell,
+            source=source,
+            with_gradients=torch.is_grad_enabled(),
+            requires_grad=torch.is_grad_enabled()
+            and any(tensor.requires_grad for tensor in (hidden, *own)),
+            autocast=autocast,
+            read=read,
+            versions=[tensor._version for tensor in read],
         )
 
     def intact(self) -> torch.Tensor:
@@ -102,11 +109,27 @@ class Origin(NamedTuple):
         return self.hidden
 
     def values(self) -> torch.Tensor:
-        """The product; raises as ``intact``."""
-        with torch.set_grad_enabled(self.with_gradients), self.autocast.enter():
-            values = self.project(self.intact())
+        """The product, as the head computes it; raises as ``intact``."""
+        with self.as_then(self.with_gradients, self.autocast):
+            values = nn.functional.linear(self.intact(), self.weight, self.bias)
         self.tell(values.nbytes)
         return values
+
+    @contextmanager
+    def as_then(self, with_gradients: bool, autocast: AutocastState) -> Iterator[None]:
+        """The modes of another moment, outside of the inference mode of a later one."""
+        leaves = torch.is_inference_mode_enabled() and not self.hidden.is_inference()
+        with (
+            torch.inference_mode(False) if leaves else nullcontext(),
+            torch.set_grad_enabled(with_gradients),
+            autocast.enter(),
+        ):
+            yield
+
+
+def _as_now(parameter: torch.Tensor) -> torch.Tensor:
+    """It, trained as it is now, whatever is made of it later."""
+    return parameter if parameter.requires_grad else parameter.detach()
 
 
 class LazyLogits(torch.Tensor):
@@ -116,8 +139,9 @@ class LazyLogits(torch.Tensor):
     """What it is computed from."""
     steps: tuple[Step, ...]
     """What has become of the head's product since."""
-    _compute: Callable[[], torch.Tensor]
+    _compute: Callable[[], torch.Tensor] | None
     _result: torch.Tensor | None
+    _alias_of: "LazyLogits | None"
     _followers: "weakref.WeakSet[LazyLogits]"
 
     @staticmethod
@@ -143,6 +167,7 @@ class LazyLogits(torch.Tensor):
             steps=steps,
             _compute=compute or origin.values,
             _result=None,
+            _alias_of=None,
             _followers=weakref.WeakSet(),
         )
         if has_gradient:
@@ -158,18 +183,44 @@ class LazyLogits(torch.Tensor):
         """Whether somebody has read, and may have changed, the values."""
         return self._result is not None
 
+    def take_loss(self) -> Origin:
+        """What a loss in slices is computed from; no gradient will go through the logits."""
+        self.require_own_graph()
+        self.origin.is_loss_taken = True
+        return self.origin
+
+    def require_own_graph(self) -> None:
+        """Raise ``PreparedModelError`` if an autograd function has made it its result."""
+        node = on_plain_tensors(_T.grad_fn.__get__, self)
+        if node is not None and type(node).__name__ != _OF_DDP:
+            raise PreparedModelError(
+                f"logits: expected them as the model gave them, found the result of {node}, whose "
+                f"gradient would be left out. {_REMEDY}"
+            )
+
     def computed(self) -> torch.Tensor:
         """The ordinary tensor; computed at the first call."""
-        if self._result is None:
+        if self._result is None and self._compute is not None:
             self._result = self._compute()
-        return self._result
+            self._compute = None  # it holds what this follows from
+        result: Any = self._result
+        return result
 
     def _read(self) -> torch.Tensor:
         """The same for somebody who may write to it: what follows from it is computed first."""
+        self.require_own_graph()
+        first = self
+        while first._alias_of is not None:
+            first = first._alias_of
         values = self.computed()
+        first._settle()
+        return values
+
+    def _settle(self) -> None:
         for follower in list(self._followers):
             follower.computed()
-        return values
+            follower._settle()
+            follower._alias_of = None
 
     def _noted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What ``func`` makes of it without its values; None if they are needed."""
@@ -183,7 +234,9 @@ class LazyLogits(torch.Tensor):
             return self
         if func is _T.view_as and args[0] is self:
             # What an autograd function (of DDP, say) hands on as it got it.
-            return self._follower(_itself, (), {})
+            alias = self._follower(_itself, (), {})
+            alias._alias_of = self
+            return alias
         if func in (_T.float, _T.to):
             return self._cast(func, args, kwargs)
         return None
@@ -213,8 +266,10 @@ class LazyLogits(torch.Tensor):
     ) -> "LazyLogits":
         with_gradients, autocast = torch.is_grad_enabled(), self.origin.autocast.now()
 
+        self.require_own_graph()
+
         def compute() -> torch.Tensor:
-            with torch.set_grad_enabled(with_gradients), autocast.enter():
+            with self.origin.as_then(with_gradients, autocast):
                 values: torch.Tensor = func(self.computed(), *args, **kwargs)
             return values
 
@@ -233,18 +288,19 @@ class LazyLogits(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _FORM:
-            return on_plain_tensors(func, *args)
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if func in _FORM and isinstance(first, LazyLogits):
+            if not first.is_computed or func is _T.__hash__:
+                return torch._C._disabled_torch_function_impl(func, (), tuple(args), dict(kwargs))
+            return func(*_values(tuple(args)), **_values(dict(kwargs)))
+        _require_gradients_there(func, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, LazyLogits) and not first.is_computed:
             noted = first._noted(func, args[1:], kwargs)
             if noted is not None:
                 return noted
 
-        def values(tree: Any) -> Any:
-            return _pytree.tree_map(_values_of, tree)
-
-        return func(*values(tuple(args)), **values(dict(kwargs)))
+        return func(*_values(tuple(args)), **_values(dict(kwargs)))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -261,8 +317,27 @@ def _itself(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _values_of(value: Any) -> Any:
-    return value._read() if isinstance(value, LazyLogits) else value
+def _values(tree: Any) -> Any:
+    return _pytree.tree_map(
+        lambda leaf: leaf._read() if isinstance(leaf, LazyLogits) else leaf, tree
+    )
+
+
+def _require_gradients_there(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse to watch or take the gradient of logits that a loss in slices goes around."""
+    if func in _WATCHES:
+        wanted: Any = args[:1]
+    elif func is torch.autograd.grad:
+        wanted = kwargs.get("inputs", args[1:2])
+    else:
+        return
+    for leaf in _pytree.tree_leaves(wanted):
+        if isinstance(leaf, LazyLogits) and leaf.origin.is_loss_taken:
+            raise PreparedModelError(
+                "logits: expected nobody to ask for their gradient, found a hook on them, or "
+                "torch.autograd.grad by them: the loss was computed in slices, without them. "
+                "Prepare with loss='reference'"
+            )
 
 
 def _refuse(given: Any) -> None:
@@ -270,5 +345,5 @@ def _refuse(given: Any) -> None:
         return  # no gradient has arrived
     raise PreparedModelError(
         "logits: expected Python code that reads them, found an autograd function or a compiled "
-        "one that takes them as they are. Hand it logits.clone(), or prepare with loss='reference'"
+        f"one that takes them as they are. {_REMEDY}"
     )

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from poros.errors import UnsupportedModelError
 
 _MOST_LOGITS = 2**25
 """Elements of a slice of logits: 134 MB in float32."""
@@ -74,7 +75,7 @@ def sliced_cross_entropy(
         labels: Of shape (tokens,), integers: the row of each token's label, or ``ignore_index``.
         read: Gives the head's rows, in slices.
         num_rows: Of the head.
-        weight: Of shape (num_rows, columns): the head, if it gets a gradient.
+        weight: Of shape (num_rows, columns): the head, if it gets a gradient; ``read`` reads it.
         bias: Of shape (num_rows,). Gets a gradient if it requires one.
         steps: What becomes of the logits before the softmax, in order.
         ignore_index: Tokens with this label count nothing.
@@ -91,7 +92,14 @@ def sliced_cross_entropy(
 
     Raises:
         IndexError: If a label is out of range. On a GPU the assertion fails on the device.
+        UnsupportedModelError: In a backward that is to be differentiated again.
+        ValueError: If there are more or fewer labels than tokens.
     """
+    if labels.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"labels: expected one for each of {len(hidden)} tokens, found {labels.numel()}"
+        )
+    labels = labels.long()
     _require_in_range(labels, num_rows, ignore_index)
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
@@ -136,8 +144,12 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         return found.losses().masked_fill(~given.is_counted, 0.0).sum()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                "loss: expected a backward that is not differentiated again, found create_graph="
+                "True; gradients of gradients need loss='reference'"
+            )
         by_hidden, *again = ctx.saved_tensors
         by_head: tuple[torch.Tensor | None, ...] = (None, None)
         if again:

@@ -76,6 +76,9 @@ class SliceReader:
     def _bring(self, first: int, width: int, released: list[Event]) -> tuple[torch.Tensor, Event]:
         source = self._matrix[first : first + width]
         number = first // width % len(self._buffers)
-        target = self._buffers[number][: source.nbytes].view(source.dtype).view(source.shape)
+        # One buffer holds all of a small matrix: each slice has a place of its own in it.
+        start = self._matrix[:first].nbytes if len(self._buffers) == 1 else 0
+        memory = self._buffers[number][start : start + source.nbytes]
+        target = memory.view(source.dtype).view(source.shape)
         self.h2d_num_bytes += source.nbytes
         return target, self._streams.copy(target, source, after=released[number])

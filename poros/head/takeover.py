@@ -9,18 +9,20 @@ Note: Generically
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
+from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits, Origin
 from poros.head.loss import Slices, sliced_cross_entropy
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _LOUD_NUM_BYTES = 2**26
 """Logits from this size on are mentioned when they are computed."""
 
@@ -42,9 +44,6 @@ def slice_loss(
     had_loss = base.__dict__.get("_loss_function")
     loss = _Loss(base.loss_function)
     taken = [(head, _Head(head, read)) for head in heads]
-    for head, own in taken:
-        head.__dict__["forward"] = own.forward
-    base.loss_function = loss
 
     def undo() -> None:
         for head, own in taken:
@@ -55,21 +54,24 @@ def slice_loss(
             if had_loss is not None:
                 base.loss_function = had_loss
 
+    try:
+        for head, own in taken:
+            head.__dict__["forward"] = own.forward
+        base.loss_function = loss
+    except BaseException:
+        undo()
+        raise
     return undo
 
 
 class _Head:
-    """What one head does.
+    """What one head does. A copy of the module has a copy of this, for its own weight."""
 
-    Attributes:
-        module: The head.
-        read: Gives its rows.
-    """
-
-    def __init__(self, module: nn.Linear, read: Slices | None) -> None:
-        self.module = module
-        self.read = read or _rows_of(module)
-        self._taken_weight = None if read is None else module.weight
+    def __init__(self, module: nn.Linear, reader: Slices | None) -> None:
+        self._module = module
+        self._reader = reader
+        """Brings the rows, if they are in host memory."""
+        self._host = None if reader is None else cast(HostMatrix, module.weight).host
         self._own_forward = type(module).forward.__get__(module)
         self._has_told = False
 
@@ -79,23 +81,30 @@ class _Head:
         Raises:
             PreparedModelError: If the weight whose bytes are in host memory is another one now.
         """
-        is_away = self._taken_weight is not None
-        if is_away and self.module.weight is not self._taken_weight:
-            raise PreparedModelError(
-                "the head's weight: expected the one that poros.prepare took over, found it "
-                "replaced; its bytes are in host memory. Call poros.restore(model) before changing "
-                "the head, then prepare again"
-            )
-        origin = Origin.of(input, self.module, self._own_forward, self._tell, self)
+        weight = self._module.weight
+        if self._reader is not None:
+            if not isinstance(weight, HostMatrix) or weight.host is not self._host:
+                raise PreparedModelError(
+                    "the head's weight: expected the one that poros.prepare took over, found it "
+                    "replaced; its bytes are in host memory. Call poros.restore(model) before "
+                    "changing the head, then prepare again"
+                )
+            weight.require_as_prepared()
         is_usual = (
-            not (is_away and self.module.weight.requires_grad)
-            and not _has_backward_hooks(self.module)
+            not _has_backward_hooks(self._module)
             and type(input) is torch.Tensor
-            and input.shape[-1:] == (self.module.in_features,)
-            and origin.dtype in _DTYPES
-            and (origin.autocast.enabled or input.dtype == origin.dtype)
+            and input.shape[-1:] == (self._module.in_features,)
+            and {input.dtype, weight.dtype} <= _DTYPES
         )
-        return LazyLogits(origin) if is_usual else self._own_forward(input)
+        if is_usual:
+            origin = Origin.of(input, self._module, self._tell, self)
+            if origin.autocast.enabled or input.dtype == weight.dtype:
+                return LazyLogits(origin)
+        return self._own_forward(input)
+
+    def rows_of(self, weight: torch.Tensor) -> Slices:
+        """What gives the rows of ``weight``, which was the head's when its logits were made."""
+        return self._reader or partial(_slices, weight.detach())
 
     def _tell(self, num_bytes: int) -> None:
         if num_bytes >= _LOUD_NUM_BYTES and not self._has_told:
@@ -141,18 +150,18 @@ class _Loss:
         if shift_labels is None:
             # A token's label is the token behind it.
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        origin = logits.origin
-        hidden, head = origin.intact(), origin.source
+        origin = logits.take_loss()
+        hidden, weight = origin.intact(), origin.weight
         shift_labels = shift_labels.reshape(-1).to(hidden.device)
         # A step on the way here may have taken no gradient.
         with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
             total = sliced_cross_entropy(
                 hidden.reshape(-1, hidden.shape[-1]).to(origin.dtype),
                 shift_labels,
-                head.read,
-                head.module.out_features,
-                weight=head.module.weight if head.module.weight.requires_grad else None,
-                bias=head.module.bias,
+                origin.source.rows_of(weight),
+                len(weight),
+                weight=weight if weight.requires_grad else None,
+                bias=origin.bias,
                 steps=logits.steps,
                 ignore_index=ignore_index,
             )
@@ -168,10 +177,6 @@ def _has_backward_hooks(module: nn.Module) -> bool:
     return any(map(any, (module._get_backward_hooks(), [module._get_backward_pre_hooks()])))
 
 
-def _rows_of(head: nn.Linear) -> Slices:
-    def read(width: int) -> Iterator[tuple[int, torch.Tensor]]:
-        weight = head.weight.detach()
-        for first in range(0, len(weight), width):
-            yield first, weight[first : first + width]
-
-    return read
+def _slices(weight: torch.Tensor, width: int) -> Iterator[tuple[int, torch.Tensor]]:
+    for first in range(0, len(weight), width):
+        yield first, weight[first : first + width]

@@ -106,14 +106,17 @@ class Attachment:
 
     def keep_embeddings(self, rows: RowReader, digests: SourceDigests | None) -> None:
         """The matrices of embeddings that stay in host memory go there, and are read by rows."""
-        base = self._base()
-        left = None if base is None else attached_store(base)
+        model, base = self._model(), self._base()
+        if model is None or base is None:
+            return
+        left = attached_store(base)
         for embedding in self._embeddings:
             if digests is not None:
                 expected = None if left is None else left.as_packed.of(embedding.matrix)
                 digests.add(embedding.name, embedding.matrix, expected)
             self._place(FrozenTensor(embedding.name, embedding.matrix).parts(), torch.device("cpu"))
-            self._undo.callback(keep_on_host(embedding.name, [embedding.module], rows))
+            users = [embedding.module]
+            self._undo.callback(keep_on_host(model, embedding.name, users, rows))
 
     def take_head(
         self,
@@ -123,8 +126,8 @@ class Attachment:
         digests: SourceDigests | None,
     ) -> None:
         """The head's matrix goes to host memory, and the loss is computed in slices, as chosen."""
-        base, head = self._base(), self._head
-        if base is None or head is None:
+        model, base, head = self._model(), self._base(), self._head
+        if model is None or base is None or head is None:
             return
         if head.is_on_host:
             left = attached_store(base)
@@ -135,7 +138,7 @@ class Attachment:
             origin, matrix = part.get().device, kept.keep(head, rows, streams)
             self._moved.append((part, origin))
             part.put(matrix)
-            self._undo.callback(keep_on_host(head.name, head.users, rows))
+            self._undo.callback(keep_on_host(model, head.name, head.users, rows))
         if head.is_sliced:
             self._undo.callback(slice_loss(base, head.modules, kept.slices))
 

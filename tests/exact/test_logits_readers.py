@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import poros
-from poros.errors import PreparedModelError
+from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.gates import tiny
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
 from tests.snapshots import batches, build, changes, digest
@@ -120,6 +120,42 @@ def test_a_step_without_gradient_on_the_way_to_the_loss(with_gradient: bool) -> 
         base.loss_function = loss
         found.append(outputs(model).loss.requires_grad)
     assert found == [with_gradient, with_gradient]
+
+
+WATCHES: dict[str, Any] = {
+    "hook": lambda output: output.logits.register_hook(lambda gradient: gradient * 0),
+    "retain_grad": lambda output: output.logits.retain_grad(),
+    "hook on a follower": lambda output: output.logits.float().register_hook(print),
+    "grad": lambda output: torch.autograd.grad(output.loss, output.logits, allow_unused=True),
+    "grad by keyword": lambda output: torch.autograd.grad(output.loss, inputs=[output.logits]),
+}
+
+
+@pytest.mark.parametrize("name", WATCHES)
+def test_the_gradient_of_logits_that_the_loss_goes_around_is_refused(name: str) -> None:
+    model = with_sliced_loss(build()).train()
+    with pytest.raises(PreparedModelError, match="expected nobody to ask for their gradient"):
+        WATCHES[name](outputs(model))
+    WATCHES["hook"](outputs(model, labels=None))  # no loss was taken of these
+
+
+def test_loss_and_logits_in_one_sum() -> None:
+    """A penalty on the logits beside the loss."""
+
+    def gradients(model: Model) -> list[object]:
+        output = outputs(model.train())
+        (output.loss + 1e-2 * output.logits.float().logsumexp(-1).square().mean()).backward()
+        return [digest(p.grad) for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(slice_resident_loss(build()))
+    assert len(expected) > 10 and gradients(with_sliced_loss(build())) == expected
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model = slice_resident_loss(build()).train()
+    norm = model.get_base_model().model.norm.weight.requires_grad_()
+    with pytest.raises(UnsupportedModelError, match="gradients of gradients"):
+        torch.autograd.grad(outputs(model).loss, norm, create_graph=True)
 
 
 def trainer_run(model: Model, folder: Path, **options: Any) -> dict[str, float]:

@@ -168,6 +168,56 @@ def test_logits_that_are_read_after_the_head_was_updated_are_refused() -> None:
         output.logits.sum()
 
 
+def with_a_second_copy(model: Model) -> Model:
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model.add_adapter("two", config)
+    model.set_adapter("two")
+    return model
+
+
+def test_a_trained_copy_of_the_head_that_comes_later_is_the_one_that_is_read() -> None:
+    """PEFT copies the head, and all that is in it."""
+    expected = run(slice_resident_loss(with_a_second_copy(build())))
+    model = with_a_second_copy(with_sliced_loss(build(), stream_head=False))
+    found = run(model)
+    assert_same_run(expected, found)
+    assert any("lm_head" in name and g.any() for name, g in found.steps[0].gradients.items())
+
+
+def test_what_was_tied_while_it_was_prepared_stays_tied() -> None:
+    def tie(model: Model) -> Model:
+        base = model.get_base_model()
+        base.model.embed_tokens.weight = base.lm_head.weight
+        return model
+
+    model = poros.restore(tie(with_sliced_loss(build())))
+    base = model.get_base_model()
+    assert base.model.embed_tokens.weight is base.lm_head.weight
+    assert torch.equal(outputs(model).loss, outputs(tie(build())).loss)
+
+
+@pytest.mark.parametrize("fault", ["loss", "slices"])
+def test_a_failed_prepare_leaves_the_head_as_it_was(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    before = picture(model)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not today")
+
+    with monkeypatch.context() as patch:
+        if fault == "loss":
+            patch.setattr("poros.head.takeover._Loss", fail)
+        else:
+            patch.setattr("poros.head.kept.SliceReader", fail)
+        with pytest.raises(RuntimeError, match="not today"):
+            with_sliced_loss(model)
+    assert changes(before, picture(model)) == {}
+    run(with_sliced_loss(model))
+
+
 def test_a_matrix_with_other_users_stays_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
     def with_another_user(model: Model) -> Model:
         base = model.get_base_model()
@@ -360,21 +410,40 @@ def given_another_weight(model: Model) -> None:
     head.weight = torch.nn.Parameter(torch.zeros(head.weight.shape, dtype=torch.bfloat16))
 
 
+def given_other_data(model: Model) -> None:
+    head_of(model).data = torch.ones(512, 64, dtype=torch.bfloat16)
+
+
+def swapped(model: Model) -> None:
+    other = torch.nn.Parameter(torch.ones(512, 64, dtype=torch.bfloat16), requires_grad=False)
+    torch.utils.swap_tensors(head_of(model), other)
+
+
+def written_in_a_row(model: Model) -> None:
+    with torch.no_grad():
+        head_of(model)[3] = 1.0
+
+
 def written(model: Model) -> None:
     with torch.no_grad():
         head_of(model).mul_(2)
 
 
-@pytest.mark.parametrize("change", [cast, made_trainable, given_another_weight, written])
+CHANGES = [cast, made_trainable, given_other_data, written, written_in_a_row]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, given_another_weight, swapped])
 @pytest.mark.parametrize("loss", ["chunked", "reference"])
 def test_a_head_in_host_memory_that_is_changed_is_refused(
     loss: str, change: Callable[[Model], None]
 ) -> None:
     """Before anything is computed with it; but a weight of one's own is a weight of one's own."""
     model = with_sliced_loss(build(), loss=loss)
-    if change is given_another_weight and loss == "reference":
+    if change in (given_another_weight, swapped) and loss == "reference":
+        own = build()
         change(model)
-        assert not outputs(model).logits.any()
+        change(own)
+        assert torch.equal(outputs(model).logits, outputs(own).logits)
         return
     with pytest.raises(PreparedModelError, match="weight"):
         change(model)

@@ -29,7 +29,7 @@ def make(rows: int = 10, **options: Any) -> nn.Embedding:
 
 
 def on_host(module: nn.Embedding, reader: RowReader | None = None) -> Callable[[], None]:
-    return keep_on_host("embed.weight", [module], reader or RowReader(EagerStreams(CPU)))
+    return keep_on_host(module, "embed.weight", [module], reader or RowReader(EagerStreams(CPU)))
 
 
 @pytest.mark.parametrize("ids", [IDS, IDS[0, 0], IDS[:, :0], IDS.int(), IDS.t()])
@@ -115,8 +115,73 @@ def test_a_slice_of_rows_is_a_matrix_too(caplog: pytest.LogCaptureFixture) -> No
             with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
                 part.zero_()
         columns = module.weight[:, 1:3]
-    assert not isinstance(columns, HostMatrix) and same_bits(columns, make().weight[:, 1:3])
+        assert isinstance(columns, HostMatrix) and caplog.text == ""
+        assert same_bits(columns.clone(), make().weight[:, 1:3])
     assert caplog.text.count("in host memory") == 1, "for the columns"
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "row": lambda weight: weight[3],
+    "element": lambda weight: weight[3, 2],
+    "columns": lambda weight: weight[:, 1:3],
+    "transposed": lambda weight: weight.t(),
+    "transposed rows": lambda weight: weight[2:5].t(),
+    "flat": lambda weight: weight.view(-1),
+    "one of many": lambda weight: weight.unbind(0)[3],
+    "a part of a split": lambda weight: weight.split(4)[1],
+    "view of a view": lambda weight: weight.t()[1:3][:, 2:],
+    "expanded": lambda weight: weight[None].expand(2, -1, -1),
+    "by .data": lambda weight: weight.data[3],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_is_read_right_and_not_written(name: str) -> None:
+    """Its form too: kernels are chosen by strides."""
+    module = make()
+    on_host(module)
+    found, expected = VIEWS[name](module.weight), VIEWS[name](make().weight)
+    assert isinstance(found, HostMatrix)
+    assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+    assert same_bits(found + 0, expected + 0)
+    for write in (lambda each: each.zero_(), lambda each: each.mul_(2)):
+        with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+            write(VIEWS[name](module.weight))
+    with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+        module.weight[3] = 1.0
+    assert same_bits(module(IDS), make()(IDS))
+
+
+@pytest.mark.parametrize("of_other", [torch.ones, torch.zeros])
+def test_other_bytes_behind_its_back_are_refused_at_the_next_use(of_other: Any) -> None:
+    uses: list[Callable[[torch.Tensor], object]] = [
+        lambda weight: torch.nn.functional.embedding(IDS, weight),
+        lambda weight: weight.t() @ weight,
+        torch.clone,
+    ]
+    for use in uses:
+        module = make()
+        on_host(module)
+        alias = module.weight.detach()
+        module.weight.data = of_other(10, 6, dtype=torch.bfloat16)
+        for weight in (module.weight, alias):
+            with pytest.raises(PreparedModelError, match=r"embed\.weight: .*poros\.restore"):
+                use(weight)
+
+
+def test_a_product_saves_no_copy_of_it() -> None:
+    module, given = make(), torch.randn(3, 6, dtype=torch.bfloat16, requires_grad=True)
+    on_host(module)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        product = torch.nn.functional.linear(given, module.weight)
+    assert saved and all(isinstance(each, HostMatrix) for each in saved)
+    product.sum().backward()
+    twin = given.detach().clone().requires_grad_()
+    torch.nn.functional.linear(twin, make().weight).sum().backward()
+    assert same_bits(given.grad, twin.grad)
 
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {

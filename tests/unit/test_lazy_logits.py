@@ -1,6 +1,7 @@
 """Logits that are computed when read: whoever reads them gets what the head gives, bit for bit."""
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -32,13 +33,13 @@ def hidden(with_gradient: bool = True) -> torch.Tensor:
 
 def lazily(given: torch.Tensor, told: list[int] | None = None) -> LazyLogits:
     module = head()
-    return LazyLogits(Origin.of(given, module, module.forward, (told or []).append))
+    return LazyLogits(Origin.of(given, module, (told or []).append))
 
 
 def test_its_form_is_known_before_it_is_computed() -> None:
     told = list[int]()
     module = head()
-    logits = LazyLogits(Origin.of(hidden(), module, module.forward, told.append))
+    logits = LazyLogits(Origin.of(hidden(), module, told.append))
     plain = module(hidden())
     for look in (
         *(lambda t: t.shape, lambda t: t.dtype, lambda t: t.device, lambda t: t.size(-1)),
@@ -180,7 +181,7 @@ def test_whoever_reads_it_gets_the_heads_own_bits(reader: str, region: str) -> N
 def test_it_leaves_as_an_ordinary_tensor(use: Program) -> None:
     module = head().float()
     given = hidden().float()
-    logits = LazyLogits(Origin.of(given, module, module.forward, lambda _: None))
+    logits = LazyLogits(Origin.of(given, module, lambda _: None))
     found = torch.as_tensor(use(logits))
     assert type(found) is torch.Tensor and torch.equal(found, module(given).detach())
 
@@ -229,7 +230,42 @@ def test_a_function_that_takes_it_unread_is_refused_before_a_gradient_is_lost() 
         assert torch.equal(Doubled.apply(lazily(leaf)), head()(leaf) * 2)
 
 
-class HandedOn(torch.autograd.Function):
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return -gradients[0]
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 3
+
+
+@pytest.mark.parametrize("function", [Reversed, Tripled])
+@pytest.mark.parametrize("use", [torch.sum, lambda t: t / 2, lambda t: t.float(), torch.clone])
+def test_a_result_of_a_function_that_has_not_read_it_is_refused(
+    function: Any, use: Program
+) -> None:
+    """Its values would go around the function's backward."""
+    leaf = hidden()
+    with pytest.raises(PreparedModelError, match=rf"the result of .*{function.__name__}Backward"):
+        use(function.apply(lazily(leaf)))
+    function.apply(lazily(leaf).clone()).sum().backward()
+    given = hidden()
+    function.apply(head()(given)).sum().backward()
+    assert leaf.grad is not None and given.grad is not None and torch.equal(leaf.grad, given.grad)
+
+
+class _DDPSink(torch.autograd.Function):
     """As DistributedDataParallel does with what a model returns, to find unused parameters."""
 
     @staticmethod
@@ -248,13 +284,85 @@ def test_a_function_may_hand_it_on(uses_logits: bool) -> None:
     for make in (lambda given: head()(given), lazily):
         leaf = hidden()
         logits = make(leaf)
-        loss, logits = HandedOn.apply(leaf.float().sum(), logits)
+        loss, logits = _DDPSink.apply(leaf.float().sum(), logits)
         if isinstance(logits, LazyLogits):
             assert not logits.is_computed
         (loss + logits.float().square().sum() if uses_logits else loss).backward()
         results.append((loss.detach(), leaf.grad, logits.detach()))
     for expected, found in zip(*results, strict=True):
         assert expected is not None and found is not None and torch.equal(expected, found)
+
+
+def test_it_is_ordinary_once_it_was_computed() -> None:
+    logits, plain = lazily(hidden()), head()(hidden())
+    assert logits.size(dim=0) == plain.size(dim=0) and torch.numel(input=logits) == plain.numel()
+    for tensor in (logits, plain):
+        tensor.detach()
+    assert logits.grad_fn is not None and not logits.is_leaf
+    for tensor in (logits, plain):
+        tensor.transpose_(0, 1)
+    assert logits.shape == plain.shape == (5, 2, V) and len(logits) == 5
+
+
+def test_a_metric_in_inference_mode_leaves_the_graph() -> None:
+    leaf, twin = hidden(), hidden()
+    logits = lazily(leaf)
+    scaled = logits / 2
+    with torch.inference_mode():
+        assert torch.equal(scaled.argmax(-1), (head()(twin) / 2).argmax(-1))
+    (logits.sum() + scaled.sum()).backward()
+    plain = head()(twin)
+    (plain.sum() + (plain / 2).sum()).backward()
+    assert leaf.grad is not None and twin.grad is not None and torch.equal(leaf.grad, twin.grad)
+
+
+def test_hidden_states_of_inference_mode_may_be_written_to() -> None:
+    with torch.inference_mode():
+        given = hidden() * 1
+        logits, expected = lazily(given), head()(given)
+        given.zero_()
+        assert torch.equal(logits, expected) and expected.any()
+
+
+def test_aliases_are_settled_before_a_write() -> None:
+    def write_to_first(logits: torch.Tensor) -> torch.Tensor:
+        alias = logits.view_as(logits)
+        cast = alias.float()
+        logits.zero_()
+        return cast
+
+    def write_to_alias(logits: torch.Tensor) -> torch.Tensor:
+        cast = logits.float()
+        logits.view_as(logits).zero_()
+        return cast
+
+    for program in (write_to_first, write_to_alias):
+        with torch.no_grad():
+            expected = program(head()(hidden()))
+            assert expected.any() and torch.equal(program(lazily(hidden())), expected)
+
+
+def test_what_is_made_of_the_head_later_changes_nothing() -> None:
+    module, leaf = head(), hidden()
+    logits = LazyLogits(Origin.of(leaf, module, lambda _: None))
+    expected = module(leaf)
+    module.weight = torch.nn.Parameter(torch.zeros_like(module.weight))
+    assert torch.equal(logits, expected)
+    module = head()
+    logits = LazyLogits(Origin.of(leaf, module, lambda _: None))
+    module.requires_grad_(True)
+    logits.sum().backward()
+    assert module.weight.grad is None and leaf.grad is not None
+
+
+def test_results_that_are_read_hold_nothing_of_what_they_follow_from() -> None:
+    logits = lazily(hidden())
+    scaled = (logits / 2).tanh()
+    scaled.sum()
+    del logits
+    gc.collect()
+    alive = [each for each in gc.get_objects() if type(each) is LazyLogits]
+    assert [each is scaled for each in alive] == [True]
 
 
 def test_code_below_python_is_refused() -> None:

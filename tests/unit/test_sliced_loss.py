@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import poros.head.loss
+from poros.errors import UnsupportedModelError
 from poros.head.loss import Slices, Step, slice_width, sliced_cross_entropy
+from poros.head.slices import SliceReader
+from poros.streams import EagerStreams
 from tests.exact.arms import narrow_slices
 
 N, V, H = 23, 1000, 48
@@ -198,6 +201,51 @@ def test_slices_say_nothing_about_where_the_head_lies() -> None:
     given = case(torch.bfloat16)
     first, second = sliced(given), sliced(given._replace(head=given.head.clone()))
     assert all(torch.equal(*each) for each in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("number", [1, N - 1, N + 1])
+def test_another_number_of_labels_is_refused(number: int) -> None:
+    given = case(torch.float32)
+    with pytest.raises(ValueError, match=f"one for each of {N} tokens, found {number}"):
+        sliced(given._replace(labels=torch.zeros(number, dtype=torch.long)))
+
+
+def test_small_label_types() -> None:
+    given = case(torch.float32)
+    small = given._replace(labels=given.labels.clamp(min=0, max=200))
+    hidden = given.hidden.clone().requires_grad_()
+    found = sliced_cross_entropy(
+        hidden, small.labels.byte(), rows_of(given.head), V, bias=given.bias, ignore_index=200
+    )
+    small.labels[small.labels == 200] = -100
+    assert torch.equal(found, sliced(small)[0])
+
+
+def test_a_backward_that_is_to_be_differentiated_is_refused() -> None:
+    given = case(torch.float32)
+    hidden = given.hidden.clone().requires_grad_()
+    loss = sliced_cross_entropy(hidden, given.labels, rows_of(given.head), V)
+    with pytest.raises(UnsupportedModelError, match="gradients of gradients"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 300, 5000])
+def test_slices_of_a_small_matrix_are_right_at_any_width(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which one buffer holds: many tokens have narrower slices than those it was made for."""
+    monkeypatch.undo()
+    monkeypatch.setattr("poros.head.loss._MOST_LOGITS", 2**20)
+    monkeypatch.setattr("poros.head.loss._LEAST_WIDTH", 128)
+    given = case(torch.bfloat16, num_tokens)
+    reader = SliceReader("head", given.head, EagerStreams(torch.device("cpu")))
+    assert len(reader._buffers) == 1
+    losses = [
+        sliced_cross_entropy(given.hidden, given.labels, read, V)
+        for read in (rows_of(given.head), reader)
+    ]
+    assert torch.equal(*losses)
+    assert slice_width(num_tokens, V, H) == {4: V, 300: V, 5000: 128}[num_tokens]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])

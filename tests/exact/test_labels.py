@@ -126,6 +126,7 @@ def test_a_profiler_changes_no_bit() -> None:
     assert changes(bits_of(plain), bits_of(model)) == {}
 
 
+@pytest.mark.slow
 def test_a_profiler_changes_nothing_of_a_compiled_layer() -> None:
     def graphs(is_profiled: bool) -> list[str]:
         model, _ = streamed(dropout=0.0, slots=2)

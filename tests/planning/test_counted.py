@@ -61,7 +61,6 @@ CASES: dict[str, dict[str, Any]] = {
     "embedding on the host": {"vocab_size": 8192, "stream_embedding": True},
     "one of its embeddings": {"architecture": "gemma4", "stream_embedding": True},
     "loss in slices": SLICED,
-    "loss in slices, long": {**SLICED, "seq_len": 512},
     "head on the host": {**SLICED, "stream_head": True},
     "head and embedding on the host": {**SLICED, "stream_head": True, "stream_embedding": True},
     "llama": {"architecture": "llama"},

@@ -232,6 +232,7 @@ poros.StreamingPolicy(slots='3')
 """
 
 
+@pytest.mark.slow
 def test_the_installed_wheel_is_typed(installed: Installed) -> None:
     said = installed.check_types(USER, 1)
     assert 'Revealed type is "torch.nn.modules.linear.Linear"' in said

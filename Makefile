@@ -20,7 +20,7 @@ READY := $(if $(filter $(VENV)/bin/python,$(PYTHON)),$(STAMP))
 
 PYTEST := -m pytest -q
 # Test files share two worker processes; on a GPU there is one, since memory is measured there.
-PARALLEL := -n 2 --dist loadfile
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 COMMA := ,
 
 .PHONY: help venv demo test test-all test-oldest gpu-test lint format types

@@ -41,8 +41,9 @@ class StreamingPolicy:
             from 16 MiB on.
         loss: ``"reference"`` keeps the model's own head and loss: bit for bit those of plain
             transformers. ``"chunked"`` computes the loss in slices of the vocabulary, so that the
-            logits of a batch are never there (see ``poros.head.loss``): nearer to the exact loss,
-            but not the same bits; everything else stays exact against a resident run with it.
+            logits of a batch are never there (see ``poros.head.loss``): not the same bits, and in
+            bfloat16 nearer to the exact loss; everything else stays exact against a resident run
+            with it.
             Applies where the head is a linear module without LoRA, trained or not, and the loss is
             transformers' own for causal language models; says so if not.
         stream_head: Keep the head in host memory, and bring it in slices for a chunked loss, where

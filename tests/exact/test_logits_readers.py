@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.gates import tiny
+from poros.gates.trainer_parity import trainer_arguments
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
 from tests.snapshots import batches, build, changes, digest
 
@@ -159,7 +160,7 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 
 def trainer_run(model: Model, folder: Path, **options: Any) -> dict[str, float]:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     rows = [{key: value[0] for key, value in batch.items()} for batch in tiny.make_batches(4)]
     seen = dict[str, Any]()
@@ -168,18 +169,12 @@ def trainer_run(model: Model, folder: Path, **options: Any) -> dict[str, float]:
         seen["shape"] = prediction.predictions.shape
         return {"mean": float(prediction.predictions.mean())}
 
-    arguments = TrainingArguments(
-        output_dir=str(folder),
+    arguments = trainer_arguments(
+        folder,
         max_steps=2,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
+        use_cpu=True,
         eval_strategy="steps",
         eval_steps=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
         dataloader_pin_memory=False,
         **{key: value for key, value in options.items() if key != "with_metrics"},
     )

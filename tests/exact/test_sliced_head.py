@@ -65,7 +65,8 @@ def test_restore_gives_everything_back(architecture: str, policy: dict[str, Any]
         assert torch.equal(tensor, saved[name]), name
 
 
-FAMILIES = ["qwen2", "gemma2", "cohere", "cohere2", "granite", "mixtral", "gpt2", "bloom", "phi"]
+FAMILIES = ["qwen2", "gemma2", "cohere", "cohere2", "granite", "falcon_h1", "mixtral"]
+FAMILIES += ["gpt2", "bloom", "phi"]
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -79,7 +80,7 @@ def test_families_that_scale_or_cap_their_logits(architecture: str) -> None:
     expected = plain.train()(**batches()[1])
     assert isinstance(found.logits, LazyLogits) and not found.logits.is_computed
     capped = {"gemma2": ["divide", "tanh", "multiply"], "granite": ["divide"]}
-    scaled = {"cohere": ["multiply"], "cohere2": ["multiply"], **capped}
+    scaled = {key: ["multiply"] for key in ("cohere", "cohere2", "falcon_h1")} | capped
     assert [step.kind for step in found.logits.steps] == scaled.get(architecture, [])
     # In bfloat16 the whole logits are rounded to three digits.
     assert abs(float(found.loss.detach()) - float(expected.loss.detach())) < 0.01
@@ -298,14 +299,12 @@ def test_the_first_step_notices(
 
 
 def no_wait_for_the_copy(patch: pytest.MonkeyPatch) -> None:
-    genuine = AdversarialStreams.wait
-    buffers = SliceReader.__call__
+    genuine = SliceReader.__call__
 
     def call(self: SliceReader, width: int) -> Any:
         self._streams.wait = lambda event: None  # type: ignore[method-assign]
-        return buffers(self, width)
+        return genuine(self, width)
 
-    assert genuine is not None
     patch.setattr(SliceReader, "__call__", call)
 
 

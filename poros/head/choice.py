@@ -63,12 +63,12 @@ def find_head(
     head = base.get_output_embeddings()
     adapted = adapted_modules(model)
     modules = _linear_modules(head)
-    why = why_own_head(head, modules, adapted)
+    why = _why_own_head(head, modules, adapted)
     if why is not None:
         return None, [f"the model keeps its own head and loss: {why}"]
     in_vain = []
     weight = modules[0].weight
-    if loss == "chunked" and (why := why_own_loss(base)) is not None:
+    if loss == "chunked" and (why := _why_own_loss(base)) is not None:
         in_vain.append(f"loss='chunked', but the model keeps its own: {why}")
         loss = "reference"
     # By itself only where nothing needs all of it at once.
@@ -104,7 +104,7 @@ def _reads_rows(module: nn.Module, head: nn.Module, adapted: Collection[int]) ->
     return module is head or (is_lookup and id(module) not in adapted)
 
 
-def why_own_head(head: Any, modules: Sequence[Any], adapted: Collection[int]) -> str | None:
+def _why_own_head(head: Any, modules: Sequence[Any], adapted: Collection[int]) -> str | None:
     """Why nothing can be done to a head, if that is so.
 
     Args:
@@ -123,7 +123,7 @@ def why_own_head(head: Any, modules: Sequence[Any], adapted: Collection[int]) ->
     return "its head is adapted" if head is modules[0] and id(head) in adapted else None
 
 
-def why_own_loss(base: Any) -> str | None:
+def _why_own_loss(base: Any) -> str | None:
     """Why the loss of a transformers model cannot be computed in slices, if that is so."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 

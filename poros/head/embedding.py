@@ -19,8 +19,8 @@ from poros.nf4 import is_plain
 logger = logging.getLogger(__name__)
 
 LEAST_NUM_BYTES = 2**24
-"""Below this an embedding stays on the device unless it is asked for: a lookup there costs no
-transfer of indices."""
+"""Below this a matrix stays on the device unless it is asked for: little is won, and a lookup there
+costs no transfer of indices."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Embedding:
 
 
 def stays_on_host(num_bytes: int, wanted: bool | None) -> bool:
-    """Whether an embedding that can stay in host memory does.
+    """Whether a matrix of the vocabulary that can stay in host memory does.
 
     Args:
-        num_bytes: Of its matrix.
-        wanted: ``StreamingPolicy.stream_embedding``.
+        num_bytes: Its size.
+        wanted: ``StreamingPolicy.stream_embedding``, or ``stream_head``.
     """
     return num_bytes >= LEAST_NUM_BYTES if wanted is None else wanted
 

@@ -4,9 +4,9 @@ Note: What it is
     A parameter whose bytes stay where they are. Shape, dtype and device are those of a resident
     parameter, so that nobody who asks for them (``model.device``, a trainer) is led astray. It has
     no memory on the device: a lookup (``torch.nn.functional.embedding``) brings the rows it names;
-    a slice of its rows is a matrix of this kind too; any other operator gets a whole copy on the
-    device for as long as it takes, and says so once unless it is of a slice; what would write to
-    it is refused.
+    slices of its rows and other views are matrices of this kind too; any other operator gets a copy
+    on the device for as long as it takes, and says so once unless it is of a slice; what would
+    write to it, or to a view, is refused.
 """
 
 import logging

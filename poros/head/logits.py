@@ -5,8 +5,8 @@ Note: Lazily
     loss here needs hidden states instead (``poros.head.loss``), and callers seldom look. So what
     the head returns knows its shape, dtype and device, and how it would be computed. What families
     do to it on the way to the loss (a scale, a soft cap, a cast to float32) is noted. At anything
-    else it is computed, by the model's own head, as the model would have: the same bits, graph and
-    all, in the grad mode and autocast region in which the head was called.
+    else it is computed as the head would have: the same bits, graph and all, in the grad mode and
+    autocast region in which the head was called, with the weights that it had.
 """
 
 import weakref
@@ -41,8 +41,6 @@ _SCALES: dict[Any, Literal["multiply", "divide"]] = {
 }
 _TANH = (torch.tanh, _T.tanh)
 _WATCHES = (_T.register_hook, _T.register_post_accumulate_grad_hook, _T.retain_grad)
-_OF_DDP = "_DDPSinkBackward"
-"""Hands its gradient on as it is, so that values with a graph of their own are as good."""
 _REMEDY = "Hand it logits.clone(), or prepare with loss='reference'"
 
 
@@ -192,7 +190,7 @@ class LazyLogits(torch.Tensor):
     def require_own_graph(self) -> None:
         """Raise ``PreparedModelError`` if an autograd function has made it its result."""
         node = on_plain_tensors(_T.grad_fn.__get__, self)
-        if node is not None and type(node).__name__ != _OF_DDP:
+        if node is not None:
             raise PreparedModelError(
                 f"logits: expected them as the model gave them, found the result of {node}, whose "
                 f"gradient would be left out. {_REMEDY}"
@@ -264,9 +262,8 @@ class LazyLogits(torch.Tensor):
         step: Step | None = None,
         dtype: torch.dtype | None = None,
     ) -> "LazyLogits":
-        with_gradients, autocast = torch.is_grad_enabled(), self.origin.autocast.now()
-
         self.require_own_graph()
+        with_gradients, autocast = torch.is_grad_enabled(), self.origin.autocast.now()
 
         def compute() -> torch.Tensor:
             with self.origin.as_then(with_gradients, autocast):
@@ -294,12 +291,10 @@ class LazyLogits(torch.Tensor):
                 return torch._C._disabled_torch_function_impl(func, (), tuple(args), dict(kwargs))
             return func(*_values(tuple(args)), **_values(dict(kwargs)))
         _require_gradients_there(func, args, kwargs)
-        first = args[0] if args else None
-        if isinstance(first, LazyLogits) and not first.is_computed:
+        if args and isinstance(first, LazyLogits) and not first.is_computed:
             noted = first._noted(func, args[1:], kwargs)
             if noted is not None:
                 return noted
-
         return func(*_values(tuple(args)), **_values(dict(kwargs)))
 
     @classmethod

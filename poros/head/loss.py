@@ -13,9 +13,9 @@ Note: One pass
 Note: Arithmetic
     Products take the operands in the head's dtype and add up in float32, which is what comes out;
     everything else is float32. Logits are not rounded to the head's dtype, as those of a plain
-    model are, so the loss is not that one's to the bit; it is nearer to the exact one. How wide a
-    slice is depends on shapes alone, so that the same batch gives the same bits wherever the head
-    lies and however much memory there is.
+    model are, so the loss is not that one's to the bit; in bfloat16 it is nearer to the exact one.
+    How wide a slice is depends on shapes alone, so that the same batch gives the same bits wherever
+    the head lies and however much memory there is.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -174,7 +174,8 @@ class _Loss:
 
 def _has_backward_hooks(module: nn.Module) -> bool:
     """Also those of all modules: they see the gradient of what the module returns."""
-    return any(map(any, (module._get_backward_hooks(), [module._get_backward_pre_hooks()])))
+    full, others = module._get_backward_hooks()
+    return bool(full or others or module._get_backward_pre_hooks())
 
 
 def _slices(weight: torch.Tensor, width: int) -> Iterator[tuple[int, torch.Tensor]]:

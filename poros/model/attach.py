@@ -106,14 +106,11 @@ class Attachment:
 
     def keep_embeddings(self, rows: RowReader, digests: SourceDigests | None) -> None:
         """The matrices of embeddings that stay in host memory go there, and are read by rows."""
-        model, base = self._model(), self._base()
-        if model is None or base is None:
+        model = self._model()
+        if model is None:
             return
-        left = attached_store(base)
         for embedding in self._embeddings:
-            if digests is not None:
-                expected = None if left is None else left.as_packed.of(embedding.matrix)
-                digests.add(embedding.name, embedding.matrix, expected)
+            self._add_digest(digests, embedding.name, embedding.matrix)
             self._place(FrozenTensor(embedding.name, embedding.matrix).parts(), torch.device("cpu"))
             users = [embedding.module]
             self._undo.callback(keep_on_host(model, embedding.name, users, rows))
@@ -130,17 +127,21 @@ class Attachment:
         if model is None or base is None or head is None:
             return
         if head.is_on_host:
-            left = attached_store(base)
+            self._add_digest(digests, head.name, head.matrix)
             (part,) = FrozenTensor(head.name, head.matrix).parts()
-            if digests is not None:
-                expected = None if left is None else left.as_packed.of(head.matrix)
-                digests.add(head.name, head.matrix, expected)
             origin, matrix = part.get().device, kept.keep(head, rows, streams)
             self._moved.append((part, origin))
             part.put(matrix)
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
         if head.is_sliced:
             self._undo.callback(slice_loss(base, head.modules, kept.slices))
+
+    def _add_digest(self, digests: SourceDigests | None, name: str, matrix: torch.Tensor) -> None:
+        """Of a matrix as it is now; with what a loader has found it to be, if one has."""
+        base = self._base()
+        if digests is not None:
+            left = None if base is None else attached_store(base)
+            digests.add(name, matrix, None if left is None else left.as_packed.of(matrix))
 
     def move_to_device(self) -> None:
         """Everything that is not streamed: adapters, norms outside the layers, head."""

@@ -355,7 +355,8 @@ def _check_validated(
 ) -> None:
     name = base.config.model_type
     # The records of architectures were made with LoRA.
-    others = [kinds[kind] for kind in sorted(kinds.keys() - validated_adapters() - {"lora"})]
+    beside = kinds.keys() - {"lora"}
+    others = [kinds[kind] for kind in sorted(beside - validated_adapters())] if beside else []
     unproven = [f"architecture {name!r}"] if name not in validated_model_types() else []
     commands = [f"`poros check --architecture {name}`"] if unproven else []
     for kind in others:

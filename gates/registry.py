@@ -90,6 +90,7 @@ _CODE = tuple(
         "poros.layer": "adapters args arrival attributes audit body call casts compiled early "
         "frozen handover layer_index offload remat retained rng settings side_outputs state "
         "staying streamed visit within",
+        "poros.kernels": "dequantize linear4bit online_softmax",
         "poros.head": "choice embedding host_matrix kept logits loss rows slices takeover",
         "poros.model": "adoption attach inspect runtime",
         "poros.self_check": "compare",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.devices import default_device, usable_device
+from poros.devices import default_device, library_workspace, usable_device
 from poros.errors import PreparedModelError
 from poros.layer.adapters import is_adapter_module
 from poros.layer.settings import settle
@@ -91,7 +91,7 @@ def prepare_with(
         inventory = take_inventory(model, policy)
         device = streams.device if streams is not None else _choose_device(model, policy)
         settle(device)
-        estimate = _estimate(model, policy)
+        estimate = _estimate(model, policy, device)
         runtime = Runtime(
             model, inventory, policy, streams or streams_for(device), estimate, journal
         )
@@ -130,7 +130,7 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
     runtime.watch_with(check.watch, check.watch_bytes, check.watch_rows, check.findings)
 
 
-def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
+def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -> Estimate:
     """Estimates of a step of ``model``, from what ``poros.plan`` does."""
     reference = weakref.ref(model)  # which holds this
     planner: list[Planner] = []
@@ -156,6 +156,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy) -> Estimate:
             stream_embedding=policy.stream_embedding,
             loss=policy.loss,
             stream_head=policy.stream_head,
+            library_num_bytes=library_workspace(device),
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
         )

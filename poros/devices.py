@@ -1,5 +1,9 @@
 """Which device is meant, and whether there is one."""
 
+import os
+import re
+from importlib.util import find_spec
+
 import torch
 
 from poros.errors import PolicyError, quoted
@@ -10,6 +14,36 @@ def default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether kernels in Triton run there: it is installed, and the GPU computes in bfloat16.
+
+    PyTorch's builds for CUDA bring it, but for Windows.
+    """
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and find_spec("triton") is not None
+    )
+
+
+def library_workspace(device: torch.device) -> int:
+    """Bytes that cuBLAS keeps on a GPU for itself once a forward and a backward have run.
+
+    PyTorch gives a workspace to each thread that multiplies: the caller's and autograd's. Its size
+    is set by ``CUBLAS_WORKSPACE_CONFIG``, or 32 MiB on Hopper's and Blackwell's server GPUs and
+    8.1 MiB on others; cuBLASLt has 1 MiB more (measured with torch 2.11 on an H100).
+
+    Args:
+        device: 0 bytes on a CPU.
+    """
+    if device.type != "cuda":
+        return 0
+    is_large = (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
+    chosen = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    size = sum(int(kib) * int(number) for kib, number in chosen) * 1024
+    return 2 * ((size or (32 * 2**20 if is_large else 8320 * 1024)) + 2**20)
 
 
 def usable_device(

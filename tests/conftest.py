@@ -12,6 +12,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Read by Triton when it is imported: kernels run in its interpreter, on CPU tensors.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:

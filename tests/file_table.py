@@ -10,8 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- files: python -m tests.file_table -->", "<!-- end of files -->"
 FOLDERS = (
-    *("poros", "poros/host", "poros/slots", "poros/layer", "poros/head", "poros/model"),
-    *("poros/planning", "poros/self_check", "loaders", "gates", "gates/fuzz", "examples"),
+    *("poros", "poros/host", "poros/slots", "poros/kernels", "poros/layer", "poros/head"),
+    *("poros/model", "poros/planning", "poros/self_check"),
+    *("loaders", "gates", "gates/fuzz", "examples"),
     "benchmarks",
 )
 

@@ -4,11 +4,10 @@ Note: One pass
     The logits of all tokens over the whole vocabulary are the largest tensor of a training step,
     and each is needed for a moment only. So they are made slice by slice, and of each slice three
     things are kept for every token, in float32: the largest logit so far, the sum of exponentials
-    relative to it, and the sum of the slice's rows of the head weighted by these exponentials. When
-    a larger logit comes, both sums are scaled down to it (Milakov and Gimelshein, "Online
-    normalizer calculation for softmax", arXiv:1805.02867). In the end the second sum over the first
-    is the expected row, and the gradient of a token's loss by its hidden state is the expected row
-    less the label's own. The head is read once, and backward reads nothing.
+    relative to it, and the sum of the slice's rows of the head weighted by these exponentials (see
+    ``poros.kernels.online_softmax``). In the end the second sum over the first is the expected row,
+    and the gradient of a token's loss by its hidden state is the expected row less the label's own.
+    The head is read once, and backward reads nothing.
 
 Note: Arithmetic
     Products take the operands in the head's dtype and add up in float32, which is what comes out;
@@ -24,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from poros.errors import UnsupportedModelError
+from poros.kernels.online_softmax import Running, add_logits, add_rows, places
 
 _MOST_LOGITS = 2**25
 """Elements of a slice of logits: 134 MB in float32."""
@@ -181,7 +181,7 @@ def _gradient_of_head(
         of_part = None if bias is None else bias[part]
         logits, slope = _logits(hidden, rows, of_part, given.steps, True)
         powers = logits.sub_(scale[:, None]).exp_()
-        is_here, place = _places(given.labels, first, len(rows))
+        is_here, place = places(given.labels, first, len(rows))
         powers.scatter_add_(1, place[:, None], -is_here[:, None].to(powers.dtype))
         powers.mul_(slope).mul_(gradient).masked_fill_(~given.is_counted[:, None], 0.0)
         if by_weight is not None:
@@ -195,63 +195,43 @@ class _Online:
     """What is known of each token after some slices. See "One pass"."""
 
     def __init__(self, hidden: torch.Tensor, labels: torch.Tensor, wants_gradient: bool) -> None:
-        self._hidden, self._labels = hidden, labels
+        self._hidden = hidden
         self._wants_gradient = wants_gradient
-        num_tokens, num_columns = hidden.shape
-
-        def full(value: float, *shape: int) -> torch.Tensor:
-            return torch.full(shape, value, dtype=torch.float32, device=hidden.device)
-
-        # Not minus infinity: its distance to itself is not a number.
-        self._most = full(torch.finfo(torch.float32).min, num_tokens)
-        self._sum = full(0.0, num_tokens)
-        self._of_label = full(0.0, num_tokens)
-        self._slope = full(1.0, num_tokens)
+        self._running = Running.of(labels)
         if wants_gradient:
-            self._rows = full(0.0, num_tokens, num_columns)
+            self._rows = torch.zeros_like(hidden, dtype=torch.float32)
             self._label_rows = torch.zeros_like(hidden)
 
     def add(
         self, first: int, rows: torch.Tensor, bias: torch.Tensor | None, steps: Sequence[Step]
     ) -> None:
         """Take in the logits of some rows of the head."""
-        rows = rows.to(self._hidden.dtype)  # under autocast
+        rows = rows.to(self._hidden.dtype).contiguous()  # of another dtype under autocast
         part = None if bias is None else bias[first : first + len(rows)]
         logits, slope = _logits(self._hidden, rows, part, steps, self._wants_gradient)
-        is_here, place = _places(self._labels, first, len(rows))
-
-        def labels_own(values: torch.Tensor) -> torch.Tensor:
-            return values.gather(1, place[:, None])[:, 0]
-
-        self._of_label = torch.where(is_here, labels_own(logits), self._of_label)
-        most = torch.maximum(self._most, logits.amax(dim=1))
-        shrunk = torch.exp(self._most - most)
-        powers = logits.sub_(most[:, None]).exp_()
-        self._most = most
-        self._sum = self._sum * shrunk + powers.sum(dim=1)
-        if not self._wants_gradient:
+        dtype = rows.dtype if self._wants_gradient else None
+        found = add_logits(self._running, first, logits, slope, dtype)
+        if found is None:
             return
-        if isinstance(slope, torch.Tensor):
-            self._slope = torch.where(is_here, labels_own(slope), self._slope)
-            powers *= slope
-        elif slope != 1.0:
-            self._slope.fill_(slope)
-            powers *= slope
-        self._rows.mul_(shrunk[:, None]).add_(_product(powers.to(rows.dtype), rows))
-        self._label_rows = torch.where(is_here[:, None], rows[place], self._label_rows)
+        del logits, slope
+        weights, shrunk = found
+        product = _product(weights, rows)
+        labels = self._running.labels
+        add_rows(self._rows, self._label_rows, labels, first, shrunk, product, rows)
 
     def losses(self) -> torch.Tensor:
         """Of each token, were its label to count."""
-        return self.scale() - self._of_label
+        return self.scale() - self._running.of_label
 
     def scale(self) -> torch.Tensor:
         """Of each token, the logarithm of the sum of exponentials of all its logits."""
-        return self._sum.log() + self._most
+        return self._running.total.log() + self._running.most
 
     def gradient(self) -> torch.Tensor:
         """Of each token's loss by its hidden state, in float32. Uses the sums up."""
-        self._rows.div_(self._sum[:, None])
-        return self._rows.addcmul_(self._label_rows, self._slope[:, None], value=-1.0)
+        self._rows.div_(self._running.total[:, None])
+        slope = self._running.slope[:, None]
+        return self._rows.addcmul_(self._label_rows, slope, value=-1.0)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -263,12 +243,6 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.device.type == "meta":
         return left.new_empty((len(left), right.shape[1]), dtype=torch.float32)
     return torch.mm(left, right, out_dtype=torch.float32)
-
-
-def _places(labels: torch.Tensor, first: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whose labels are among so many rows from ``first`` on, and which of these rows they are."""
-    place = labels - first
-    return (place >= 0) & (place < number), place.clamp(0, number - 1)
 
 
 def _logits(

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros.devices import runs_triton
 from poros.digests import SourceDigests
 from poros.head.embedding import keep_on_host
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.head.takeover import slice_loss
 from poros.host.store import HostStore, attached_store
+from poros.kernels.linear4bit import take_over
 from poros.layer.frozen import FrozenTensor, constant_parts
 from poros.layer.staying import SmallTensors
 from poros.layer.streamed import StreamedLayer, attach_layer, detach_layer, streamed_class
@@ -175,6 +177,8 @@ class Attachment:
         for layer, streamed in layers:
             self._undo.callback(_call_if_alive, weakref.ref(layer), detach_layer)
             attach_layer(layer, streamed, classes[type(layer)])
+            if runs_triton(self._device):
+                self._undo.callback(take_over(layer.modules()))
         model = self._model()
         if model is None:
             return

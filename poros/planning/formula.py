@@ -12,6 +12,7 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
     embedding, head, other   what is not in the layers, and what is small in them (norms, biases,
                   quantization constants)
     inputs        tokens, labels, masks and rotary embeddings
+    libraries     workspaces of cuBLAS; left out of a plan that is made without a GPU
     self-check    what the first step needs beyond a later one
 
 ``poros.planning.cost_model`` finds boundaries, graphs and workspace by running layers on the meta
@@ -286,6 +287,7 @@ class _Formula:
             "head": shapes.head - on_host["head"] + buffers,
             "other": shapes.other - on_host["other"],
             "inputs": self.cost.inputs + self.cost.shared,
+            "libraries": request.libraries,
         }
         if request.self_check:
             later = self.optimizer.state + sum(peak)

@@ -51,6 +51,7 @@ def plan(
     self_check: bool = False,
     optimizer: str = "adamw_torch_fused",
     optimizer_num_bytes: int | None = None,
+    library_num_bytes: int | None = None,
     accumulation: int = 1,
     speeds: Speeds | None = None,
 ) -> MemoryPlan:
@@ -96,6 +97,7 @@ def plan(
         self_check=self_check,
         optimizer=optimizer,
         optimizer_num_bytes=optimizer_num_bytes,
+        library_num_bytes=library_num_bytes,
         speeds=speeds,
     )
     return planner.plan(request)

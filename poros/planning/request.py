@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from poros.config import StreamingPolicy, parse_num_bytes
+from poros.devices import default_device, library_workspace
 from poros.errors import PolicyError
 
 
@@ -37,6 +38,8 @@ class PlanRequest:
         self_check: Plan for the first step too, in which every layer is checked.
         optimizer: As in ``TrainingArguments.optim``.
         optimizer_num_bytes: The state, in bytes, of an optimizer that is not known by name.
+        library_num_bytes: What matrix libraries keep on the device for themselves; None is what
+            they keep on the GPU at hand, and nothing without one.
         speeds: For a forecast of the step's time.
 
     Raises:
@@ -57,6 +60,7 @@ class PlanRequest:
     self_check: bool = False
     optimizer: str = "adamw_torch_fused"
     optimizer_num_bytes: int | None = None
+    library_num_bytes: int | None = None
     speeds: Speeds | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +75,13 @@ class PlanRequest:
             loss=self.loss,
             stream_head=self.stream_head,
         )
+
+    @property
+    def libraries(self) -> int:
+        """``library_num_bytes``, as it is or as it will be."""
+        if self.library_num_bytes is None:
+            return library_workspace(default_device())
+        return self.library_num_bytes
 
     @property
     def budget(self) -> int | None:

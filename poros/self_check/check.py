@@ -12,10 +12,10 @@ from the embedding to the head is what a resident run computes. Nothing is kept 
 states are put back, no gradient is accumulated, and the extra memory is one block at a time, which
 the optimizer state takes later.
 
-Neither slots, streams and copies nor the recomputation take part, so a fault in them cannot hide
-itself. The bytes themselves are compared with digests of what they were before they were moved:
-those of 4-bit weights that ``poros.load`` has packed, as soon as the model is prepared, with what
-they were before that.
+Neither slots, streams and copies nor the recomputation take part, nor Poros' own 4-bit product: so
+a fault in them cannot hide itself. The bytes themselves are compared with digests of what they were
+before they were moved: those of 4-bit weights that ``poros.load`` has packed, as soon as the model
+is prepared, with what they were before that.
 
 Note: Layers that do not repeat themselves
     On a GPU the backward of fused attention does not repeat itself over long sequences: two

@@ -85,7 +85,8 @@ def make(folder: Path, cell: dict[str, Any], device: str = "cpu") -> Any:
 
 def planned(source: Any, cell: dict[str, Any], **options: Any) -> Any:
     step = {name: cell[name] for name in (*LAYOUT, *STEP, "dtype")}
-    return poros.plan(source, num_slots=cell["slots"], **step, **options)
+    # Where memory is measured, libraries have their workspaces already.
+    return poros.plan(source, num_slots=cell["slots"], library_num_bytes=0, **step, **options)
 
 
 def prepare(model: Any, cell: dict[str, Any], **options: Any) -> Any:

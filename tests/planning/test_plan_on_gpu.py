@@ -1,6 +1,9 @@
 """Planned and measured peaks of a training step agree on a GPU, and a budget is kept."""
 
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +137,34 @@ def test_a_budget_is_kept_and_used(tmp_path: Path, share: float) -> None:
     assert runtime.plan is not None and runtime.plan.total_num_bytes <= budget
     print(f"budget {budget}, planned {runtime.plan.total_num_bytes}, measured {found}")
     assert (1 - TOLERANCE) * runtime.plan.total_num_bytes < found < (1 + TOLERANCE) * budget
+
+
+WORKSPACES = """
+import torch
+from poros.devices import library_workspace
+expected = library_workspace(torch.device("cuda", 0))
+input = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+layer = torch.nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+before = torch.cuda.memory_allocated()
+layer(input).sum().backward()
+input.grad = layer.weight.grad = layer.bias.grad = None
+print(torch.cuda.memory_allocated() - before, expected)
+"""
+
+
+@pytest.mark.parametrize("config", ["", ":4096:8", ":16:8"])
+def test_what_cublas_keeps(config: str) -> None:
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": config}
+    if not config:
+        del environment["CUBLAS_WORKSPACE_CONFIG"]
+    done = subprocess.run(
+        [sys.executable, "-c", WORKSPACES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    kept, expected = map(int, done.stdout.split())
+    # One of the two threads may have had no product with a bias.
+    assert expected - 2 * 2**20 <= kept <= expected, (kept, expected)

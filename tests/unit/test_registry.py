@@ -31,12 +31,14 @@ from poros.model.inspect import _check_validated, validated_model_types
 from tests.records import adapter_record
 
 ROOT = Path(__file__).resolve().parents[2]
-# Decide no bit of either arm: messages, commands, audits after the fact, and the registry itself.
+# Decide no bit of either arm: messages, commands, audits after the fact, and the registry itself;
+# and kernels of a GPU, which no record was made with.
 NOT_HASHED = {
     f"{package}.{module}"
     for package, modules in {
         "poros": "api cli config devices digests errors labels output reads telemetry",
         "poros.host": "disk limits mapped",
+        "poros.kernels": "dequantize_gpu online_softmax_gpu",
         "poros.layer": "refused_calls",
         "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing",
         "poros.planning": "cost_model formula meta_model planner request speeds",

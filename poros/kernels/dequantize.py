@@ -1,0 +1,62 @@
+"""The dense weight that a 4-bit weight of bitsandbytes stands for.
+
+bitsandbytes takes three kernels for a doubly quantized weight: absmax is looked up, the offset is
+added, and the weight is looked up and multiplied. One kernel does all of it here, and writes
+nothing but the weight. See ``poros.nf4`` for the parts (Dettmers et al. 2023, QLoRA, section 3).
+"""
+
+from typing import Any
+
+import torch
+
+from poros.devices import runs_triton
+from poros.nf4 import NESTED_BLOCKSIZE
+
+
+def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight of shape ``state.shape`` in ``dtype``, on the device of ``packed``.
+
+    Args:
+        packed: The packed bytes, contiguous.
+        state: The ``QuantState`` of bitsandbytes, on the same device.
+        dtype: float32, float16 or bfloat16.
+
+    Streams:
+        Queued on the current stream; the weight is memory of the caching allocator.
+
+    Exactness:
+        The bits of bitsandbytes' own ``dequantize_4bit``.
+    """
+    if packed.is_meta:
+        return packed.new_empty(state.shape, dtype=dtype)
+    if has_kernel(packed, state) and runs_triton(packed.device):
+        from poros.kernels.dequantize_gpu import launch
+
+        return launch(packed, state, dtype)
+    return dequantize_ref(packed, state, dtype)
+
+
+def dequantize_ref(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
+    """``dequantize`` by bitsandbytes."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    absmax = state.absmax
+    if state.nested:
+        absmax = dequantize_blockwise(absmax, state.state2) + state.offset
+    weight: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
+        packed, absmax, state.blocksize, state.quant_type, state.shape, dtype
+    )
+    return weight
+
+
+def has_kernel(packed: torch.Tensor, state: Any) -> bool:
+    """Whether the kernel knows this kind of weight; bitsandbytes' own are taken for the others.
+
+    The code book of FP4 is not what its kernel multiplies by.
+    """
+    return (
+        state.quant_type == "nf4"
+        and packed.dtype == torch.uint8
+        and packed.is_contiguous()
+        and (not state.nested or state.state2.blocksize == NESTED_BLOCKSIZE)
+    )

@@ -1,0 +1,177 @@
+"""The product with a 4-bit weight: one projection is dense at a time, and nobody keeps it.
+
+bitsandbytes' ``Linear4bit`` comes to the same product on a longer way, and its autograd node holds
+the packed weight. Where it takes a kernel that multiplies without a dense weight (few tokens; for
+which shapes depends on the card), that kernel runs here too, so that all bits are bitsandbytes'.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.kernels.dequantize import dequantize, has_kernel
+from poros.nf4 import state_of
+
+
+def linear_4bit(
+    input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``input @ dequantized.T + bias``.
+
+    Args:
+        input: Of shape (..., columns), not empty. Gets a gradient.
+        weight: Packed, of a kind that ``poros.kernels.dequantize`` has a kernel for.
+        state: Its ``QuantState``, of shape (rows, columns).
+        bias: Of shape (rows,), in the dtype of ``input``; frozen.
+
+    Returns:
+        Of shape (..., rows), in the dtype of ``input``.
+
+    Streams:
+        Queued on the current stream. The dense weight is gone when the call returns, in backward
+        likewise, so its memory serves the next projection.
+
+    Exactness:
+        The bits of ``bitsandbytes.matmul_4bit``, and of its gradient by ``input``.
+    """
+    output: torch.Tensor = _Linear4bit.apply(input, weight, state, bias)
+    return output
+
+
+class _Linear4bit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.weight, ctx.state = weight, state
+        if takes_fused_kernel(input, state):
+            return _fused(input, weight, state, bias)
+        return nn.functional.linear(input, dequantize(weight, state, input.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        dense = dequantize(ctx.weight, ctx.state, ctx.state.dtype).to(gradient.dtype)
+        return torch.matmul(gradient, dense), None, None, None
+
+
+def takes_fused_kernel(input: torch.Tensor, state: Any) -> bool:
+    """Whether bitsandbytes multiplies ``input`` on a GPU without a dense weight."""
+    from bitsandbytes.backends.cuda import ops
+
+    columns = input.shape[-1]
+    num_tokens = input.numel() // columns
+    if num_tokens > ops._gemm_4bit_custom_max_m or columns % state.blocksize:
+        return False
+    chosen: bool = ops._gemm_4bit_use_custom_fn(
+        input.device.index, input.dtype, num_tokens, state.shape[0], columns
+    )
+    return chosen
+
+
+def _fused(
+    input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
+) -> torch.Tensor:
+    nested = state.state2 if state.nested else state
+    more = (
+        {
+            "absmax_8bit": state.absmax,
+            "absmax_code": nested.code,
+            "absmax_offset": state.offset,
+        }
+        if state.nested
+        else {}
+    )
+    result: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+        input,
+        weight.view(-1, 1),
+        state.shape,
+        nested.absmax,
+        state.blocksize,
+        state.quant_type,
+        bias=bias,
+        **more,
+    )
+    return result
+
+
+class _Forward:
+    """What a ``Linear4bit`` does instead of its own forward, where that comes to the same."""
+
+    def __init__(self, module: Any) -> None:
+        # Weakly: a module that holds this would live until Python looks for cycles.
+        self._module = weakref.ref(module)
+        self._own: Callable[..., Any] = type(module).forward
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        module: Any = self._module()
+        weight, bias = module.weight, module.bias
+        state = state_of(weight)
+        dtype = module.compute_dtype or input.dtype
+        if (
+            torch.compiler.is_compiling()
+            or not module.compute_type_is_set
+            or type(input) is not torch.Tensor
+            or not (input.is_cuda and weight.is_cuda)
+            or input.numel() == 0
+            or state is None
+            or not has_kernel(weight, state)
+            or input.shape[-1] != state.shape[-1]
+            or (bias is not None and (bias.requires_grad or bias.dtype != dtype))
+        ):
+            result: torch.Tensor = self._own(module, input)
+            return result
+        return linear_4bit(input.to(dtype), weight, state, bias).to(input.dtype)
+
+
+def take_over(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Have 4-bit modules on a GPU multiply by ``linear_4bit``.
+
+    Modules of other classes, and those whose forward somebody has set, are left alone.
+
+    Returns:
+        What undoes it.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    taken = [
+        weakref.ref(module)
+        for module in modules
+        if type(module) is Linear4bit and "forward" not in module.__dict__
+    ]
+    for reference in taken:
+        module = reference()
+        if module is not None:
+            module.__dict__["forward"] = _Forward(module)
+
+    def undo() -> None:
+        for reference in taken:
+            module = reference()
+            if module is not None and isinstance(module.__dict__.get("forward"), _Forward):
+                del module.__dict__["forward"]
+
+    return undo
+
+
+def hand_back(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Have modules that were taken over run their own forward.
+
+    Returns:
+        What takes them over again.
+    """
+    taken = [
+        (module.__dict__, module.__dict__["forward"])
+        for module in modules
+        if isinstance(module.__dict__.get("forward"), _Forward)
+    ]
+    for owner, _ in taken:
+        del owner["forward"]
+
+    def undo() -> None:
+        for owner, forward in taken:
+            owner["forward"] = forward
+
+    return undo

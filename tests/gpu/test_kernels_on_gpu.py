@@ -1,0 +1,158 @@
+"""Kernels on a GPU: against bitsandbytes' to the bit, and against their references."""
+
+from pathlib import Path
+
+import bitsandbytes
+import pytest
+import torch
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import poros
+import poros.kernels.linear4bit
+from poros.errors import ParityError
+from poros.gates import tiny
+from poros.kernels.dequantize import dequantize, has_kernel
+from poros.kernels.linear4bit import hand_back, linear_4bit, take_over, takes_fused_kernel
+from poros.kernels.online_softmax import Running, add_logits, add_logits_ref, add_rows, add_rows_ref
+
+pytestmark = pytest.mark.gpu
+
+FP32 = 2.0**-24
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(3584, 3584), (512, 3584), (4864, 896), (896, 4864), (640, 96), (33, 70)]
+
+
+def quantized(
+    shape: tuple[int, int], *, nested: bool = True, blocksize: int = 64
+) -> tuple[torch.Tensor, QuantState]:
+    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    packed, state = quantize_4bit(
+        weight, blocksize=blocksize, compress_statistics=nested, quant_type="nf4"
+    )
+    return packed, state
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("nested", [True, False], ids=["double", "single"])
+@pytest.mark.parametrize("blocksize", [64, 256])
+def test_dequantize_is_bitsandbytes(shape: tuple[int, int], nested: bool, blocksize: int) -> None:
+    packed, state = quantized(shape, nested=nested, blocksize=blocksize)
+    assert has_kernel(packed, state)
+    for dtype in DTYPES:
+        state.dtype = dtype
+        expected = dequantize_4bit(packed, state)
+        assert torch.equal(bits(dequantize(packed, state, dtype)), bits(expected))
+    packed[len(packed) // 2] ^= 0x11
+    assert not torch.equal(dequantize(packed, state, dtype), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_the_product_is_bitsandbytes(shape: tuple[int, int], bias: bool) -> None:
+    """At numbers of tokens for which it multiplies with and without a dense weight."""
+    packed, state = quantized(shape)
+    own = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16) if bias else None
+    fused = set()
+    for num_tokens in (1, 3, 6, 16, 40, 64, 200, 512, 1537, 2048):
+        inputs = [
+            torch.randn(1, num_tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+            .repeat(2, 1, 1)[:1]
+            .requires_grad_()
+        ] * 2
+        fused.add(takes_fused_kernel(inputs[0], state))
+        outputs = [
+            linear_4bit(inputs[0], packed, state, own),
+            bitsandbytes.matmul_4bit(inputs[1], packed, state, bias=own),
+        ]
+        assert torch.equal(*map(bits, outputs)), num_tokens
+        arriving = torch.randn_like(outputs[0])
+        gradients = [
+            torch.autograd.grad(output, input, arriving)[0]
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        assert torch.equal(*map(bits, gradients)), num_tokens
+    assert True in fused and (False in fused)
+
+
+def test_modules_are_taken_over_and_given_back() -> None:
+    module = bitsandbytes.nn.Linear4bit(128, 256, bias=False, compute_dtype=torch.bfloat16)
+    module.cuda()
+    own = module.forward
+    undo = take_over([module, torch.nn.Linear(3, 3)])
+    assert module.forward != own
+    input = torch.randn(2, 300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    again = hand_back([module])
+    assert module.forward == own
+    expected = module(input)
+    again()
+    found = module(input)
+    assert "_Linear4bit" in type(found.grad_fn).__name__ and torch.equal(found, expected)
+    # What only bitsandbytes does.
+    assert module(input[:, :0]).shape == (2, 0, 256)
+    assert torch.equal(module(input.float()), module.forward(input.float()))
+    undo()
+    assert module.forward == own
+
+
+def test_the_self_check_covers_the_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny.small_config("qwen2", num_layers=3, hidden_size=256)
+    tiny.write_checkpoint(config, tmp_path / "checkpoint", dtype=torch.bfloat16)
+
+    def wrong(packed: torch.Tensor, state: QuantState, dtype: torch.dtype) -> torch.Tensor:
+        weight = dequantize(packed, state, dtype)
+        weight[0, 0] += 2**-6
+        return weight
+
+    def first_step() -> str:
+        base = tiny.load_base(tmp_path / "checkpoint", dtype=torch.bfloat16, device="cuda")
+        model = tiny.attach_lora(base)
+        poros.prepare(model, slots=2)
+        batch = torch.randint(0, 100, (4, 512), device="cuda")
+        with sdpa_kernel(SDPBackend.MATH):
+            model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        return str(poros.runtime(model).self_check["status"])
+
+    assert first_step() == "passed"
+    monkeypatch.setattr(poros.kernels.linear4bit, "dequantize", wrong)
+    with pytest.raises(ParityError):
+        first_step()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slope", ["one", "of each"])
+def test_the_softmax_is_near_its_reference(dtype: torch.dtype, slope: str) -> None:
+    """As near as exponentials and the order of sums allow; rows are the reference's to the bit."""
+    T, V, H, width = 300, 5000, 700, 2304
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(T, V, device="cuda")
+    labels = torch.randint(0, V, (T,), device="cuda")
+    labels[::7] = -100
+    slopes = torch.tanh(logits)
+    rows = torch.randn(V, H, device="cuda").to(dtype)
+    ours, reference = Running.of(labels), Running.of(labels)
+    sums = [(torch.zeros(T, H, device="cuda"), torch.zeros(T, H, device="cuda", dtype=dtype))] * 2
+    sums = [(one.clone(), other.clone()) for one, other in sums]
+    roundoff = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: FP32}[dtype]
+    for first in range(0, V, width):
+        part = logits[:, first : first + width].contiguous()
+        of_part = slopes[:, first : first + width].contiguous() if slope == "of each" else 1.0
+        found = add_logits(ours, first, part.clone(), of_part, dtype)
+        expected = add_logits_ref(reference, first, part.clone(), of_part, dtype)
+        assert found is not None and expected is not None
+        for one, other in zip(found, expected, strict=True):
+            tolerance = 16 * FP32 + 2 * (roundoff if one.dtype == dtype else 0)
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=2.0**-24)
+        of_slice = rows[first : first + width]
+        product = torch.randn(T, H, device="cuda")
+        add_rows(*sums[0], labels, first, found[1], product, of_slice)
+        add_rows_ref(*sums[1], labels, first, found[1], product, of_slice)
+    for one, other in zip(*sums, strict=True):
+        assert torch.equal(bits(one), bits(other))
+    for name in ("most", "of_label", "slope"):
+        assert torch.equal(getattr(ours, name), getattr(reference, name)), name
+    torch.testing.assert_close(ours.total, reference.total, rtol=(V + 16) * FP32, atol=0.0)

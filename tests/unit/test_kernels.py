@@ -1,0 +1,154 @@
+"""Kernels in Triton's interpreter, against their references; and references against libraries.
+
+The interpreter rounds float32 as a GPU does, but not bfloat16: that is for tests/gpu.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+from poros.kernels.dequantize import dequantize, dequantize_ref, has_kernel
+from poros.kernels.online_softmax import Running, add_logits_ref, add_rows_ref
+
+T, V, H, WIDTH = 5, 300, 70, 128
+FP32 = 2.0**-24
+
+
+def interpreted(name: str) -> ModuleType:
+    """A module of kernels, run by the interpreter: see tests/conftest.py."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the kernels run on it: see tests/gpu/test_kernels_on_gpu.py")
+    return import_module(name)
+
+
+@pytest.fixture
+def softmax_gpu() -> ModuleType:
+    return interpreted("poros.kernels.online_softmax_gpu")
+
+
+@pytest.fixture
+def dequantize_gpu() -> ModuleType:
+    return interpreted("poros.kernels.dequantize_gpu")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+LABELS = torch.tensor([0, 127, 128, 299, -100])
+LOGITS = 4 * torch.randn(T, V, generator=torch.Generator().manual_seed(1))
+SLOPES = {"one": 1.0, "a number": 0.25, "of each": torch.tanh(LOGITS)}
+
+
+def part_of(values: torch.Tensor | float, first: int) -> torch.Tensor | float:
+    is_tensor = isinstance(values, torch.Tensor)
+    return values[:, first : first + WIDTH].clone() if is_tensor else values
+
+
+@pytest.mark.parametrize("masked", [[], [3], range(V // 2)], ids=["none", "one", "a slice"])
+@pytest.mark.parametrize("slope", SLOPES)
+@pytest.mark.parametrize("wanted", [True, False], ids=["weights", "no weights"])
+def test_online_softmax(
+    softmax_gpu: ModuleType, masked: Sequence[int], slope: str, wanted: bool
+) -> None:
+    logits = LOGITS.clone()
+    logits[:, list(masked)] = float("-inf")
+    dtype = torch.float32 if wanted else None
+    ours, reference = Running.of(LABELS), Running.of(LABELS)
+    for first in range(0, V, WIDTH):
+        given, slopes = part_of(logits, first), part_of(SLOPES[slope], first)
+        found = softmax_gpu.launch_add_logits(ours, first, given, slopes, dtype)
+        expected = add_logits_ref(reference, first, given.clone(), slopes, dtype)
+        assert (found is None) == (expected is None) == (not wanted)
+        # Each exponential is good to a few roundoffs of its own size.
+        for one, other in zip(found or (), expected or (), strict=True):
+            torch.testing.assert_close(one, other, rtol=16 * FP32, atol=0.0)
+    for name in ("most", "of_label", "slope"):
+        assert torch.equal(getattr(ours, name), getattr(reference, name)), name
+    torch.testing.assert_close(ours.total, reference.total, rtol=(V + 16) * FP32, atol=0.0)
+    exact = torch.logsumexp(logits.double(), 1)
+    assert bool(((ours.total.log() + ours.most).double() - exact).abs().max() < 1e-5)
+
+
+@pytest.mark.parametrize("add_logits", ["kernel", "reference"])
+def test_a_logit_that_is_no_number_is_not_lost(softmax_gpu: ModuleType, add_logits: str) -> None:
+    function = add_logits_ref if add_logits == "reference" else softmax_gpu.launch_add_logits
+    running, logits = Running.of(LABELS), LOGITS.clone()
+    logits[2, 200] = float("nan")
+    for first in range(0, V, WIDTH):
+        weights, _ = function(running, first, part_of(logits, first), 1.0, torch.float32)
+        assert bool(weights[2].isnan().any()) == (first == 128 or running.most[2].isnan())
+    assert running.total.isnan().tolist() == [False, False, True, False, False]
+
+
+def test_weighted_rows(softmax_gpu: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    sums, product, rows, shrunk = random(T, H), random(T, H), random(WIDTH, H), random(T).exp()
+    given = [(sums.clone(), torch.zeros(T, H)) for _ in range(2)]
+    for first in (0, 128, 256):
+        softmax_gpu.launch_add_rows(*given[0], LABELS, first, shrunk, product, rows)
+        add_rows_ref(*given[1], LABELS, first, shrunk, product, rows)
+    for one, other in zip(*given, strict=True):
+        assert torch.equal(bits(one), bits(other))
+    assert bool(given[0][1][:4].any(dim=1).all()) and not given[0][1][4].any()
+
+
+SHAPES = [(64, 64), (7, 96), (3, 43), (130, 256)]
+
+
+def defined(packed: torch.Tensor, state: Any) -> torch.Tensor:
+    """The weight as ``poros.nf4`` defines it."""
+    absmax = state.absmax
+    if state.nested:
+        nested = state.state2.absmax.repeat_interleave(256)[: len(absmax)]
+        absmax = state.state2.code[absmax.long()] * nested + state.offset
+    both = packed.flatten().long()
+    places = torch.stack([both >> 4, both & 15], 1).flatten()[: state.shape.numel()]
+    scales = absmax.repeat_interleave(state.blocksize)[: len(places)]
+    return (state.code[places] * scales).view(state.shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("nested", [True, False], ids=["double", "single"])
+@pytest.mark.parametrize("blocksize", [64, 128])
+def test_dequantize(
+    dequantize_gpu: ModuleType, shape: tuple[int, int], nested: bool, blocksize: int
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    packed, state = quantize_4bit(
+        weight, blocksize=blocksize, compress_statistics=nested, quant_type="nf4"
+    )
+    assert has_kernel(packed, state)
+    expected = defined(packed, state)
+    if shape[1] % blocksize == 0:  # bitsandbytes' CPU kernel is wrong for other shapes
+        assert torch.equal(bits(expected), bits(dequantize_4bit(packed, state)))
+        assert torch.equal(bits(expected), bits(dequantize_ref(packed, state, torch.float32)))
+    assert torch.equal(bits(expected), bits(dequantize_gpu.launch(packed, state, torch.float32)))
+    packed[0] ^= 0x11
+    assert not torch.equal(expected, dequantize_gpu.launch(packed, state, torch.float32))
+
+
+def test_other_kinds_are_left_to_bitsandbytes() -> None:
+    weight = torch.randn(64, 64)
+    packed, state = quantize_4bit(weight, quant_type="fp4")
+    assert not has_kernel(packed, state)
+    assert torch.equal(dequantize(packed, state, torch.float32), dequantize_4bit(packed, state))
+    packed, state = quantize_4bit(weight, quant_type="nf4", quant_storage=torch.bfloat16)
+    assert not has_kernel(packed, state)
+
+
+def test_operators_make_what_their_kernels_make() -> None:
+    """On the meta device, for plans."""
+    packed, state = quantize_4bit(torch.randn(64, 64), quant_type="nf4")
+    weight = dequantize(packed.to("meta"), state, torch.bfloat16)
+    assert (weight.shape, weight.dtype, weight.is_meta) == ((64, 64), torch.bfloat16, True)

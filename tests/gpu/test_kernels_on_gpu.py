@@ -76,12 +76,14 @@ def test_the_product_is_bitsandbytes(shape: tuple[int, int], bias: bool) -> None
             for output, input in zip(outputs, inputs, strict=True)
         ]
         assert torch.equal(*map(bits, gradients)), num_tokens
-    assert True in fused and (False in fused)
+    # Its kernel wants whole blocks in a row.
+    assert fused == ({True, False} if shape[1] % 64 == 0 else {False})
 
 
 def test_modules_are_taken_over_and_given_back() -> None:
-    module = bitsandbytes.nn.Linear4bit(128, 256, bias=False, compute_dtype=torch.bfloat16)
-    module.cuda()
+    module = bitsandbytes.nn.Linear4bit(
+        128, 256, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+    ).cuda()
     own = module.forward
     undo = take_over([module, torch.nn.Linear(3, 3)])
     assert module.forward != own

@@ -112,8 +112,9 @@ def run_demo(
     import poros
 
     settings = settings or DemoSettings()
-    # On a large GPU a small model would not stream unless it is told to.
-    prepare = prepare or partial(poros.prepare, slots=MIN_SLOTS)
+    # On a large GPU a small model would not stream unless it is told to. It is compared with plain
+    # transformers.
+    prepare = prepare or partial(poros.prepare, slots=MIN_SLOTS, loss="reference")
     console = console or Console()
     device = _choose_device(device)
     _make_empty_dir(out_dir)

@@ -102,15 +102,15 @@ def compare_arms(
 
 
 def poros_prepare() -> Prepare:
-    """Return ``poros.prepare`` with two slots, as far as nobody says otherwise.
+    """Return ``poros.prepare`` with two slots and the model's own loss, if nobody says otherwise.
 
-    With the free memory of a GPU planned for it a small model would not stream at all. The gates
+    The other arm is plain transformers. With the free memory of a GPU planned for it a small model would not stream at all. The gates
     are loaded without the runtime until an arm needs it.
     """
     from poros.api import prepare
     from poros.config import MIN_SLOTS
 
-    return partial(prepare, slots=MIN_SLOTS)
+    return partial(prepare, slots=MIN_SLOTS, loss="reference")
 
 
 def _failed(report: ParityReport, arm: str, error: Exception) -> ParityReport:

@@ -260,5 +260,5 @@ def check_model_dir(
 
 def _with_policy(prepare: Prepare | None, device: str, policy: Mapping[str, Any]) -> Prepare:
     # Named, because the default device of a policy may not be that of the resident arm.
-    options = {"allow_unvalidated": True, "device": device, **policy}
+    options = {"allow_unvalidated": True, "device": device, "loss": "reference", **policy}
     return partial(prepare or poros_prepare(), **options)

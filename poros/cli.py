@@ -255,6 +255,10 @@ def plan(
     vram: Annotated[str | None, typer.Option(help="Budget, such as 8GiB.")] = None,
     batch: Annotated[int, typer.Option(help="Rows per micro-batch.")] = 1,
     rank: Annotated[int, typer.Option(help="Of LoRA on every linear layer of the blocks.")] = 16,
+    adapter_dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the adapters: float32, bfloat16.", show_default="what PEFT takes"),
+    ] = None,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = 1,
     slots: Annotated[
@@ -268,14 +272,18 @@ def plan(
         typer.Option(help="Keep layer inputs in host memory.", show_default="if nothing else fits"),
     ] = None,
     stream_embedding: Annotated[
-        bool, typer.Option(help="Keep the embedding in host memory.")
-    ] = False,
+        bool | None,
+        typer.Option(help="Keep the embedding in host memory.", show_default="from 16 MiB on"),
+    ] = None,
     loss: Annotated[
         str, typer.Option(help="chunked: in slices of the vocabulary; reference: the model's own.")
-    ] = "reference",
+    ] = "chunked",
     stream_head: Annotated[
         bool | None,
-        typer.Option(help="Keep the head in host memory.", show_default="if the loss is chunked"),
+        typer.Option(
+            help="Keep the head in host memory.",
+            show_default="if the loss is chunked, until all blocks have slots",
+        ),
     ] = None,
     self_check: Annotated[
         bool, typer.Option(help="Plan for the first step too, which is checked.")
@@ -308,7 +316,12 @@ def plan(
         raise typer.BadParameter("--device is where to --measure")
     speeds = None
     with _readable_errors():
-        planner = Planner(model, rank=rank, limits=_limits(limit))
+        planner = Planner(
+            model,
+            rank=rank,
+            limits=_limits(limit),
+            adapter_dtype=_dtype("--adapter-dtype", adapter_dtype),
+        )
         if measure:
             speeds = planner.measure(seq_len=seq, batch_size=batch, device=device)
         elif copy_gb_per_s is not None and tflop_per_s is not None:
@@ -335,6 +348,15 @@ def plan(
     from rich.console import Console
 
     Console().print(render(estimate))
+
+
+def _dtype(option: str, name: str | None) -> Any:
+    """The floating-point dtype of that name."""
+    from poros.nf4 import DTYPES
+
+    if name is not None and name not in DTYPES:
+        raise typer.BadParameter(f"{option}: expected one of {', '.join(DTYPES)}, found {name!r}")
+    return None if name is None else DTYPES[name]
 
 
 def _list_registered() -> NoReturn:

@@ -48,8 +48,9 @@ class StreamingPolicy:
             transformers' own for causal language models; says so if not.
         stream_head: Keep the head in host memory, and bring it in slices for a chunked loss, where
             it is frozen and not adapted; an embedding that shares its matrix is then brought by
-            rows. None does so from 16 MiB on if the loss is chunked. With ``loss="reference"`` each
-            use of the head brings all of it for as long as that takes.
+            rows. None does so from 16 MiB on if the loss is chunked; once every block has a slot,
+            the head gets a place on the device too. With ``loss="reference"`` each use of the head
+            brings all of it for as long as that takes.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
         allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
@@ -67,9 +68,9 @@ class StreamingPolicy:
     slots: int | None = None
     keep_last: int | None = None
     offload_boundaries: bool | None = None
-    stream_embedding: bool | None = False
-    loss: str = "reference"
-    stream_head: bool | None = False
+    stream_embedding: bool | None = None
+    loss: str = "chunked"
+    stream_head: bool | None = None
     device: str | None = None
     allow_unvalidated: bool = False
     self_check: str = "strict"

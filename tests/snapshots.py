@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import poros
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from tests.support import prepare_plain
 
 NUM_LAYERS = 3
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -149,7 +149,7 @@ def outcome(model: Any) -> dict[str, object]:
 
 
 def assert_same_step(make: Callable[[], Any] = build, **options: Any) -> None:
-    expected, found = step(make(), **options), step(poros.prepare(make()), **options)
+    expected, found = step(make(), **options), step(prepare_plain(make()), **options)
     assert changes(expected, found) == {}
 
 

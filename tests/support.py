@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 
+import poros
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.gates.adversary import AdversarialStreams
 from poros.slots.schedule import Action
+
+
+def prepare_plain(model: Any, policy: StreamingPolicy | None = None, **overrides: Any) -> Any:
+    """``poros.prepare`` with the model's own loss: what trains is compared with a plain model."""
+    if policy is None:
+        overrides = {"loss": "reference", **overrides}
+    return poros.prepare(model, policy, **overrides)
 
 
 class AdversarialPrepare:
@@ -21,8 +29,9 @@ class AdversarialPrepare:
         self.journal: list[Action] = []
 
     def __call__(self, model: Any, **overrides: Any) -> Any:
-        # Off: the faults that tests plant have to show in what is trained.
-        policy = StreamingPolicy(self_check="off").override(**overrides)
+        # Off: the faults that tests plant have to show in what is trained. It is compared with
+        # plain transformers.
+        policy = StreamingPolicy(self_check="off", loss="reference").override(**overrides)
         return prepare_with(model, policy, streams=self.streams, journal=self.journal)
 
     @contextmanager

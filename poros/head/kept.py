@@ -56,7 +56,7 @@ class KeptHead:
 
     @property
     def device_num_bytes(self) -> int:
-        """Of the buffers for slices."""
+        """Of the buffers for slices, and of the matrix if it is on the device."""
         return 0 if self.slices is None else self.slices.num_bytes
 
     @property
@@ -73,6 +73,23 @@ class KeptHead:
         """Have slices checked: see ``SliceReader.check``."""
         if self.slices is not None:
             self.slices.check = check
+
+    @property
+    def sliced_num_bytes(self) -> int:
+        """Of a matrix that is brought in slices."""
+        return 0 if self.slices is None else self.slices.matrix_num_bytes
+
+    def hold(self, is_wanted: bool) -> None:
+        """Keep such a matrix on the device, or no longer.
+
+        Raises:
+            torch.OutOfMemoryError: If it does not fit; nothing has changed.
+        """
+        if self.slices is not None:
+            if is_wanted:
+                self.slices.hold_all()
+            else:
+                self.slices.let_go()
 
     def unpin(self) -> None:
         """Undo the page lock; no slices are brought any more."""

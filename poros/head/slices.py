@@ -5,7 +5,8 @@ Note: Slices
     buffers do: the next slice is copied into the one while the other is computed with. The rules
     are those of slots (see "Slot lifetime" in ``poros.streams``): a copy waits until the device has
     read what was there, and the compute stream waits for the copy. The slices travel on a copy
-    stream of their own, beside the blocks.
+    stream of their own, beside the blocks. Where the device has room for all of the matrix, it is
+    copied once, and slices are views of that: as wide, so that no bit depends on it.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class SliceReader:
         streams: Of the blocks; slices get a copy stream beside it.
 
     Attributes:
-        num_bytes: Of the two buffers on the device.
+        matrix_num_bytes: Of the matrix.
         h2d_num_bytes: Of the slices that went there so far.
         check: Called with the name, the matrix, which rows these are, and the rows that came, if
             set.
@@ -48,7 +49,40 @@ class SliceReader:
         self._name, self._matrix = name, matrix
         self._streams = streams.beside()
         self._buffers = [self._streams.allocate(size) for size in buffer_sizes(matrix)]
-        self.num_bytes = sum(buffer.nbytes for buffer in self._buffers)
+        self._whole: torch.Tensor | None = None
+        self.matrix_num_bytes = matrix.nbytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the two buffers on the device, and of the matrix if it is there."""
+        whole = 0 if self._whole is None else self._whole.nbytes
+        return whole + sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether all of the matrix is on the device."""
+        return self._whole is not None
+
+    def hold_all(self) -> None:
+        """Bring all of the matrix to the device, and keep it there.
+
+        Raises:
+            torch.OutOfMemoryError: If it does not fit; nothing has changed.
+
+        Streams:
+            The compute stream waits for the copy.
+        """
+        if self._whole is None:
+            memory = self._streams.allocate(self._matrix.nbytes)
+            whole = memory.view(self._matrix.dtype).view(self._matrix.shape)
+            copied = self._streams.copy(whole, self._matrix, after=self._streams.record())
+            self.h2d_num_bytes += whole.nbytes
+            self._streams.wait(copied)
+            self._whole = whole
+
+    def let_go(self) -> None:
+        """Undo ``hold_all``."""
+        self._whole = None
 
     def __call__(self, width: int) -> Iterator[tuple[int, torch.Tensor]]:
         """All rows in order, ``width`` at a time: see ``poros.head.loss.Slices``.
@@ -60,6 +94,10 @@ class SliceReader:
             The compute stream waits for each slice; the host for nothing.
         """
         firsts = range(0, self._matrix.shape[0], width)
+        if self._whole is not None:
+            for first in firsts:
+                yield first, self._checked(first, self._whole[first : first + width])
+            return
         # Whatever the last pass has read, or whoever left it half-way.
         released = [self._streams.record()] * len(self._buffers)
         coming = self._bring(0, width, released)
@@ -68,10 +106,13 @@ class SliceReader:
             if first + width < self._matrix.shape[0]:
                 coming = self._bring(first + width, width, released)
             self._streams.wait(copied)
-            if self.check is not None:
-                self.check(self._name, self._matrix, slice(first, first + len(rows)), rows)
-            yield first, rows
+            yield first, self._checked(first, rows)
             released[first // width % len(released)] = self._streams.record()
+
+    def _checked(self, first: int, rows: torch.Tensor) -> torch.Tensor:
+        if self.check is not None:
+            self.check(self._name, self._matrix, slice(first, first + len(rows)), rows)
+        return rows
 
     def _bring(self, first: int, width: int, released: list[Event]) -> tuple[torch.Tensor, Event]:
         source = self._matrix[first : first + width]

@@ -121,6 +121,8 @@ class Runtime:
                 self.host.pin(self.device)
             self.constants = DeviceConstants(self.device, self.small.nested)
             self.ring = self._allocate_slots(self.room)
+            self._sizes = self._block_sizes()
+            self._hold_head(self.room)
             self.manager = BlockManager(self.host, self.ring, streams, journal)
             self.offloader = ActivationOffloader(streams)
             self.sizer = self._make_sizer(estimate)
@@ -139,15 +141,23 @@ class Runtime:
         memory = device_memory(self.device)
         if memory is None:
             return Sizer(self.policy, estimate)
-        layouts = [slab.layout for slab in self.host.slabs]
-        sizes = BlockSizes(layouts, len(self._layers), self.policy.block_size)
         reference = weakref.ref(self)  # which holds the sizer
 
         def held() -> int:
             runtime = reference()
             return 0 if runtime is None else runtime._held_num_bytes()
 
-        return MeasuredSizer(self.policy, estimate, memory, sizes, held, self._model)
+        return MeasuredSizer(self.policy, estimate, memory, self._sizes, held, self._model)
+
+    def _block_sizes(self) -> BlockSizes:
+        layouts = [slab.layout for slab in self.host.slabs]
+        # One that has been asked for stays in host memory.
+        head = 0 if self.policy.stream_head else self.head.sliced_num_bytes
+        return BlockSizes(layouts, len(self._layers), self.policy.block_size, head)
+
+    def _hold_head(self, room: Room) -> None:
+        """Keep the head on the device if every block is there."""
+        self.head.hold(bool(self._sizes.head) and self._sizes.holds_all(room))
 
     def _make_context(self, model: nn.Module, inventory: Inventory) -> ModelContext:
         context = ModelContext(
@@ -333,10 +343,12 @@ class Runtime:
         self._use(DeviceRing((), MIN_SLOTS, self._streams))
         failure: torch.OutOfMemoryError | None = None
         try:
+            self._hold_head(room)
             self._use(self._allocate_slots(room))
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)  # its frames hold the part that could be had
         if failure is not None:
+            self._hold_head(self.room)
             self._use(self._allocate_slots(self.room))
         bindings = self._bindings()
         for layer in layers:

@@ -88,19 +88,26 @@ class BlockSizes:
         layouts: Of the blocks.
         num_layers: In all of them.
         block_size: Layers of a block; the last may have fewer.
+        head: Bytes of a head that gets a place on the device when every block has one.
     """
 
     layouts: Sequence[BlockLayout]
     num_layers: int
     block_size: int
+    head: int = 0
 
     def num_bytes(self, room: Room) -> int:
-        """Of all slots."""
+        """Of all slots, and of the head if it has a place."""
         division = divide(self.num_layers, self.block_size, room.num_slots, room.keep_last)
         streamed = self.layouts[: division.num_streamed]
         pinned = self.layouts[division.num_streamed :]
         ring = slot_sizes(streamed, division.ring_slots) if streamed else []
-        return sum(ring) + sum(layout.num_bytes for layout in pinned)
+        head = self.head if self.holds_all(room) else 0
+        return sum(ring) + sum(layout.num_bytes for layout in pinned) + head
+
+    def holds_all(self, room: Room) -> bool:
+        """Whether every block has a slot."""
+        return room.num_slots >= len(self.layouts)
 
 
 @dataclass(frozen=True)

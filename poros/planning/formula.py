@@ -275,7 +275,12 @@ class _Formula:
             on_host["embedding"] = head.matrix
         elif head is not None:
             on_host["head"] = head.matrix
-        buffers = 0 if head is None else head.buffers
+        buffers = travelling = 0
+        if head is not None:
+            # Once every block has a slot, the head has a place too, but for one that must not.
+            has_all = found.ring_slots + found.num_pinned >= len(self.blocks)
+            travelling = head.matrix * (not has_all or bool(request.stream_head))
+            buffers = head.buffers + head.matrix - travelling
         peak = max(self._later_step(first_kept, offload), key=sum)
         terms = {
             "slots": sum(slot_sizes(ring, found.ring_slots)) if ring else 0,
@@ -294,7 +299,7 @@ class _Formula:
             terms["self-check"] = max(0, *self._first_step(first_kept, offload), later) - later
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
-        forward = sum(loaded[found.ring_slots :]) + (0 if head is None else head.matrix)
+        forward = sum(loaded[found.ring_slots :]) + travelling
         backward = sum(loaded[: len(loaded) - found.ring_slots])
         boundaries = first_kept * self.cost.boundary if offload else 0
         return MemoryPlan(
@@ -317,7 +322,7 @@ class _Formula:
         )
 
     def _streamed_head(self) -> SlicedHead | None:
-        """The head, if it comes from host memory in slices."""
+        """The head, if its bytes are in host memory and it is read in slices."""
         head, wanted = self.shapes.sliced_head, self.request.stream_head
         if head is None or self.request.loss != "chunked":
             return None

@@ -59,6 +59,8 @@ class Recipe:
     """The adapters in use, if not the first."""
     forms: Mapping[str, tuple[torch.dtype, bool]] = field(default_factory=dict)
     """Dtype of a parameter, and whether it is trained, where that is not what PEFT gives it."""
+    adapter_dtype: torch.dtype | None = None
+    """Of all that is trained, where that is not what PEFT gives it."""
 
     @classmethod
     def of(
@@ -68,6 +70,7 @@ class Recipe:
         dtype: torch.dtype,
         adapters: "PeftConfig",
         limits: "Limits | None" = None,
+        adapter_dtype: torch.dtype | None = None,
     ) -> "Recipe":
         """From a configuration, or a folder or hub name where one is.
 
@@ -80,7 +83,13 @@ class Recipe:
 
         _refuse_uncounted(configured_kinds({"default": adapters}))
         config = source if isinstance(source, PreTrainedConfig) else _configuration(source, limits)
-        return cls(config, _quantization(quantization, dtype), dtype, {"default": adapters})
+        return cls(
+            config,
+            _quantization(quantization, dtype),
+            dtype,
+            {"default": adapters},
+            adapter_dtype=adapter_dtype,
+        )
 
     @classmethod
     def like(cls, model: Any) -> "Recipe":
@@ -144,6 +153,10 @@ class Recipe:
                 parameter.requires_grad_(False)
                 parameter.data = parameter.data.to(dtype)
                 parameter.requires_grad_(is_trained)
+        if self.adapter_dtype is not None:
+            for parameter in made.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(self.adapter_dtype)
         return made.train()
 
 

@@ -45,11 +45,12 @@ def plan(
     num_slots: int | None = None,
     keep_last: int | None = None,
     offload_boundaries: bool | None = None,
-    stream_embedding: bool | None = False,
-    loss: str = "reference",
-    stream_head: bool | None = False,
+    stream_embedding: bool | None = None,
+    loss: str = "chunked",
+    stream_head: bool | None = None,
     self_check: bool = False,
     optimizer: str = "adamw_torch_fused",
+    adapter_dtype: torch.dtype | None = None,
     optimizer_num_bytes: int | None = None,
     library_num_bytes: int | None = None,
     accumulation: int = 1,
@@ -71,6 +72,7 @@ def plan(
         lora: Other adapters, as given to ``get_peft_model``.
         quantization: ``"nf4"``, ``"fp4"``, or None for a dense base.
         dtype: Of everything that is not quantized.
+        adapter_dtype: Of the adapters; None is PEFT's choice, float32. A model has its own.
         limits: Bounds on what a ``config.json`` may ask for; None are the defaults.
 
     Raises:
@@ -80,7 +82,13 @@ def plan(
             would make it fit.
     """
     planner = Planner(
-        source, rank=rank, lora=lora, quantization=quantization, dtype=dtype, limits=limits
+        source,
+        rank=rank,
+        lora=lora,
+        quantization=quantization,
+        dtype=dtype,
+        limits=limits,
+        adapter_dtype=adapter_dtype,
     )
     request = PlanRequest(
         seq_len=seq_len,
@@ -121,6 +129,7 @@ class Planner:
         quantization: str | None = "nf4",
         dtype: torch.dtype = torch.bfloat16,
         limits: "Limits | None" = None,
+        adapter_dtype: torch.dtype | None = None,
     ) -> None:
         from peft import LoraConfig
 
@@ -133,7 +142,7 @@ class Planner:
             self._adapters = _adapters_of(source)
         else:
             wanted = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            self._recipe = Recipe.of(source, quantization, dtype, wanted, limits)
+            self._recipe = Recipe.of(source, quantization, dtype, wanted, limits, adapter_dtype)
         self._known: CostModel | None = None
 
     def plan(self, request: PlanRequest) -> MemoryPlan:

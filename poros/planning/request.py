@@ -54,9 +54,9 @@ class PlanRequest:
     num_slots: int | None = None
     keep_last: int | None = None
     offload_boundaries: bool | None = None
-    stream_embedding: bool | None = False
-    loss: str = "reference"
-    stream_head: bool | None = False
+    stream_embedding: bool | None = None
+    loss: str = "chunked"
+    stream_head: bool | None = None
     self_check: bool = False
     optimizer: str = "adamw_torch_fused"
     optimizer_num_bytes: int | None = None

@@ -156,8 +156,9 @@ def narrow_slices(patch: pytest.MonkeyPatch) -> None:
 
 
 def streamed(model: Model, **policy: Any) -> Model:
-    """Prepared, also if its architecture is not promised."""
-    return poros.prepare(model, **{"device": "cpu", "allow_unvalidated": True, **policy})
+    """Prepared, also if its architecture is not promised; with the loss of plain transformers."""
+    usual = {"device": "cpu", "allow_unvalidated": True, "loss": "reference"}
+    return poros.prepare(model, **{**usual, **policy})
 
 
 def with_sliced_loss(model: Model, **policy: Any) -> Model:

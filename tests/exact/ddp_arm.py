@@ -21,6 +21,7 @@ import poros
 from poros.gates import tiny
 from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
 from tests.exact.arms import slice_resident_loss
+from tests.support import prepare_plain
 
 NUM_STEPS = 3
 UNUSED = "second"
@@ -188,7 +189,7 @@ def main(folder: Path, cells: list[str]) -> None:
     for (name, arm), model in models.items():
         cell = CELLS[name]
         if arm == "streamed":
-            poros.prepare(model, device=str(device), slots=2, **cell.policy)
+            prepare_plain(model, device=str(device), slots=2, **cell.policy)
         else:
             model.to(device)
             if cell.policy.get("loss") == "chunked":

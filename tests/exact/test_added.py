@@ -25,7 +25,7 @@ from tests.snapshots import (
     picture,
     run,
 )
-from tests.support import AdversarialPrepare
+from tests.support import AdversarialPrepare, prepare_plain
 
 
 def added(model: Any, folder: Path) -> None:
@@ -106,7 +106,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 def test_an_adapter_that_comes_later_is_brought_to_the_device(
     way: Callable[[Any, Path], None], tmp_path: Path, sent: Sent
 ) -> None:
-    expected, model = build(), poros.prepare(build())
+    expected, model = build(), prepare_plain(build())
     for each in (expected, model):
         run(each)
         way(each, tmp_path)
@@ -139,7 +139,7 @@ def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
     spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
     quantize = gates.KINDS[kind].on_4bit
     expected, model = (build(adapter=kind, quantize=quantize, num_layers=2) for _ in range(2))
-    poros.prepare(model)
+    prepare_plain(model)
     for each in (expected, model):
         train(each, batches(), spec)
         another(each)
@@ -153,7 +153,7 @@ def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
 
 def test_one_that_takes_the_place_of_another_is_noticed(sent: Sent) -> None:
     """Deleted and added again by the same name: neither modules nor names tell."""
-    model = poros.prepare(build(adapter="ia3", num_layers=2, quantize=False))
+    model = prepare_plain(build(adapter="ia3", num_layers=2, quantize=False))
     another(model)
     with torch.no_grad():
         model.eval()(**batches()[0])
@@ -167,7 +167,7 @@ def test_one_that_takes_the_place_of_another_is_noticed(sent: Sent) -> None:
 def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected, model = build(), poros.prepare(build())
+    expected, model = build(), prepare_plain(build())
     mlp: Any = type(layers_of(model)[0].mlp)
     own = mlp.forward
 
@@ -189,7 +189,7 @@ UNPROVEN = {
 
 @pytest.mark.parametrize("kind", UNPROVEN)
 def test_a_kind_that_is_not_on_record_is_refused_when_it_comes_later(kind: str) -> None:
-    expected, model = build(quantize=False), poros.prepare(build(quantize=False))
+    expected, model = build(quantize=False), prepare_plain(build(quantize=False))
     run(expected)
     run(model)
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **UNPROVEN[kind])
@@ -261,7 +261,7 @@ def test_an_initialisation_that_changes_the_base_is_refused_and_undone(
         base.peft_config.clear() if hasattr(base, "peft_config") else None
         base = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
     expected = copy.deepcopy(base)
-    model = poros.prepare(base)
+    model = prepare_plain(base)
     for each in (expected, model):
         run(each)
     before = picture(model)
@@ -287,7 +287,7 @@ def test_on_a_gpu(way: Callable[[Any, Path], None], start: str, tmp_path: Path) 
     expected, model = build().cuda(), build()
     if start == "cuda":
         model.cuda()
-    poros.prepare(model, device="cuda")
+    prepare_plain(model, device="cuda")
     for index, each in enumerate((expected, model)):
         steps(each)
         way(each, tmp_path)

@@ -35,7 +35,7 @@ from poros.streams import EagerStreams, StreamContext
 from tests.exact.arms import Model, Residents, Run, narrow_slices
 from tests.faults.planting import publish_detached
 from tests.snapshots import layers_of
-from tests.support import same_bits
+from tests.support import prepare_plain, same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -219,7 +219,7 @@ def test_resident_runs_repeat_and_other_seeds_differ(residents: Residents) -> No
 
 def test_kept_blocks_leave_the_ring_and_run_once(residents: Residents) -> None:
     model = Run(num_layers=5).model(residents.bases).train()
-    poros.prepare(model, device="cpu", slots=4, keep_last=2)
+    prepare_plain(model, device="cpu", slots=4, keep_last=2)
     runtime = poros.runtime(model)
     assert (runtime.num_blocks, runtime.num_streamed_blocks, runtime.num_slots) == (5, 3, 2)
     visits: list[int] = []

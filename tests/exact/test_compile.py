@@ -16,6 +16,7 @@ from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
 from tests.snapshots import layers_of
+from tests.support import prepare_plain
 
 
 def build(dropout: float) -> Any:
@@ -39,7 +40,7 @@ def test_compiled_layers_are_exact_and_compiled_once() -> None:
     expected = run(compile_layers(build(0.0)))
     torch._dynamo.reset()
     counters.clear()
-    model = compile_layers(poros.prepare(build(0.0)))
+    model = compile_layers(prepare_plain(build(0.0)))
     found = run(model)
     assert compare_trajectories(expected, found) == []
     assert poros.runtime(model).self_check["status"] == "passed"
@@ -59,7 +60,7 @@ def test_compiled_layers_are_exact_on_a_gpu() -> None:
     for is_streamed in (False, True):
         torch._dynamo.reset()
         model = build(0.0)
-        model = poros.prepare(model, device="cuda") if is_streamed else model.cuda()
+        model = prepare_plain(model, device="cuda") if is_streamed else model.cuda()
         compile_layers(model, backend="aot_eager")
         # Fused attention need not repeat itself in backward.
         with sdpa_kernel(SDPBackend.MATH):
@@ -95,7 +96,7 @@ def steps(model: Any, lengths: list[int], evaluated: list[int]) -> list[torch.Te
 @pytest.mark.parametrize("name", LENGTHS)
 def test_few_forms_are_exact_and_below_the_limit(name: str) -> None:
     found = []
-    for prepare in (lambda model: model, poros.prepare):
+    for prepare in (lambda model: model, prepare_plain):
         torch._dynamo.reset()
         counters.clear()
         model = prepare(tiny.make_model("qwen2", num_layers=3, hidden_size=64, dropout=0.0))
@@ -118,14 +119,14 @@ def test_few_forms_are_exact_and_below_the_limit(name: str) -> None:
 def test_forms_that_meet_the_limit_at_other_points_are_refused(
     lengths: list[int], evaluated: list[int], match: str
 ) -> None:
-    model = compile_layers(poros.prepare(build(0.0)), backend="eager")
+    model = compile_layers(prepare_plain(build(0.0)), backend="eager")
     with pytest.raises(UnsupportedModelError, match=match):
         steps(model, lengths, evaluated)
     torch._dynamo.reset()
 
 
 def test_masks_and_caches_of_one_compiled_layer_are_refused() -> None:
-    model = compile_layers(poros.prepare(build(0.0)).train(), backend="eager")
+    model = compile_layers(prepare_plain(build(0.0)).train(), backend="eager")
     batch = tiny.make_batches(1, num_tokens=8, padded=False)[0]
     model(**batch).loss.backward()
     with pytest.raises(UnsupportedModelError, match="different forms"), torch.no_grad():
@@ -134,7 +135,7 @@ def test_masks_and_caches_of_one_compiled_layer_are_refused() -> None:
 
 
 def test_the_limit_itself_is_an_error() -> None:
-    model = compile_layers(poros.prepare(build(0.0)).train(), backend="eager")
+    model = compile_layers(prepare_plain(build(0.0)).train(), backend="eager")
     with (
         torch._dynamo.config.patch(recompile_limit=1),
         pytest.raises(UnsupportedModelError, match="recompile limit"),
@@ -144,7 +145,7 @@ def test_the_limit_itself_is_an_error() -> None:
 
 
 def test_compiling_what_holds_the_layers_is_refused() -> None:
-    model = poros.prepare(build(0.0))
+    model = prepare_plain(build(0.0))
     for module in (model, model.get_base_model(), layers_of(model)):
         with pytest.raises(PreparedModelError, match="every decoder layer"):
             module.compile()
@@ -152,7 +153,7 @@ def test_compiling_what_holds_the_layers_is_refused() -> None:
 
 def test_a_graph_around_the_layers_is_refused() -> None:
     batch = tiny.make_batches(1, num_tokens=8, padded=False)[0]
-    model = poros.prepare(build(0.0)).train()
+    model = prepare_plain(build(0.0)).train()
     outer = torch.compile(model, backend="eager")
     with pytest.raises(PreparedModelError, match="whole model"):
         outer(**batch)
@@ -167,7 +168,7 @@ def test_a_graph_around_the_layers_is_refused() -> None:
 
 
 def test_compiling_layers_with_dropout_is_refused() -> None:
-    model = poros.prepare(build(0.05))
+    model = prepare_plain(build(0.05))
     with pytest.raises(UnsupportedModelError, match="dropout"):
         compile_layers(model)
     assert compare_trajectories(run(build(0.05)), run(model)) == []

@@ -29,6 +29,7 @@ from poros.examples.demo_data import (
 )
 from poros.examples.demo_report import MIN_LOSS_DROP, DemoReport, frozen_layer_num_bytes, render
 from poros.gates import tiny
+from tests.support import prepare_plain
 
 # Enough to learn something.
 SMALL = DemoSettings(
@@ -234,7 +235,7 @@ def test_two_demos_give_the_same_losses_and_files(tmp_path: Path) -> None:
 def with_flipped_bit(model: Any) -> Any:
     """Prepare the model, then flip a bit of its second block in host memory."""
     # The check of the first step would stop it; here the gate has to see it.
-    model = poros.prepare(model, self_check="off")
+    model = prepare_plain(model, self_check="off")
     poros.runtime(model).host_slab(1)[0] ^= 1
     return model
 
@@ -251,7 +252,7 @@ def test_a_bit_flipped_after_the_gate_fails_the_comparison(tmp_path: Path) -> No
 
     def prepare(model: Any) -> Any:
         calls.append(model)
-        return poros.prepare(model) if len(calls) == 1 else with_flipped_bit(model)
+        return prepare_plain(model) if len(calls) == 1 else with_flipped_bit(model)
 
     report = short_demo(tmp_path, prepare=prepare)
     assert report.parity is not None and report.parity.exact

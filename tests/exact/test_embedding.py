@@ -14,12 +14,13 @@ from poros.errors import ParityError
 from poros.head.host_matrix import HostMatrix
 from poros.head.rows import RowReader
 from tests.snapshots import assert_same_run, batches, build, changes, picture, run
+from tests.support import prepare_plain
 
 Model = Any
 
 
 def prepared(model: Model, **policy: Any) -> Model:
-    return poros.prepare(model, slots=2, stream_embedding=True, **policy)
+    return prepare_plain(model, slots=2, stream_embedding=True, **policy)
 
 
 def matrix_of(model: Model) -> torch.Tensor:
@@ -108,12 +109,12 @@ def test_one_that_cannot_stays_on_the_device_and_that_is_said(
 
 
 def test_only_large_ones_stay_on_the_host_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = poros.prepare(build(), stream_embedding=None)
+    model = prepare_plain(build(), stream_embedding=None)
     num_bytes = matrix_of(model).nbytes
     assert not isinstance(matrix_of(model), HostMatrix)
     monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", num_bytes)
-    assert isinstance(matrix_of(poros.prepare(build(), stream_embedding=None)), HostMatrix)
-    assert not isinstance(matrix_of(poros.prepare(build())), HostMatrix)
+    assert isinstance(matrix_of(prepare_plain(build(), stream_embedding=None)), HostMatrix)
+    assert not isinstance(matrix_of(prepare_plain(build())), HostMatrix)
 
 
 def flipped_byte(model: Model) -> None:

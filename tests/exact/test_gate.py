@@ -21,6 +21,7 @@ from poros.gates.reference import QUANTITIES, TrainingSpec
 from poros.gates.report import ParityReport, render
 from poros.layer.streamed import detach_layer
 from tests.exact.faulty import flip_nibble
+from tests.support import prepare_plain
 
 
 def build(**changes: Any) -> Any:
@@ -83,11 +84,11 @@ def test_gate_rejects_a_changed_base_and_says_where_it_begins() -> None:
 
 def test_gate_rejects_one_flipped_bit_in_the_host_copy_of_a_streamed_base() -> None:
     def corrupt(model: Any) -> Any:
-        model = poros.prepare(model, self_check="off")
+        model = prepare_plain(model, self_check="off")
         poros.runtime(model).host_slab(1)[1000] ^= 1
         return model
 
-    intact, corrupted = gate(poros.prepare), gate(corrupt, repeat_resident=False)
+    intact, corrupted = gate(prepare_plain), gate(corrupt, repeat_resident=False)
     assert intact.exact and intact.stats["num_blocks"] == 2 and intact.stats["num_loads"] > 0
     assert not corrupted.exact and corrupted.error is None
     assert corrupted.differences[0].name.startswith("step 0, ")
@@ -100,7 +101,7 @@ def test_gate_refuses_a_second_arm_that_is_not_streamed() -> None:
 
 def test_gate_refuses_an_arm_of_which_one_layer_is_not_streamed() -> None:
     def prepare_all_but_one(model: Any) -> Any:
-        detach_layer(poros.prepare(model).get_base_model().model.layers[1])
+        detach_layer(prepare_plain(model).get_base_model().model.layers[1])
         return model
 
     report = gate(prepare_all_but_one)
@@ -115,7 +116,7 @@ def test_gate_refuses_other_loads_than_the_walk_makes(monkeypatch: pytest.Monkey
         "stats",
         lambda self: {**stats(self), "num_loads": stats(self)["num_loads"] + 1},
     )
-    report = gate(poros.prepare)
+    report = gate(prepare_plain)
     assert not report.exact and "loaded 3 blocks, the walk 2" in (report.error or "")
 
 
@@ -176,7 +177,7 @@ def test_check_architecture_passes_the_policy_on() -> None:
 
     def note(model: Any, **policy: Any) -> Any:
         seen.update(policy)
-        return poros.prepare(model, **policy)
+        return prepare_plain(model, **policy)
 
     report = check_architecture("llama", num_steps=1, num_layers=2, prepare=note, block_size=2)
     assert report.exact and report.subject == "llama"
@@ -195,7 +196,7 @@ def test_the_gate_of_a_kind_of_adapter_can_fail(adapter: str) -> None:
     assert report.settings["adapter"] == adapter
 
     def corrupt(model: Any, **policy: Any) -> Any:
-        model = poros.prepare(model, **{**policy, "self_check": "off"}, slots=2)
+        model = prepare_plain(model, **{**policy, "self_check": "off"}, slots=2)
         poros.runtime(model).host_slab(1)[4000] ^= 0x40
         return model
 
@@ -215,7 +216,7 @@ def test_the_gate_lets_adalora_cut_ranks_in_both_arms() -> None:
             patterns.append(model.peft_config["default"].rank_pattern)
 
         model.base_model.update_and_allocate = note
-        return poros.prepare(model, **policy)
+        return prepare_plain(model, **policy)
 
     assert check_architecture("qwen2", prepare=watch, **options).exact
     kept = [each for pattern in patterns if pattern for ranks in pattern.values() for each in ranks]
@@ -223,7 +224,7 @@ def test_the_gate_lets_adalora_cut_ranks_in_both_arms() -> None:
 
     def without(model: Any, **policy: Any) -> Any:
         model.base_model.update_and_allocate = lambda index: None
-        return poros.prepare(model, **policy)
+        return prepare_plain(model, **policy)
 
     report = check_architecture("qwen2", prepare=without, **options)
     assert not report.exact and "weight" in report.differences[0].name
@@ -247,7 +248,7 @@ def test_check_model_dir_checks_a_checkpoint_on_disk(tmp_path: Path) -> None:
 
     def flip_and_prepare(model: Any, **policy: Any) -> Any:
         # The self-check would see it at once.
-        return poros.prepare(flip_nibble(model), **{**policy, "self_check": "off"})
+        return prepare_plain(flip_nibble(model), **{**policy, "self_check": "off"})
 
     report = check_model_dir(tmp_path, num_steps=1, prepare=flip_and_prepare)
     assert not report.exact and report.differences[0].name.startswith("step 0, ")

@@ -24,7 +24,7 @@ from poros.model.adapter_kinds import adapter_kinds
 from tests.exact.arms import Bases, Model, Residents
 from tests.lora_kinds import KINDS
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, run
-from tests.support import same_bits
+from tests.support import prepare_plain, same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DRAWN = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias")
@@ -130,7 +130,7 @@ def canonical(name: str) -> str:
 @pytest.mark.parametrize("case", [as_parameter(case) for case in cases()])
 def test_a_kind_is_trained_saved_and_read_back(case: Case, bases: Bases, tmp_path: Path) -> None:
     resident, streamed = (case.attach(case.base(bases)) for _ in range(2))
-    poros.prepare(streamed, device="cpu")
+    prepare_plain(streamed, device="cpu")
     expected, found = (run(model, **case.spec) for model in (resident, streamed))
     assert_same_run(expected, found)
     assert poros.runtime(streamed).self_check["status"] == "passed"
@@ -196,7 +196,7 @@ def test_biases_that_bitsandbytes_casts_at_their_first_use(
     assert biases(resident) == {FP32}
     expected = run(resident, autocast_dtype=autocast)
     assert biases(resident) == {BF16}
-    assert_same_run(expected, run(poros.prepare(streamed), autocast_dtype=autocast))
+    assert_same_run(expected, run(prepare_plain(streamed), autocast_dtype=autocast))
     assert biases(streamed) == {BF16}
 
 
@@ -263,17 +263,17 @@ def test_each_kind_of_a_mixture_has_to_be_on_record(
     with monkeypatch.context() as patch:
         patch.setattr("poros.model.inspect.validated_adapters", lambda: frozenset({"vera"}))
         with pytest.raises(UnvalidatedArchitectureError, match="loha") as caught:
-            poros.prepare(model)
+            prepare_plain(model)
         assert "kind lora" not in str(caught.value)
     expected = run(make(residents.bases), autocast_dtype=BF16)
-    assert_same_run(expected, run(poros.prepare(model), autocast_dtype=BF16))
+    assert_same_run(expected, run(prepare_plain(model), autocast_dtype=BF16))
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_lora_outside_the_layers_alone(target: str, bases: Bases) -> None:
     """With nothing to recompute, and with a gradient that passes through all layers."""
     expected, model = (with_lora(target_modules=[target])(bases.base()) for _ in range(2))
-    assert_same_run(run(expected), run(poros.prepare(model)))
+    assert_same_run(run(expected), run(prepare_plain(model)))
 
 
 def test_orthogonal_transformations_projected_in_the_forward_are_refused_in_time(
@@ -283,7 +283,7 @@ def test_orthogonal_transformations_projected_in_the_forward_are_refused_in_time
     targets = ["q_proj", "v_proj", "down_proj"]
     config = peft.OFTConfig(oft_block_size=8, coft=True, eps=1e-3, target_modules=targets)
     expected, model = (get_peft_model(bases.base(), config) for _ in range(2))
-    poros.prepare(model)
+    prepare_plain(model)
     said = r"its own forward edits .*oft_R.* a second time.*coft=False.*poros\.restore"
     with pytest.raises(poros.RematerializationError, match=said):
         model.train()(**batches()[0])

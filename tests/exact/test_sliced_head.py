@@ -24,10 +24,12 @@ from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits
 from poros.head.slices import SliceReader
+from poros.model.sizing import Room
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
-from tests.snapshots import assert_same_run, batches, build, changes, picture, run
+from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
 
 Model = Any
+SHAPE = {"seq_len": 16, "batch_size": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -238,6 +240,49 @@ def test_the_head_travels_once_a_forward_and_is_on_the_host_once() -> None:
     resident = poros.prepare(build(), slots=2, loss="chunked")
     buffers = before["device_num_bytes"] - poros.runtime(resident).stats()["device_num_bytes"]
     assert buffers == 2 * 96 * matrix.shape[1] * matrix.element_size()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
+def test_the_head_has_a_place_once_every_block_has_one(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copied once, sliced as before; and it leaves with the slots."""
+    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", 1)
+    expected = run(with_sliced_loss(build(architecture)))
+    policy = {**ON_HOST, "stream_head": None}
+    model = with_sliced_loss(build(architecture), **policy, slots=NUM_LAYERS)
+    runtime, matrix = poros.runtime(model), head_of(model)
+    plan = poros.plan(model, **SHAPE, **policy, num_slots=NUM_LAYERS)
+    assert_same_run(expected, run(model))
+    assert runtime.head.slices is not None and runtime.head.slices.holds_all
+    assert runtime.stats()["head_num_bytes"] == matrix.nbytes
+    assert plan.terms["head"] == matrix.nbytes + 2 * 96 * matrix[0].nbytes
+    whole = runtime.stats()["device_num_bytes"]
+    runtime.resize(Room(2, 0))
+    assert not runtime.head.slices.holds_all
+    assert runtime.stats()["device_num_bytes"] <= whole - matrix.nbytes
+    runtime.resize(Room(NUM_LAYERS, 0))
+    assert runtime.stats()["device_num_bytes"] == whole
+    # One that was asked for stays in host memory.
+    asked = poros.runtime(with_sliced_loss(build(architecture), slots=NUM_LAYERS))
+    assert asked.head.slices is not None and not asked.head.slices.holds_all
+
+
+def test_no_room_for_the_head_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", 1)
+    model = with_sliced_loss(build(), **{**ON_HOST, "stream_head": None})
+    runtime = poros.runtime(model)
+    before = runtime.stats()["device_num_bytes"]
+
+    def full(_: SliceReader) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SliceReader, "hold_all", full)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            runtime.resize(Room(NUM_LAYERS, 0))
+    assert runtime.room == Room(2, 0) and runtime.stats()["device_num_bytes"] == before
+    assert_same_run(run(with_sliced_loss(build())), run(model))
 
 
 def test_tied_matrices_are_on_the_host_once(caplog: pytest.LogCaptureFixture) -> None:

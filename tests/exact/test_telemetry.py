@@ -13,6 +13,7 @@ from poros.errors import PreparedModelError
 from poros.gates import tiny
 from poros.gates.trainer_parity import trainer_arguments
 from tests.snapshots import bits_of, build, changes
+from tests.support import prepare_plain
 
 ROWS = [
     {name: tensor[0] for name, tensor in batch.items()}
@@ -37,9 +38,9 @@ def trainer_of(model: Any, folder: Path) -> Trainer:
 
 
 def test_the_logs_add_up_and_nothing_changes(tmp_path: Path) -> None:
-    plain = poros.prepare(build(), device="cpu")
+    plain = prepare_plain(build(), device="cpu")
     trainer_of(plain, tmp_path / "plain").train()
-    model = poros.prepare(build(), device="cpu")
+    model = prepare_plain(build(), device="cpu")
     trainer = trainer_of(model, tmp_path / "logged")
     listener = Listener()
     trainer.add_callback(listener)
@@ -71,7 +72,7 @@ def test_the_events_show_what_a_larger_budget_saves(tmp_path: Path) -> None:
     moved = []
     for slots in (2, 3):
         budget = poros.plan(build(), **shape, num_slots=slots).total_num_bytes
-        model = poros.prepare(build(), device="cpu", vram_budget=budget, self_check="off")
+        model = prepare_plain(build(), device="cpu", vram_budget=budget, self_check="off")
         trainer = trainer_of(model, tmp_path / str(slots))
         trainer.args.eval_strategy = "no"
         trainer.control.should_evaluate = False

@@ -24,7 +24,7 @@ from tests.exact.trainer_arms import (
     Arms,
     check_not_vacuous,
 )
-from tests.support import AdversarialPrepare
+from tests.support import AdversarialPrepare, prepare_plain
 
 NUM_SLOTS = 2
 
@@ -168,7 +168,7 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> tuple[Arms, Trajectory]
 def test_a_bf16_run_is_bitwise_equal(in_bf16: tuple[Arms, Trajectory], block_size: int) -> None:
     arms, expected = in_bf16
     check_not_vacuous(expected, RESUME_AT)
-    prepare = partial(poros.prepare, block_size=block_size)
+    prepare = partial(prepare_plain, block_size=block_size)
     assert compare_trajectories(expected, arms.run("streamed", prepare, max_steps=RESUME_AT)) == []
 
 
@@ -177,7 +177,7 @@ def test_a_bf16_run_is_bitwise_equal(in_bf16: tuple[Arms, Trajectory], block_siz
 
 def test_control_one_flipped_nibble(arms: Arms, resident: Trajectory) -> None:
     def flip_nibble(model: Any, **options: Any) -> Any:
-        poros.prepare(model, self_check="off", **options)
+        prepare_plain(model, self_check="off", **options)
         poros.runtime(model).host_slab(1)[1000] ^= 0x0F
         return model
 
@@ -202,7 +202,7 @@ def test_control_random_states_not_restored(
         arms.run("unrestored", poros.prepare, **FULL)
     # Without the runtime's own checks, the comparison still finds it.
     monkeypatch.setattr(RngStash, "equals", lambda self, other: True)
-    unchecked = partial(poros.prepare, self_check="off")
+    unchecked = partial(prepare_plain, self_check="off")
     found = arms.run("unnoticed", unchecked, max_steps=EVAL_EVERY, bf16=True)
     names = {each.name for each in compare_trajectories(resident, found) if each.kind == "value"}
     assert any(name.startswith("step 0, gradient") for name in names)

@@ -22,6 +22,7 @@ from poros.gates import tiny
 from poros.gates.reference import Entry, Trajectory, compare_trajectories
 from poros.gates.trainer_parity import ADAPTER_FILES, train_with_trainer
 from poros.head.host_matrix import HostMatrix
+from tests.support import prepare_plain
 
 trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
 datasets = pytest.importorskip("datasets", reason="trl needs datasets")
@@ -168,7 +169,7 @@ class Arms:
 def check(arms: Arms, policy: dict[str, Any] | None = None, **options: Any) -> Trajectory:
     """Both arms, compared in every bit; the streamed run."""
     expected = arms.run(**options)
-    found = arms.run(partial(poros.prepare, **(policy or {})), **options)
+    found = arms.run(partial(prepare_plain, **(policy or {})), **options)
     assert [str(each) for each in compare_trajectories(expected, found)] == []
     assert poros.runtime(arms.model).self_check["status"] == "passed"
     assert poros.runtime(arms.model).stats()["num_loads"] > 0
@@ -293,5 +294,5 @@ def test_control_a_reference_pass_that_keeps_the_adapter(
     arms = Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
     expected = arms.run(attach_in_trainer=True)
     monkeypatch.setattr("peft.PeftModel.disable_adapter", lambda model: nullcontext())
-    found = arms.run(poros.prepare, attach_in_trainer=True)
+    found = arms.run(prepare_plain, attach_in_trainer=True)
     assert compare_trajectories(expected, found)

@@ -28,6 +28,7 @@ from tests.snapshots import (
     outcome,
     run,
 )
+from tests.support import prepare_plain
 
 Model = Any
 Make = Callable[[], Model]
@@ -78,7 +79,7 @@ MODELS: dict[str, Make] = {
 
 
 def prepared(model: Model) -> Model:
-    return poros.prepare(model, allow_unvalidated=True)
+    return prepare_plain(model, allow_unvalidated=True)
 
 
 def order_of_hooks(model: Model, around: Callable[[], Any] = no_context) -> list[str]:

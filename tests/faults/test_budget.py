@@ -22,7 +22,7 @@ from poros.gates.reference import (
 from poros.model.sizing import Room
 from poros.streams import EagerStreams
 from tests.snapshots import layers_of
-from tests.support import AdversarialPrepare
+from tests.support import AdversarialPrepare, prepare_plain
 
 NUM_LAYERS = 6
 SPEC = TrainingSpec(num_steps=3, accumulation=2)
@@ -52,7 +52,7 @@ def resident() -> Trajectory:
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_budgets_change_no_bit(share: float, resident: Trajectory) -> None:
     budget = int(floor() + share * (full() - floor()))
-    model = poros.prepare(build(), device="cpu", vram_budget=budget)
+    model = prepare_plain(build(), device="cpu", vram_budget=budget)
     assert poros.runtime(model).plan is None
     assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
     runtime = poros.runtime(model)
@@ -78,7 +78,7 @@ def test_budgets_change_no_bit_under_adversarial_streams(
 
 def test_a_warm_step_loads_what_was_planned() -> None:
     budget = poros.plan(build(), **SHAPE, num_slots=4).total_num_bytes
-    model = poros.prepare(build(), device="cpu", vram_budget=budget).train()
+    model = prepare_plain(build(), device="cpu", vram_budget=budget).train()
     runtime = poros.runtime(model)
     for _ in range(2):
         before = runtime.stats()["h2d_num_bytes"]
@@ -88,7 +88,7 @@ def test_a_warm_step_loads_what_was_planned() -> None:
 
 
 def test_a_budget_below_the_floor_is_refused_before_anything_is_trained() -> None:
-    model = poros.prepare(build(), device="cpu", vram_budget=floor() - 1).train()
+    model = prepare_plain(build(), device="cpu", vram_budget=floor() - 1).train()
     before = hash_digests(start_digests(model))
     random_state = torch.get_rng_state()
     with pytest.raises(VRAMBudgetError, match=r"the floor for 2 slots(.|\n)*workspace"):
@@ -103,7 +103,7 @@ def test_a_budget_below_the_floor_is_refused_before_anything_is_trained() -> Non
 
 def test_a_batch_that_grows_is_planned_again() -> None:
     budget = poros.plan(build(), **{**SHAPE, "seq_len": 64}, num_slots=4).total_num_bytes
-    model = poros.prepare(build(), device="cpu", vram_budget=budget).train()
+    model = prepare_plain(build(), device="cpu", vram_budget=budget).train()
     long, short = (tiny.make_batches(1, num_tokens=n, padded=False)[0] for n in (64, 16))
     model(**short).loss.backward()
     runtime = poros.runtime(model)
@@ -125,7 +125,7 @@ def test_room_is_made_between_a_forward_and_its_backward() -> None:
     batch = BATCHES[0]
     gradients = []
     for is_resized in (False, True):
-        model = poros.prepare(build(), device="cpu", slots=2).train()
+        model = prepare_plain(build(), device="cpu", slots=2).train()
         torch.manual_seed(0)
         loss = model(**batch).loss
         if is_resized:
@@ -148,7 +148,7 @@ def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Tr
             return super().allocate(num_bytes)
 
     streams = Scarce(torch.device("cpu"))
-    model = prepare_with(build(), poros.StreamingPolicy(slots=3), streams=streams)
+    model = prepare_with(build(), poros.StreamingPolicy(slots=3, loss="reference"), streams=streams)
     runtime = poros.runtime(model)
     streams.left = num_given
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
@@ -169,7 +169,7 @@ def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajec
             return super().allocate(num_bytes)
 
     streams = Scarce(torch.device("cpu"))
-    model = prepare_with(build(), poros.StreamingPolicy(slots=3), streams=streams)
+    model = prepare_with(build(), poros.StreamingPolicy(slots=3, loss="reference"), streams=streams)
     train(model, BATCHES, SPEC)
     runtime = poros.runtime(model)
     before = runtime.stats()
@@ -193,7 +193,7 @@ def test_the_self_checks_share_becomes_room_when_it_has_passed() -> None:
     budget = poros.plan(build(**wide), **shape, self_check=True).total_num_bytes
     block = poros.plan(build(**wide), **SHAPE).terms["slots"] // 2
     budget += block - (budget - poros.plan(build(**wide), **shape).total_num_bytes)
-    model = poros.prepare(build(**wide), device="cpu", vram_budget=budget).train()
+    model = prepare_plain(build(**wide), device="cpu", vram_budget=budget).train()
     runtime = poros.runtime(model)
     slots = []
     for batch in BATCHES[:3]:
@@ -205,8 +205,8 @@ def test_the_self_checks_share_becomes_room_when_it_has_passed() -> None:
 
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_a_device_that_runs_out_says_what_a_step_needs(is_backward: bool) -> None:
-    policy = poros.StreamingPolicy(vram_budget=2 * floor(), slots=2, keep_last=0)
-    model = poros.prepare(build(), policy, device="cpu").train()
+    policy = poros.StreamingPolicy(vram_budget=2 * floor(), slots=2, keep_last=0, loss="reference")
+    model = prepare_plain(build(), policy, device="cpu").train()
     model(**BATCHES[0]).loss.backward()
     calls: list[int] = []
 
@@ -230,12 +230,12 @@ def test_boundaries_are_offloaded_when_nothing_else_fits() -> None:
     least = poros.plan(build(), **shape, offload_boundaries=True).total_num_bytes
     assert least < poros.plan(build(), **shape, offload_boundaries=False).total_num_bytes
     expected = train(build(), batches, SPEC)
-    model = poros.prepare(build(), device="cpu", vram_budget=least, self_check="off")
+    model = prepare_plain(build(), device="cpu", vram_budget=least, self_check="off")
     assert compare_trajectories(expected, train(model, batches, SPEC)) == []
     runtime = poros.runtime(model)
     assert runtime.plan is not None and runtime.plan.offload_boundaries
     assert runtime.stats()["offloaded_num_bytes"] > 0
-    model = poros.prepare(
+    model = prepare_plain(
         build(), device="cpu", vram_budget=least, offload_boundaries=False, self_check="off"
     )
     with pytest.raises(VRAMBudgetError):
@@ -250,7 +250,7 @@ def test_two_shapes_are_not_planned_as_one_that_never_was() -> None:
     )
     whole = poros.plan(build(), batch_size=16, seq_len=128, accumulation=2).total_num_bytes
     assert need < whole
-    model = poros.prepare(build(), device="cpu", vram_budget=need, self_check="off").train()
+    model = prepare_plain(build(), device="cpu", vram_budget=need, self_check="off").train()
     for rows, length in shapes:
         batch = tiny.make_batches(1, batch_size=rows, num_tokens=length, padded=False)[0]
         model(**batch).loss.backward()
@@ -262,7 +262,7 @@ def test_other_adapters_are_planned_anew() -> None:
     model = build()
     model.add_adapter("large", LoraConfig(r=64, target_modules="all-linear"))
     model.set_adapter("default")
-    poros.prepare(model, device="cpu", vram_budget=full() * 20, self_check="off").train()
+    prepare_plain(model, device="cpu", vram_budget=full() * 20, self_check="off").train()
     runtime = poros.runtime(model)
     sizes = []
     for name in ("default", "default", "large"):
@@ -283,14 +283,14 @@ def test_planning_leaves_the_adapters_configuration_alone() -> None:
 
 
 def test_a_refused_batch_is_known_to_trainers_that_look_for_one() -> None:
-    model = poros.prepare(build(), device="cpu", vram_budget=floor() - 1).train()
+    model = prepare_plain(build(), device="cpu", vram_budget=floor() - 1).train()
     with pytest.raises(VRAMBudgetError) as caught:
         model(**BATCHES[0])
     assert should_reduce_batch_size(caught.value)
 
 
 def test_a_loop_that_never_calls_train_keeps_to_the_budget() -> None:
-    model = poros.prepare(build().eval(), vram_budget=full())
+    model = prepare_plain(build().eval(), vram_budget=full())
     runtime = poros.runtime(model)
     with torch.no_grad():
         model(**tiny.make_batches(1, num_tokens=8)[0])

@@ -34,6 +34,7 @@ from tests.snapshots import (
     picture,
     run,
 )
+from tests.support import prepare_plain
 
 LEVELS: dict[str, Callable[[Any], nn.Module]] = {
     "PEFT model": lambda model: model,
@@ -69,12 +70,12 @@ MERGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture
 def model() -> Any:
-    return poros.prepare(build())
+    return prepare_plain(build())
 
 
 def all_asked_of_one(quantize: bool, dtype: torch.dtype) -> Iterator[Any]:
     """A prepared model that everything is asked of, and that trains exactly in the end."""
-    model = poros.prepare(build(quantize=quantize, dtype=dtype))
+    model = prepare_plain(build(quantize=quantize, dtype=dtype))
     yield model
     assert_same_run(run(build(quantize=quantize, dtype=dtype)), run(model))
 
@@ -104,7 +105,7 @@ def test_merging_names_restore_and_changes_nothing(call: str, asked: Any) -> Non
 
 def test_merging_is_refused_too_when_the_base_was_prepared_directly() -> None:
     model = build()
-    poros.prepare(model.get_base_model())
+    prepare_plain(model.get_base_model())
     before = picture(model)
     with pytest.raises(PreparedModelError) as caught:
         model.merge_and_unload()
@@ -117,7 +118,7 @@ def test_merging_is_refused_too_when_the_base_was_prepared_directly() -> None:
 def test_merging_an_adapter_from_after_prepare_is_never_silent(quantize: bool) -> None:
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    model = poros.prepare(get_peft_model(build(quantize=quantize).unload(), config))
+    model = prepare_plain(get_peft_model(build(quantize=quantize).unload(), config))
     model.add_adapter("late", LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
     model.set_adapter("late")
     # At the call, or else at the next step: the slots still hold the weights from before.
@@ -182,7 +183,7 @@ COPIES: dict[str, Callable[[Any], object]] = {
 
 
 def test_a_move_within_the_device_reaches_what_stays_and_nothing_that_streams() -> None:
-    model = poros.prepare(build())
+    model = prepare_plain(build())
     frozen = [
         parameter
         for parameter in layers_of(model).parameters()
@@ -273,7 +274,7 @@ def test_the_trainer_may_enable_checkpointing(tmp_path: Path) -> None:
 
     expected = train(build(), "plain", False)
     assert changes(expected, train(build(), "resident", True)) == {}
-    assert changes(expected, train(poros.prepare(build()), "streamed", True)) == {}
+    assert changes(expected, train(prepare_plain(build()), "streamed", True)) == {}
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -287,7 +288,7 @@ def test_checkpointing_from_before_prepare_is_off_until_restore(use_reentrant: b
     before = picture(model)
     for each in (twin, model):
         each.get_base_model().enable_input_require_grads()
-    poros.prepare(model)
+    prepare_plain(model)
     assert not model.get_base_model().is_gradient_checkpointing
     assert_same_run(run(twin), run(model))
     model.get_base_model().disable_input_require_grads()
@@ -305,7 +306,7 @@ def test_kbit_preparation_before_peft_is_exact(dtype: torch.dtype) -> None:
         base = prepare_model_for_kbit_training(base)
         return tiny.attach_lora(base, dropout=0.05)
 
-    model = poros.prepare(prepared_for_kbit())
+    model = prepare_plain(prepared_for_kbit())
     assert not model.get_base_model().is_gradient_checkpointing
     assert_same_run(run(prepared_for_kbit()), run(model))
 
@@ -315,7 +316,7 @@ def test_kbit_preparation_before_peft_is_exact(dtype: torch.dtype) -> None:
 def test_kbit_preparation_after_prepare_is_never_silent(
     dtype: torch.dtype, checkpointing: bool
 ) -> None:
-    model = poros.prepare(build(dtype=dtype))
+    model = prepare_plain(build(dtype=dtype))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with pytest.raises(PreparedModelError, match="prepare_model_for_kbit_training"):
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
@@ -380,7 +381,7 @@ EDITS = [
 
 
 def test_a_base_weight_that_becomes_trainable_raises_at_the_next_step() -> None:
-    model = poros.prepare(build(quantize=False))
+    model = prepare_plain(build(quantize=False))
     run(model, num_steps=1)
     layers_of(model)[1].mlp.up_proj.base_layer.weight.requires_grad_(True)
     with pytest.raises(PreparedModelError) as caught:
@@ -402,13 +403,13 @@ def test_changes_of_the_base_raise_at_the_next_step(
 
 
 def test_a_changed_base_works_after_restore_and_prepare() -> None:
-    twin, model = build(), poros.prepare(build())
+    twin, model = build(), prepare_plain(build())
     for each in (twin, model):
         load_a_base_weight(each)
         set_data(each)
     with pytest.raises(PreparedModelError):
         model(**batches()[0])
-    poros.prepare(poros.restore(model))
+    prepare_plain(poros.restore(model))
     assert_same_run(run(twin), run(model))
 
 

@@ -25,7 +25,7 @@ from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 from tests.interrupts import Interrupts
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, layers_of, run
-from tests.support import AdversarialPrepare
+from tests.support import AdversarialPrepare, prepare_plain
 
 Model = Any
 VISIT = ("layer/visit.py", "layer/streamed.py", "slots/manager.py", "layer/frozen.py")
@@ -65,7 +65,7 @@ def resident() -> Trajectory:
 
 @pytest.fixture(scope="module")
 def prepared(resident: Trajectory) -> Model:
-    model = poros.prepare(build(), self_check="off", slots=2)
+    model = prepare_plain(build(), self_check="off", slots=2)
     assert_same_run(resident, run(model))
     return model
 
@@ -120,14 +120,14 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
         model(**batch).loss.backward()
 
     files = tuple(f"{name}.py" for name in STEP)
-    model = poros.prepare(build(num_layers=2), self_check=self_check)
+    model = prepare_plain(build(num_layers=2), self_check=self_check)
     counter = Interrupts([], files)
     counter.run(lambda: once(model))
     total = counter.num_steps
     assert total > 1000
     # A prime apart, so that every place of the four visits comes up in one of them.
     for number in range(1, total, 257 if second is None else 601):
-        model = poros.prepare(build(num_layers=2), self_check=self_check)
+        model = prepare_plain(build(num_layers=2), self_check=self_check)
         at = [number] if second is None else [number, number + second]
         Interrupts(at, files).run(lambda model=model: once(model))
         model.zero_grad()
@@ -138,7 +138,7 @@ def test_a_step_interrupted_anywhere_is_followed_by_exact_ones(
 def test_control_a_clean_up_that_is_not_made_up_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prepared = poros.prepare(build(), self_check="off", slots=2)
+    prepared = prepare_plain(build(), self_check="off", slots=2)
     visit_once(streamed_layer(layers_of(prepared)[0]), Phase.FORWARD)
 
     def end(self: Visits, note: Any) -> None:
@@ -245,7 +245,7 @@ def test_a_visit_that_was_never_left_is_undone_by_what_comes_next(
     then: str, resident: Trajectory
 ) -> None:
     """Interrupted between two steps of leaving it, and its frame lives on in a traceback."""
-    model = poros.prepare(build(), self_check="off", slots=2)
+    model = prepare_plain(build(), self_check="off", slots=2)
     before = state_of(model)
     layer = streamed_layer(layers_of(model)[0])
     left = layer.visit(Phase.FORWARD, layer.contents().adapters())

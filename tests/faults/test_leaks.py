@@ -19,6 +19,7 @@ from poros.gates import tiny
 from poros.layer.call import LayerCall
 from poros.layer.side_outputs import SideOutputs
 from tests.snapshots import batches, build
+from tests.support import prepare_plain
 
 Model = Any
 
@@ -70,7 +71,7 @@ def evaluate(model: Model, number: int) -> None:
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_as_much_is_held_after_twelve_steps_as_after_three(architecture: str) -> None:
     options = {"num_layers": 4, "hidden_size": 32} if "shared" in architecture else {}
-    model = poros.prepare(build(architecture, **options), allow_unvalidated=True)
+    model = prepare_plain(build(architecture, **options), allow_unvalidated=True)
     with without_collector():
         earlier = weakref.WeakSet(calls())
         for once in (train, abandon, evaluate):
@@ -95,7 +96,7 @@ def test_a_cycle_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(SideOutputs, "publish", publish)
-    model = poros.prepare(build("gemma4_shared_kv", num_layers=4))
+    model = prepare_plain(build("gemma4_shared_kv", num_layers=4))
     with without_collector():
         before = living()
         train(model, 0)

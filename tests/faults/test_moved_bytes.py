@@ -18,6 +18,7 @@ from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import SlabWriter
 from poros.streams import EagerStreams
 from tests.snapshots import assert_same_run, build, layers_of, run
+from tests.support import prepare_plain
 
 Patch = pytest.MonkeyPatch
 UP = "layers.1.mlp.up_proj.weight"
@@ -133,7 +134,7 @@ def test_flipped_by_prepare(kind: str, keep_last: int, monkeypatch: Patch) -> No
 
     with monkeypatch.context() as patch:
         flips = flip_copies(patch, is_it)
-        poros.prepare(model, keep_last=keep_last)
+        prepare_plain(model, keep_last=keep_last)
     assert len(flips) == 1
     with pytest.raises(ParityError, match=r"layers\.1"):
         run(model)
@@ -149,7 +150,7 @@ def test_flipped_by_load(kind: str, source: Path, monkeypatch: Patch) -> None:
     model = with_lora(base)
     before = part_of(model, kind).clone()
     with pytest.raises(ParityError, match=NAMED + ".*expected digest.*found"):
-        poros.prepare(model)
+        prepare_plain(model)
     assert not any(map(is_streamed, model.modules()))
     assert torch.equal(part_of(model, kind), before)
 
@@ -161,7 +162,7 @@ def test_flipped_on_the_way_back_from_a_device(source: Path, monkeypatch: Patch)
         model = with_lora(poros.load(source))
     assert len(flips) == 1
     with pytest.raises(ParityError, match=NAMED):
-        poros.prepare(model)
+        prepare_plain(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,7 +186,7 @@ def test_flipped_in_an_opened_store_before_prepare(
     base = poros.load(dense, store=tmp_path / "store", host_budget=host_budget)
     flip(part_of(base, kind))
     with pytest.raises(ParityError, match=NAMED):
-        poros.prepare(with_lora(base))
+        prepare_plain(with_lora(base))
 
 
 def test_what_load_has_flipped_is_said_and_trained_on_if_that_is_wanted(
@@ -193,12 +194,12 @@ def test_what_load_has_flipped_is_said_and_trained_on_if_that_is_wanted(
 ) -> None:
     model = poros.load(dense)
     flip(part_of(model, "packed weight"))
-    model = poros.prepare(with_lora(model), self_check="warn")
+    model = prepare_plain(with_lora(model), self_check="warn")
     with caplog.at_level(logging.WARNING, "poros"):
         run(model)
     assert caplog.text.count("layers.1.mlp.up_proj") == 1
     assert poros.runtime(model).self_check["status"] == "failed"
-    poros.prepare(poros.restore(model), self_check="off")
+    prepare_plain(poros.restore(model), self_check="off")
 
 
 @pytest.mark.parametrize(
@@ -221,11 +222,11 @@ def test_control_nothing_is_found_where_nothing_flips(
             return with_lora(poros.load(source, store=tmp_path / "store", host_budget=budget))
         return with_lora(poros.load(source))
 
-    model = poros.prepare(make(), self_check=self_check)
+    model = prepare_plain(make(), self_check=self_check)
     assert poros.runtime(model).is_adopted == (way != "not loaded")
     assert_same_run(run(make()), run(model))
     assert poros.runtime(model).self_check["status"] == {"strict": "passed"}.get(self_check, "off")
-    poros.prepare(poros.restore(model))
+    prepare_plain(poros.restore(model))
 
 
 def edit_in_place(model: Any) -> None:
@@ -273,4 +274,4 @@ def test_control_edits_before_prepare_are_nobodys_fault(
         edit(model)
         return model
 
-    assert_same_run(run(make()), run(poros.prepare(make())))
+    assert_same_run(run(make()), run(prepare_plain(make())))

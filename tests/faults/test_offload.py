@@ -20,7 +20,7 @@ from poros.layer.streamed import streamed_layer
 from poros.layout import BlockLayout
 from tests.planning.cells import OperatorBytes
 from tests.snapshots import layers_of
-from tests.support import AdversarialPrepare
+from tests.support import AdversarialPrepare, prepare_plain
 
 NUM_LAYERS = 5
 SPEC = TrainingSpec(num_steps=2, accumulation=2)
@@ -39,7 +39,7 @@ def resident() -> Trajectory:
 
 def hostile(model: Any, **overrides: Any) -> Any:
     """Adversarial streams with the self-check on."""
-    policy = poros.StreamingPolicy(offload_boundaries=True).override(**overrides)
+    policy = poros.StreamingPolicy(offload_boundaries=True, loss="reference").override(**overrides)
     return prepare_with(model, policy, streams=AdversarialStreams())
 
 
@@ -74,7 +74,7 @@ def test_two_inputs_are_on_the_device_at_a_time() -> None:
     sizes = []
     batch = tiny.make_batches(1, num_tokens=64, padded=False)[0]
     for is_offloaded in (False, True):
-        model = poros.prepare(
+        model = prepare_plain(
             build(num_layers=8), device="cpu", offload_boundaries=is_offloaded, self_check="off"
         ).train()
         model(**batch).loss.backward()
@@ -125,7 +125,7 @@ def test_two_backwards_through_one_graph() -> None:
     gradients = []
     for is_offloaded in (False, True):
         model = build().train()
-        poros.prepare(model, device="cpu", offload_boundaries=is_offloaded)
+        prepare_plain(model, device="cpu", offload_boundaries=is_offloaded)
         torch.manual_seed(0)
         loss = model(**BATCHES[0]).loss
         loss.backward(retain_graph=True)

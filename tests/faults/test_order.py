@@ -96,6 +96,8 @@ def read_slices(streams: AdversarialStreams, _: Trajectory) -> Problem:
                 return f"slice at {first}: other bytes"
             if number == 2 and first:
                 break
+        if number == 2:
+            reader.hold_all()
     return None
 
 

@@ -26,7 +26,7 @@ from tests.snapshots import (
     picture,
     run,
 )
-from tests.support import same_bits
+from tests.support import prepare_plain, same_bits
 
 STATS = {
     "num_loads",
@@ -53,31 +53,31 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 def test_prepare_returns_the_same_object() -> None:
     model = build()
-    assert poros.prepare(model) is model
+    assert prepare_plain(model) is model
 
 
 def test_prepare_again_with_an_equal_policy_does_nothing() -> None:
-    model = poros.prepare(build(), block_size=2)
+    model = prepare_plain(build(), block_size=2)
     runtime, before = poros.runtime(model), picture(model)
-    assert poros.prepare(model, poros.StreamingPolicy(block_size=2)) is model
+    assert prepare_plain(model, poros.StreamingPolicy(block_size=2)) is model
     assert poros.runtime(model) is runtime
     assert changes(before, picture(model)) == {}
 
 
 def test_prepare_again_with_another_policy_is_refused() -> None:
-    model = poros.prepare(build(), block_size=2)
+    model = prepare_plain(build(), block_size=2)
     before = picture(model)
     with pytest.raises(
         PreparedModelError, match=r"expected .* found .*block_size=2.*poros\.restore"
     ):
-        poros.prepare(model, block_size=1)
+        prepare_plain(model, block_size=1)
     assert changes(before, picture(model)) == {}
     assert_same_run(run(build()), run(model))
 
 
 def test_overrides_replace_fields_of_the_policy() -> None:
     policy = poros.StreamingPolicy(block_size=2, slots=4)
-    model = poros.prepare(build(), policy, slots=3)
+    model = prepare_plain(build(), policy, slots=3)
     assert poros.runtime(model).policy == poros.StreamingPolicy(block_size=2, slots=3)
     assert policy.slots == 4
 
@@ -106,7 +106,7 @@ def test_names_objects_and_class_names_stay(architecture: str) -> None:
     model = build(architecture)
     classes = [type(layer) for layer in layers_of(model)]
     before = facts(model)
-    poros.prepare(model)
+    prepare_plain(model)
     assert changes(before, facts(model)) == {}
     for layer, original in zip(layers_of(model), classes, strict=True):
         assert isinstance(layer, original) and type(layer) is not original
@@ -117,7 +117,7 @@ def test_state_dict_is_equal_key_for_key_and_bit_for_bit(quantize: bool) -> None
     model = build(quantize=quantize)
     expected = {key: each.clone() for key, each in model.state_dict().items()}
     before = bits_of(model)
-    poros.prepare(model)
+    prepare_plain(model)
     for _ in range(2):
         found = model.state_dict()
         assert list(found) == list(expected)
@@ -129,7 +129,7 @@ def test_state_dict_is_equal_key_for_key_and_bit_for_bit(quantize: bool) -> None
 
 
 def test_base_files_saved_while_prepared_equal_the_resident_ones(tmp_path: Path) -> None:
-    resident, model = build(), poros.prepare(build())
+    resident, model = build(), prepare_plain(build())
     model(**batches()[0])
     resident.get_base_model().save_pretrained(tmp_path / "resident")
     model.get_base_model().save_pretrained(tmp_path / "prepared")
@@ -148,7 +148,7 @@ def test_base_saved_while_prepared_loads_to_equal_bytes(tmp_path: Path, quantize
         return {names[name]: tensors[name] for name in names}
 
     expected = without_adapters(bits_of(base))
-    poros.prepare(model)
+    prepare_plain(model)
     model(**batches()[0]).loss.backward()
     base.save_pretrained(tmp_path)
     # PEFT's names of a wrapped linear layer are the only thing that keeps the files from loading.
@@ -161,7 +161,7 @@ def test_base_saved_while_prepared_loads_to_equal_bytes(tmp_path: Path, quantize
 
 
 def test_adapter_saved_while_prepared_has_the_resident_files(tmp_path: Path) -> None:
-    resident, model = build(), poros.prepare(build(), block_size=2)
+    resident, model = build(), prepare_plain(build(), block_size=2)
     assert_same_run(run(resident), run(model))
     resident.save_pretrained(tmp_path / "resident")
     model.save_pretrained(tmp_path / "prepared")
@@ -189,21 +189,21 @@ def test_parameter_counts_are_the_resident_ones() -> None:
 
     model = build()
     before = counts(model)
-    poros.prepare(model)
+    prepare_plain(model)
     assert changes(before, counts(model)) == {}
     model(**batches()[0])
     assert changes(before, counts(model)) == {}
 
 
 def test_device_and_dtype_of_the_model_stay() -> None:
-    model = poros.prepare(build())
+    model = prepare_plain(build())
     base = model.get_base_model()
     assert base.device == torch.device("cpu") and base.dtype is torch.bfloat16
     assert base.is_loaded_in_4bit and base.is_quantized
 
 
 def test_disable_adapter_gives_the_resident_outputs() -> None:
-    resident, model = build().eval(), poros.prepare(build()).eval()
+    resident, model = build().eval(), prepare_plain(build()).eval()
     batch = batches()[1]
     with resident.disable_adapter(), model.disable_adapter():
         for grad in (False, True):
@@ -219,7 +219,7 @@ def test_disable_adapter_gives_the_resident_outputs() -> None:
 def test_two_prepared_models_do_not_influence_each_other() -> None:
     seeds = (0, 7)
     expected = [run(build(seed=seed)) for seed in seeds]
-    first, second = (poros.prepare(build(seed=seed), block_size=1 + seed % 2) for seed in seeds)
+    first, second = (prepare_plain(build(seed=seed), block_size=1 + seed % 2) for seed in seeds)
     batch = batches()[0]
     alone = [build(seed=seed)(**batch).loss for seed in seeds]
     # Both graphs are alive at once, and the visits of one come between those of the other.
@@ -240,7 +240,7 @@ def test_two_prepared_models_do_not_influence_each_other() -> None:
 
 
 def test_deleting_the_model_frees_everything() -> None:
-    model = poros.prepare(build())
+    model = prepare_plain(build())
     model(**batches()[0]).loss.backward()
     runtime = poros.runtime(model)
     parts = [model, runtime, runtime.host, runtime.ring, runtime.manager, runtime.constants]
@@ -256,7 +256,7 @@ def test_deleting_the_model_frees_everything() -> None:
 
 
 def test_stats_have_the_documented_keys_and_plausible_values() -> None:
-    model = poros.prepare(build())
+    model = prepare_plain(build())
     runtime = poros.runtime(model)
     start = runtime.stats()
     assert set(start) == STATS
@@ -304,7 +304,7 @@ def test_host_slab_holds_the_bytes_of_the_model() -> None:
         "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
     ]
     expected = packed.detach().clone()
-    runtime = poros.runtime(poros.prepare(model))
+    runtime = poros.runtime(prepare_plain(model))
     slab = runtime.host_slab(1)
     assert slab.dtype is torch.uint8 and slab.dim() == 1 and slab.device.type == "cpu"
     offset = packed.data_ptr() - slab.data_ptr()
@@ -315,7 +315,7 @@ def test_host_slab_holds_the_bytes_of_the_model() -> None:
 
 def test_slots_beyond_the_blocks_are_clamped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "poros"):
-        model = poros.prepare(build(), slots=9)
+        model = prepare_plain(build(), slots=9)
     assert [record.getMessage() for record in caplog.records if "slots=9" in record.getMessage()]
     runtime = poros.runtime(model)
     assert runtime.num_slots == runtime.num_blocks == 3 and runtime.policy.slots == 9
@@ -341,7 +341,7 @@ def test_an_optimizer_and_gradients_from_before_prepare_stay_valid() -> None:
         optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
         each(**batches()[0]).loss.backward()
         if each is model:
-            poros.prepare(each)
+            prepare_plain(each)
         each(**batches()[1]).loss.backward()
         optimizer.step()
         results.append(bits_of(each))
@@ -360,7 +360,7 @@ def test_an_adapter_added_while_prepared_trains_exactly() -> None:
         model.set_adapter("second")
         return model
 
-    resident, model = second(build()), second(poros.prepare(build()))
+    resident, model = second(build()), second(prepare_plain(build()))
     assert_same_run(run(resident), run(model))
     for each in (resident, model):
         each.set_adapter("default")
@@ -377,12 +377,12 @@ def test_prepare_works_on_a_base_with_transformers_own_adapters() -> None:
         base.add_adapter(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
         return base
 
-    assert_same_run(run(with_adapters()), run(poros.prepare(with_adapters())))
+    assert_same_run(run(with_adapters()), run(prepare_plain(with_adapters())))
 
 
 def test_what_is_in_place_during_a_visit_is_what_was_there_at_rest() -> None:
     """Parameters stay parameters and buffers tensors: code asks for it."""
-    model = poros.prepare(build(quantize=False), self_check="off", slots=2)
+    model = prepare_plain(build(quantize=False), self_check="off", slots=2)
     layer = layers_of(model)[1]
 
     def kinds() -> dict[str, type]:

@@ -35,7 +35,7 @@ from tests.snapshots import (
     picture,
     run,
 )
-from tests.support import same_bits
+from tests.support import prepare_plain, same_bits
 
 IDS = {"input_ids": torch.arange(3, 11).view(1, 8)}
 
@@ -77,7 +77,7 @@ def test_a_model_is_refused_with_a_reason_and_left_untouched(name: str) -> None:
     expected = outputs(model, True) if case.works and case.has_plain_tensors else None
     before = look_at(model, case.has_plain_tensors)
     with pytest.raises(case.error) as caught:
-        poros.prepare(model)
+        prepare_plain(model)
     # The builtin too, so that existing except clauses keep working.
     assert isinstance(caught.value, ValueError)
     message = str(caught.value)
@@ -108,9 +108,9 @@ def test_a_refused_model_can_be_prepared_once_repaired(repair: str) -> None:
     spoil, mend = REPAIRS[repair]
     model = changed(spoil, quantize=False)()
     with pytest.raises(UnsupportedModelError):
-        poros.prepare(model)
+        prepare_plain(model)
     mend(model)
-    poros.prepare(model)
+    prepare_plain(model)
     assert torch.isfinite(model(**batches()[0]).loss)
 
 
@@ -133,17 +133,17 @@ def test_other_architectures_need_permission_then_warn_and_are_exact(
     model = make()
     before = picture(model)
     with pytest.raises(UnvalidatedArchitectureError, match=f"`poros check --architecture {name}`"):
-        poros.prepare(model)
+        prepare_plain(model)
     assert changes(before, picture(model)) == {}
     with caplog.at_level(logging.WARNING, "poros"):
-        poros.prepare(model, allow_unvalidated=True)
+        prepare_plain(model, allow_unvalidated=True)
     assert any(name in record.getMessage() for record in caplog.records)
     assert_same_run(run(make()), run(model))
 
 
 def test_control_a_validated_architecture_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "poros"):
-        poros.prepare(build())
+        prepare_plain(build())
     assert not caplog.records
 
 
@@ -190,7 +190,7 @@ def unprepared() -> Iterator[Any]:
     """Everything is asked of one model, which trains exactly in the end."""
     model = build()
     yield model
-    assert_same_run(run(build()), run(poros.prepare(model)))
+    assert_same_run(run(build()), run(prepare_plain(model)))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -200,7 +200,7 @@ def test_a_policy_that_cannot_work_is_refused_and_the_model_left_alone(
     options, message = POLICIES[name]
     before = picture(unprepared)
     with pytest.raises(PolicyError, match=message) as caught:
-        poros.prepare(unprepared, **options)
+        prepare_plain(unprepared, **options)
     assert isinstance(caught.value, ValueError)
     assert changes(before, picture(unprepared)) == {}
     with pytest.raises(PreparedModelError):
@@ -273,7 +273,7 @@ CALLS: dict[str, tuple[Options, str]] = {
 def called() -> Iterator[Any]:
     """Every call is made of one prepared model, which trains exactly in the end."""
     model, twin = (build(attn_implementation="eager") for _ in "ab")
-    poros.prepare(model)(**batches()[0]).loss.backward()
+    prepare_plain(model)(**batches()[0]).loss.backward()
     model.zero_grad()
     with torch.no_grad():  # transformers leaves hooks behind when it first records anything
         model(**batches()[0], output_attentions=True)
@@ -315,7 +315,7 @@ def test_control_plain_keywords_pass(called: Any) -> None:
 def test_a_cache_dropped_under_grad_never_passes_for_a_filled_one(given: bool) -> None:
     """Decoding on after a forward with gradients: with the right cache, or an error."""
     found = []
-    for model in (build(), poros.prepare(build())):
+    for model in (build(), prepare_plain(build())):
         model.eval()
         cache = empty_cache(model) if given else None
         out = model(batches()[0]["input_ids"], past_key_values=cache, use_cache=True)
@@ -331,7 +331,7 @@ def test_a_cache_dropped_under_grad_never_passes_for_a_filled_one(given: bool) -
 
 def test_training_with_the_cache_on_is_exact() -> None:
     found = []
-    for model in (build(), poros.prepare(build())):
+    for model in (build(), prepare_plain(build())):
         torch.manual_seed(0)
         model.train()(**batches()[0], use_cache=True).loss.backward()
         found.append(outcome(model))
@@ -341,7 +341,7 @@ def test_training_with_the_cache_on_is_exact() -> None:
 def test_one_forward_is_pending_in_an_autocast_region_at_a_time() -> None:
     """A second one is refused until the backward of the first has passed, and exact then."""
     found = []
-    for model in (build(dtype=torch.float32), poros.prepare(build(dtype=torch.float32))):
+    for model in (build(dtype=torch.float32), prepare_plain(build(dtype=torch.float32))):
         model.train()
         torch.manual_seed(0)
         with bf16():

@@ -17,7 +17,7 @@ from poros.gates import tiny
 from poros.host.store import HostSlab
 from poros.streams import EagerStreams
 from tests.snapshots import assert_same_run, batches, build, changes, layers_of, picture, run
-from tests.support import same_bits
+from tests.support import prepare_plain, same_bits
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -25,7 +25,7 @@ from tests.support import same_bits
 def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> None:
     model = build(architecture, quantize=quantize, num_layers=4)
     before = picture(model)
-    assert poros.restore(poros.prepare(model, block_size=2)) is model
+    assert poros.restore(prepare_plain(model, block_size=2)) is model
     assert changes(before, picture(model)) == {}
     with pytest.raises(PreparedModelError):
         poros.runtime(model)
@@ -33,7 +33,7 @@ def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> Non
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
 def test_restore_after_training_equals_a_model_that_was_never_prepared(architecture: str) -> None:
-    twin, model = build(architecture), poros.prepare(build(architecture))
+    twin, model = build(architecture), prepare_plain(build(architecture))
     assert_same_run(run(twin), run(model))
     poros.restore(model)
     assert changes(picture(twin, identity=False), picture(model, identity=False)) == {}
@@ -55,7 +55,7 @@ def test_everything_works_on_the_restored_model() -> None:
         base.gradient_checkpointing_disable()
         return model.merge_and_unload()
 
-    twin, model = build(), poros.prepare(build())
+    twin, model = build(), prepare_plain(build())
     model(**batches()[0])
     merged = [use(each) for each in (twin, poros.restore(model))]
     assert changes(*(picture(each, identity=False) for each in merged)) == {}
@@ -71,7 +71,7 @@ def test_hooks_of_the_user_survive() -> None:
     layer.register_full_backward_hook(lambda *_: seen.append("backward"))
     layer.register_state_dict_post_hook(lambda *_: None)
     before = picture(model)
-    poros.prepare(model)
+    prepare_plain(model)
     model(**batches()[0]).loss.backward()
     assert seen == ["before", "forward", "backward"]
     model.zero_grad()
@@ -84,8 +84,8 @@ def test_hooks_of_the_user_survive() -> None:
 def test_restore_then_prepare_again_with_other_options() -> None:
     model, twin = build(), build()
     for options in ({"block_size": 1}, {"block_size": 3}, {"block_size": 2, "slots": 3}, {}):
-        poros.prepare(model, **options)
-        assert poros.runtime(model).policy == poros.StreamingPolicy(**options)
+        prepare_plain(model, **options)
+        assert poros.runtime(model).policy == poros.StreamingPolicy(loss="reference", **options)
         assert_same_run(run(twin), run(model))
         poros.restore(model)
     assert_same_run(run(twin), run(model))
@@ -96,7 +96,7 @@ def test_restore_with_a_graph_alive_never_gives_another_gradient() -> None:
         named = model.named_parameters()
         return {name: each.grad for name, each in named if each.grad is not None}
 
-    twin, model = build(dropout=0.0), poros.prepare(build(dropout=0.0))
+    twin, model = build(dropout=0.0), prepare_plain(build(dropout=0.0))
     twin(**batches()[0]).loss.backward()
     loss = model(**batches()[0]).loss
     poros.restore(model)
@@ -117,7 +117,7 @@ def test_restore_after_a_failed_step() -> None:
 
     model = build()
     handle = layers_of(model)[1].mlp.register_forward_hook(fail)
-    poros.prepare(model)
+    prepare_plain(model)
     with pytest.raises(KeyError):
         model(**batches()[0])
     handle.remove()
@@ -132,7 +132,7 @@ def test_restore_takes_what_stands_in_the_place_of_a_frozen_tensor_out(quantize:
     """As an interrupted visit could leave a layer, or a user who has replaced a parameter."""
     model = build(quantize=quantize)
     before = picture(model)
-    poros.prepare(model)
+    prepare_plain(model)
     for layer in layers_of(model):
         weight = layer.mlp.up_proj.base_layer.weight
         layer.mlp.up_proj.base_layer._parameters["weight"] = torch.nn.Parameter(
@@ -143,7 +143,7 @@ def test_restore_takes_what_stands_in_the_place_of_a_frozen_tensor_out(quantize:
 
 
 def test_restore_gives_the_slots_back() -> None:
-    model = poros.prepare(build())
+    model = prepare_plain(build())
     model(**batches()[0]).loss.backward()
     runtime = poros.runtime(model)
     references = [weakref.ref(slot.buffer) for slot in runtime.ring.slots]
@@ -220,7 +220,7 @@ def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
     with monkeypatch.context() as patch:
         _replace(patch, target, error, call)
         with pytest.raises(type(error)) as caught:
-            poros.prepare(model)
+            prepare_plain(model)
         assert caught.value is error
     assert changes(before, picture(model)) == {}
     with pytest.raises(PreparedModelError):
@@ -230,7 +230,7 @@ def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
             module.support_avx512bf16_for_cpu = False
     model.zero_grad()
     model.get_base_model().gradient_checkpointing_disable()
-    assert_same_run(run(build()), run(poros.prepare(model)))
+    assert_same_run(run(build()), run(prepare_plain(model)))
 
 
 def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.Mon
     places = {target for target, _, _ in FAILURES.values()}
     with monkeypatch.context() as patch:
         calls = {target: _replace(patch, target) for target in places}
-        poros.prepare(build())
+        prepare_plain(build())
     for target, call, _ in FAILURES.values():
         assert len(calls[target]) >= call, target
 
@@ -257,6 +257,8 @@ def test_a_failed_allocation_of_slots_frees_the_host_store() -> None:
     before = picture(model)
     earlier, found = slabs(), set[int]()
     with suppress(torch.OutOfMemoryError):  # pytest.raises would keep the frames alive
-        prepare_with(model, poros.StreamingPolicy(), streams=NoRoom(torch.device("cpu")))
+        prepare_with(
+            model, poros.StreamingPolicy(loss="reference"), streams=NoRoom(torch.device("cpu"))
+        )
     assert changes(before, picture(model)) == {}
     assert len(found) == 3 and not slabs() & found

@@ -19,10 +19,11 @@ from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.self_check.evidence import Evidence
 from poros.self_check.proof import Outcome
 from tests.snapshots import batches, bits_of, build, changes, layers_of
+from tests.support import prepare_plain
 
 
 def prepared(model: Any, self_check: str = "strict", **overrides: Any) -> Any:
-    return poros.prepare(model, self_check=self_check, allow_unvalidated=True, **overrides)
+    return prepare_plain(model, self_check=self_check, allow_unvalidated=True, **overrides)
 
 
 def status(model: Any) -> str:
@@ -116,7 +117,7 @@ def test_a_run_with_the_check_ends_as_one_without(case: str) -> None:
 def test_it_is_strict_by_default_and_pending_until_the_first_backward(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = poros.prepare(build())
+    model = prepare_plain(build())
     assert poros.runtime(model).policy.self_check == "strict"
     model.eval()
     with torch.no_grad():

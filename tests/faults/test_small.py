@@ -25,7 +25,7 @@ from tests.snapshots import (
     layers_of,
     run,
 )
-from tests.support import AdversarialPrepare, same_bits
+from tests.support import AdversarialPrepare, prepare_plain, same_bits
 
 NUM_LAYERS = 4
 
@@ -162,7 +162,7 @@ def test_control_every_edit_shows(edit: Callable[[Any], None]) -> None:
 def test_the_self_check_passes_after_an_edit_before_the_first_step(
     edit: Callable[[Any], None],
 ) -> None:
-    expected, model = make(), poros.prepare(make())
+    expected, model = make(), prepare_plain(make())
     for each in (expected, model):
         edit(each)
     assert_same_run(run(expected), run(model))
@@ -174,7 +174,7 @@ def test_the_self_check_passes_after_an_edit_before_the_first_step(
 def test_edits_between_a_forward_and_its_backward_raise(
     edit: Callable[[Any], None], self_check: str
 ) -> None:
-    model = poros.prepare(make(), self_check=self_check)
+    model = prepare_plain(make(), self_check=self_check)
     loss = model.train()(**batches()[0]).loss
     edit(model)
     with pytest.raises(RematerializationError, match=r"layers\.\d.*expected"):
@@ -194,7 +194,7 @@ def test_a_norm_that_is_trained_trains_as_in_a_resident_run(when: str, quantize:
         if when == "before prepare":
             trainable(each)
         if index:
-            poros.prepare(model)
+            prepare_plain(model)
         if when == "after a run":
             run(each)
         trainable(each)
@@ -213,14 +213,14 @@ def test_biases_trained_by_peft_train_as_in_a_resident_run() -> None:
         torch.manual_seed(3)
         return get_peft_model(make().unload(), config)
 
-    found = run(poros.prepare(adapted()))
+    found = run(prepare_plain(adapted()))
     assert sum("bias" in name for name in found.steps[0].gradients) == 3 * NUM_LAYERS
     assert_same_run(run(adapted()), found)
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"])
 def test_with_a_budget_too(budget: str | None) -> None:
-    expected, model = make(), poros.prepare(make(), vram_budget=budget)
+    expected, model = make(), prepare_plain(make(), vram_budget=budget)
     for each in (expected, model):
         run(each)
         trainable(each)
@@ -241,7 +241,7 @@ def test_what_streams_and_what_stays(architecture: str, quantize: bool) -> None:
             assert all("nested" not in part.name for part in each.parts())
     before = {key: tensor.clone() for key, tensor in staying.items()}
     assert staying and all(tensor.ndim <= 1 for tensor in staying.values())
-    poros.prepare(model)
+    prepare_plain(model)
     runtime = poros.runtime(model)
     held = [*staying.values(), *runtime.small.nested.values()]
     assert bool(runtime.small.nested) == quantize
@@ -278,7 +278,7 @@ def test_small_is_a_matter_of_kind_and_size(
 def test_large_vectors_and_buffers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a bound of 64 bytes the same model is exact too, and guards what streams."""
     monkeypatch.setattr("poros.layout.SMALL_NUM_BYTES", 64)
-    model = poros.prepare(make())
+    model = prepare_plain(make())
     runtime = poros.runtime(model)
     assert not runtime.small.holds(norm_of(model).weight)
     assert_same_run(run(make()), run(model))
@@ -288,7 +288,7 @@ def test_large_vectors_and_buffers_stream(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_edits_survive_restore() -> None:
-    expected, model = make(), poros.prepare(make())
+    expected, model = make(), prepare_plain(make())
     for each in (expected, model):
         in_place(each)
         cast(each)
@@ -322,7 +322,7 @@ def test_a_layer_that_writes_is_refused(how: str, grad: bool) -> None:
     model = make()
     layer = layers_of(model)[2]
     layer.input_layernorm = Counting(layer.input_layernorm, how)
-    poros.prepare(model)
+    prepare_plain(model)
     with torch.set_grad_enabled(grad):
         if how == "not at all":
             model(**batches()[0])
@@ -342,7 +342,7 @@ def test_a_bias_that_bitsandbytes_casts_for_good_is_cast_as_in_a_resident_run(
             bias.data = bias.data.to(torch.float64) * 1.001  # of no dtype that it is used in
         return model
 
-    expected, model = cast_biases(), poros.prepare(cast_biases())
+    expected, model = cast_biases(), prepare_plain(cast_biases())
     assert_same_run(run(expected), run(model))
     assert changes(bits_of(expected), bits_of(model)) == {}
     assert bias_of(model).bias.dtype == dtype

@@ -21,6 +21,7 @@ from tests.snapshots import (
     outcome,
     run,
 )
+from tests.support import prepare_plain
 
 Model = Any
 
@@ -62,7 +63,7 @@ def test_a_loss_on_what_a_hook_took_from_inside_a_layer_is_refused(
 ) -> None:
     targets, module = INSIDE[what]
     found = []
-    for model in (on(targets, quantize=quantize), poros.prepare(on(targets, quantize=quantize))):
+    for model in (on(targets, quantize=quantize), prepare_plain(on(targets, quantize=quantize))):
         model.train()
         torch.manual_seed(0)
         taken = Taken(model, index, module)
@@ -84,7 +85,7 @@ def test_a_loss_on_what_a_hook_took_from_inside_a_layer_is_refused(
 
 def test_it_is_refused_whatever_the_slots_hold_by_then() -> None:
     """The slot has passed on to other blocks, so the weights of the dropped graph are gone."""
-    model = poros.prepare(on(["up_proj"], quantize=False, num_layers=5), slots=2)
+    model = prepare_plain(on(["up_proj"], quantize=False, num_layers=5), slots=2)
     model.train()
     taken = Taken(model, 0, "mlp.down_proj")
     out = model(**batches()[1])
@@ -97,7 +98,7 @@ def test_it_is_refused_whatever_the_slots_hold_by_then() -> None:
 
 def test_looking_at_what_is_inside_stays_exact_and_keeps_nothing() -> None:
     found = []
-    for model in (build(), poros.prepare(build())):
+    for model in (build(), prepare_plain(build())):
         norms: list[torch.Tensor] = []
         layers_of(model)[1].mlp.register_forward_hook(
             lambda module, given, result, norms=norms: norms.append(result.detach().norm())
@@ -131,7 +132,7 @@ def test_a_probe_on_detached_activations_trains_exactly(
 ) -> None:
     """What a hook computes from detached tensors is no part of the layer."""
     found = []
-    for model in (make(), poros.prepare(make())):
+    for model in (make(), prepare_plain(make())):
         probe = Probe()
         losses: list[torch.Tensor] = []
         layers_of(model)[index].mlp.register_forward_hook(
@@ -145,7 +146,7 @@ def test_a_probe_on_detached_activations_trains_exactly(
 
 
 def test_a_probe_whose_tensors_are_edited_is_refused() -> None:
-    model = poros.prepare(build())
+    model = prepare_plain(build())
     probe, losses, seen = Probe(), [], []
 
     def look(module: nn.Module, given: Any, result: torch.Tensor) -> None:
@@ -161,7 +162,7 @@ def test_a_probe_whose_tensors_are_edited_is_refused() -> None:
 
 def test_hooks_inside_leave_no_cycle() -> None:
     """A packed tensor that a node gave itself must not keep that node."""
-    model = poros.prepare(build())
+    model = prepare_plain(build())
     layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
     model.train()
     model(**batches()[0]).loss.backward()
@@ -210,7 +211,7 @@ def test_a_trainable_tensor_in_a_hook_is_refused_whenever_it_acts(
 ) -> None:
     """Layer 0 is below the lowest adapter, layer 2 is not."""
     model, twin = on(["up_proj"], [1, 2]), on(["up_proj"], [1, 2])
-    poros.prepare(model, self_check=self_check)
+    prepare_plain(model, self_check=self_check)
     state = switched(model, index, "hook")
     model.train()
     for number in range(2):
@@ -228,7 +229,7 @@ def test_a_trainable_tensor_in_a_hook_is_refused_whenever_it_acts(
 @pytest.mark.parametrize("kind", ["global hook", "forward"])
 @pytest.mark.parametrize("index", [0, 2])
 def test_so_it_is_in_hooks_elsewhere_and_in_forwards_of_an_instance(index: int, kind: str) -> None:
-    model = poros.prepare(on(["up_proj"], [1, 2]))
+    model = prepare_plain(on(["up_proj"], [1, 2]))
     state = switched(model, index, kind)
     try:
         model(**batches()[0]).loss.backward()

@@ -21,6 +21,7 @@ from poros.gates import tiny
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
+from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +66,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 def start(model: Any, num_tokens: int, seed: int, **overrides: Any) -> dict[str, Any]:
     """The first step of a run; what the self-check said."""
-    poros.prepare(model, slots=2, **overrides)
+    prepare_plain(model, slots=2, **overrides)
     try:
         torch.manual_seed(seed)
         ids = torch.randint(VOCAB_SIZE, (1, num_tokens), device="cuda")

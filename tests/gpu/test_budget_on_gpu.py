@@ -17,6 +17,7 @@ from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.layer.offload import OffloadedInput
 from tests.hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
+from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -43,7 +44,9 @@ def load(checkpoint: Path) -> Any:
 
 def hostile(model: Any, late: Mapping[str, Any] | None = None, **options: Any) -> Any:
     streams = HostileStreams(DEVICE, is_poisoning=True, **(late or {}))
-    policy = poros.StreamingPolicy(slots=2, offload_boundaries=True).override(**options)
+    policy = poros.StreamingPolicy(slots=2, offload_boundaries=True, loss="reference").override(
+        **options
+    )
     return prepare_with(model, policy, streams=streams)
 
 
@@ -89,7 +92,7 @@ def test_two_inputs_are_on_the_device_at_a_time(checkpoint: Path) -> None:
     found = []
     for is_offloaded in (False, True):
         model = load(checkpoint).train()
-        poros.prepare(model, slots=2, offload_boundaries=is_offloaded, self_check="off")
+        prepare_plain(model, slots=2, offload_boundaries=is_offloaded, self_check="off")
         hidden = model(**batch, logits_to_keep=1).logits
         del hidden
         before = requested()
@@ -125,7 +128,7 @@ def test_a_budget_is_kept_in_bytes_that_the_allocator_holds(checkpoint: Path, sh
     most = poros.plan(model, **shape, num_slots=6, keep_last=6).total_num_bytes
     # Above the floor by what the allocator keeps between tensors.
     budget = int(1.15 * least + share * 1.3 * (most - least))
-    poros.prepare(model, device=str(DEVICE), vram_budget=budget)
+    prepare_plain(model, device=str(DEVICE), vram_budget=budget)
     assert compare_trajectories(expected, train(model, LONG_BATCHES, LONG_SPEC)) == []
     runtime = poros.runtime(model)
     block = max(layout.num_bytes for layout in (slab.layout for slab in runtime.host.slabs))
@@ -143,7 +146,7 @@ def test_the_users_peak_statistics_are_left_alone(checkpoint: Path) -> None:
     model = load(checkpoint).train()
     torch.empty(3 * 2**30, dtype=torch.uint8, device=DEVICE)
     before = torch.cuda.max_memory_allocated(DEVICE)
-    poros.prepare(model, device=str(DEVICE), vram_budget="2GiB")
+    prepare_plain(model, device=str(DEVICE), vram_budget="2GiB")
     train(model, LONG_BATCHES, LONG_SPEC)
     assert poros.runtime(model).room.num_slots == NUM_LAYERS
     assert torch.cuda.max_memory_allocated(DEVICE) == before > 3 * 2**30
@@ -151,7 +154,7 @@ def test_the_users_peak_statistics_are_left_alone(checkpoint: Path) -> None:
 
 def test_without_a_budget_free_memory_is_used(checkpoint: Path) -> None:
     expected = train(load(checkpoint), LONG_BATCHES, LONG_SPEC)
-    model = poros.prepare(load(checkpoint), device=str(DEVICE))
+    model = prepare_plain(load(checkpoint), device=str(DEVICE))
     assert compare_trajectories(expected, train(model, LONG_BATCHES, LONG_SPEC)) == []
     runtime = poros.runtime(model)
     assert runtime.room.keep_last == NUM_LAYERS and runtime.plan is not None
@@ -162,7 +165,7 @@ def test_without_a_budget_free_memory_is_used(checkpoint: Path) -> None:
 
 def test_running_out_says_what_a_step_needs(checkpoint: Path) -> None:
     model = load(checkpoint).train()
-    poros.prepare(model, slots=2, self_check="off")
+    prepare_plain(model, slots=2, self_check="off")
     tokens = torch.zeros(4, 4096, dtype=torch.long, device=DEVICE)
     _, whole = torch.cuda.mem_get_info(DEVICE)
     torch.cuda.empty_cache()
@@ -177,7 +180,7 @@ def test_running_out_says_what_a_step_needs(checkpoint: Path) -> None:
 
 
 def test_stall_and_rate_are_measured(checkpoint: Path) -> None:
-    model = poros.prepare(load(checkpoint), device=str(DEVICE), slots=2, self_check="off").train()
+    model = prepare_plain(load(checkpoint), device=str(DEVICE), slots=2, self_check="off").train()
     batch = {key: each.to(DEVICE) for key, each in BATCHES[0].items()}
     for _ in range(3):
         model(**batch).loss.backward()

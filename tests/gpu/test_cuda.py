@@ -38,7 +38,7 @@ from tests.exact.arms import narrow_slices
 from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
 from tests.held import COMPUTE_AFTER_COPY, COPY_AFTER_RELEASE, OutOfOrder
 from tests.hostile_streams import MEGA, HostileStreams
-from tests.support import same_bits
+from tests.support import prepare_plain, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +109,8 @@ def hostile(
 
     def prepare(model: Any) -> Any:
         streams = HostileStreams(DEVICE, **options)
-        given = StreamingPolicy(slots=slots, self_check=self_check, **(policy or {}))
+        chosen = {"slots": slots, "self_check": self_check, "loss": "reference", **(policy or {})}
+        given = StreamingPolicy(**chosen)
         prepare_with(model, given, streams=streams)
         return model
 
@@ -194,7 +195,7 @@ def test_whole_logits_and_slices_of_a_head_in_host_memory(checkpoint: Path) -> N
         logits, rows = model(**batch).logits, weight[100:300].clone()
     hidden = torch.randn(70, 1024, device=DEVICE, dtype=torch.bfloat16)
     product = hidden @ weight[100:300].t()
-    poros.prepare(model, slots=2, loss="chunked", stream_head=True)
+    prepare_plain(model, slots=2, loss="chunked", stream_head=True)
     weight = model.get_output_embeddings().weight
     with torch.no_grad():
         assert same_bits(model(**batch).logits.clone(), logits)
@@ -205,7 +206,7 @@ def test_whole_logits_and_slices_of_a_head_in_host_memory(checkpoint: Path) -> N
 @pytest.mark.parametrize("slots", [2, NUM_LAYERS])
 def test_parity_with_deterministic_kernels(checkpoint: Path, slots: int) -> None:
     with deterministic_kernels():
-        check_exact(gate(checkpoint, partial(poros.prepare, slots=slots)), slots)
+        check_exact(gate(checkpoint, partial(prepare_plain, slots=slots)), slots)
 
 
 def test_parity_when_each_step_has_a_stream_of_its_own(checkpoint: Path) -> None:
@@ -233,7 +234,7 @@ def out_of_order(wait: str, self_check: str) -> Prepare:
     """A ``prepare`` without one wait, where that certainly shows (see ``held``)."""
 
     def prepare(model: Any) -> Any:
-        policy = StreamingPolicy(slots=2, self_check=self_check)
+        policy = StreamingPolicy(slots=2, self_check=self_check, loss="reference")
         return prepare_with(model, policy, streams=OutOfOrder(DEVICE, wait))
 
     return prepare
@@ -258,7 +259,7 @@ def test_the_self_check_sees_a_wait_left_out(checkpoint: Path, wait: str) -> Non
 
 
 def test_the_host_store_is_page_locked(checkpoint: Path) -> None:
-    model = poros.prepare(load(checkpoint), device=str(DEVICE), slots=2)
+    model = prepare_plain(load(checkpoint), device=str(DEVICE), slots=2)
     runtime = poros.runtime(model)
     stats = runtime.stats()
     assert stats["fallbacks"] == []
@@ -312,7 +313,7 @@ def test_prepare_moves_the_base_to_the_host_and_restore_back(checkpoint: Path, o
     model = load(checkpoint, origin)
     before = start_digests(model)
     resident = requested_bytes() - base
-    poros.prepare(model, device=str(DEVICE), slots=2)
+    prepare_plain(model, device=str(DEVICE), slots=2)
     stats = poros.runtime(model).stats()
     frozen, slots = stats["host_num_bytes"], stats["device_num_bytes"]
     tensors = [*model.parameters(), *model.buffers()]
@@ -331,7 +332,7 @@ def test_prepare_moves_the_base_to_the_host_and_restore_back(checkpoint: Path, o
 
 def test_a_model_loaded_on_the_cpu_trains_like_a_resident_one(checkpoint: Path) -> None:
     expected = train(load(checkpoint, "cpu").to(DEVICE), BATCHES, SPEC)
-    model = poros.prepare(load(checkpoint, "cpu"), device=str(DEVICE), slots=2)
+    model = prepare_plain(load(checkpoint, "cpu"), device=str(DEVICE), slots=2)
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
 
 
@@ -346,7 +347,7 @@ def settings() -> Iterator[None]:
 @pytest.mark.parametrize("tf32", [None, True])
 def test_a_trainer_run_is_bitwise_equal(tf32: bool | None, tmp_path: Path, settings: None) -> None:
     options = FULL | ({} if tf32 is None else {"tf32": tf32})
-    two_slots = partial(poros.prepare, slots=2)
+    two_slots = partial(prepare_plain, slots=2)
     arms = Arms.make(tmp_path, torch.float32, str(DEVICE))
     expected = arms.run("resident", **options)
     check_not_vacuous(expected)

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import poros
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +53,7 @@ def test_a_loaded_model_is_the_one_of_from_pretrained(checkpoint: Path) -> None:
 @pytest.mark.parametrize("quantization", ["nf4", None])
 def test_streaming_from_where_it_was_loaded(checkpoint: Path, quantization: str | None) -> None:
     expected = resident(checkpoint, quantization=quantization)
-    model = poros.prepare(with_lora(poros.load(checkpoint, quantization=quantization)), slots=2)
+    model = prepare_plain(with_lora(poros.load(checkpoint, quantization=quantization)), slots=2)
     assert poros.runtime(model).is_adopted
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
     stats = poros.runtime(model).stats()
@@ -64,11 +65,11 @@ def test_streaming_from_where_it_was_loaded(checkpoint: Path, quantization: str 
 def test_streaming_from_a_store(checkpoint: Path, tmp_path: Path, num_in_memory: int) -> None:
     expected = resident(checkpoint)
     whole = poros.load(checkpoint, store=tmp_path / "store")
-    prepared = poros.prepare(with_lora(whole), slots=2)
+    prepared = prepare_plain(with_lora(whole), slots=2)
     layer = poros.runtime(prepared).stats()["host_num_bytes"] // NUM_LAYERS
     del whole, prepared
     budget = num_in_memory * (layer + 2**16)
-    model = poros.prepare(with_lora(poros.load(tmp_path / "store", host_budget=budget)), slots=2)
+    model = prepare_plain(with_lora(poros.load(tmp_path / "store", host_budget=budget)), slots=2)
     assert compare_trajectories(expected, train(model, BATCHES, SPEC)) == []
     stats = poros.runtime(model).stats()
     assert (stats["disk_num_bytes"] > 0) == (num_in_memory < NUM_LAYERS)

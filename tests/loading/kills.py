@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
-import poros
 from poros.errors import PorosError
 from poros.gates import tiny
 from poros.loaders.load import load
 from poros.loaders.store import open_store
 from tests.loading.loaded import budget_for, described, quantization, standard
+from tests.support import prepare_plain
 
 KILLED, DONE, REFUSED, BROKEN = -signal.SIGKILL, 0, 3, 1
 
@@ -74,7 +74,7 @@ class Bench:
     def read(self, store: Path) -> None:
         """Open a store, half of it on the disk, and train a step."""
         model = load(store, host_budget=self.budget)
-        model = poros.prepare(tiny.attach_lora(model), device="cpu")
+        model = prepare_plain(tiny.attach_lora(model), device="cpu")
         model.train()
         model(**self.batch).loss.backward()
 

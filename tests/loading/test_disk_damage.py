@@ -28,6 +28,7 @@ from poros.loaders.store import open_store
 from poros.model import saving
 from tests.loading.checkpoints import run_python
 from tests.loading.loaded import Kinds, budget_for, differences
+from tests.support import prepare_plain
 
 BATCH = tiny.make_batches(1)[0]
 
@@ -46,7 +47,7 @@ def half(store: Path, num_layers: int = 2) -> Any:
 
 def prepared(base: Any, **options: Any) -> Any:
     model = tiny.attach_lora(tiny.without_repacking(base))
-    return poros.prepare(model, device="cpu", **options)
+    return prepare_plain(model, device="cpu", **options)
 
 
 def step(model: Any) -> None:
@@ -245,7 +246,7 @@ for use in ("save", "prepare", "restore"):
         store = Path(shutil.copytree(sys.argv[1], Path(sys.argv[2]) / f"{use}{at}"))
         base = load(store, host_budget=0)
         if use == "restore":
-            model = poros.prepare(tiny.attach_lora(base), device="cpu")
+            model = prepare_plain(tiny.attach_lora(base), device="cpu")
         calls = 0
         def preadv(*args):
             global calls
@@ -256,7 +257,7 @@ for use in ("save", "prepare", "restore"):
         os.preadv = preadv
         try:
             if use == "prepare":
-                poros.prepare(tiny.attach_lora(base), device="cpu")
+                prepare_plain(tiny.attach_lora(base), device="cpu")
             else:
                 if use == "restore":
                     poros.restore(model)

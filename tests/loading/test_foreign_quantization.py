@@ -10,6 +10,7 @@ from transformers import BitsAndBytesConfig
 import poros
 from poros.errors import UnsupportedModelError
 from tests.snapshots import build, changes, layers_of, picture, run
+from tests.support import prepare_plain
 
 CONFIGURATIONS: dict[str, tuple[Any, str]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, "gptq"),
@@ -53,7 +54,7 @@ MODULES = {
 def refused(model: Any, match: str) -> None:
     before = picture(model)
     with pytest.raises(UnsupportedModelError, match=match):
-        poros.prepare(model, allow_unvalidated=True)
+        prepare_plain(model, allow_unvalidated=True)
     assert changes(before, picture(model)) == {}
 
 
@@ -89,6 +90,6 @@ def test_four_bit_and_dequantized_bases_are_taken() -> None:
     model = build(quantize=False)
     model.get_base_model().config.quantization_config = {"quant_method": "fp8", "dequantize": True}
     layers_of(model)[0].mlp.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool))
-    for prepared in (poros.prepare(build()), poros.prepare(model)):
+    for prepared in (prepare_plain(build()), prepare_plain(model)):
         run(prepared)
         poros.restore(prepared)

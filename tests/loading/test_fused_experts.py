@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 import poros
 from poros.errors import PreparedModelError
 from tests.snapshots import assert_same_run, batches, bits_of, build, run
-from tests.support import AdversarialPrepare, same_bits
+from tests.support import AdversarialPrepare, prepare_plain, same_bits
 
 ARCHITECTURES = ("mixtral", "qwen3_moe")
 ALLOWED = {"allow_unvalidated": True}
@@ -48,7 +48,7 @@ def attach(base: Any) -> Any:
 def test_exact(architecture: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     expected = run(make(architecture, dtype=dtype), num_steps=3, autocast_dtype=autocast)
     assert all(bool(part.any()) for part in expected.steps[0].gradients.values())
-    model = poros.prepare(make(architecture, dtype=dtype), **ALLOWED)
+    model = prepare_plain(make(architecture, dtype=dtype), **ALLOWED)
     assert_same_run(expected, run(model, num_steps=3, autocast_dtype=autocast))
     assert poros.runtime(model).self_check["status"] == "passed"
 
@@ -62,7 +62,7 @@ def test_exact_under_adversarial_streams(architecture: str) -> None:
 
 
 def test_control_another_expert_adapter_shows() -> None:
-    model = poros.prepare(make("mixtral"), **ALLOWED)
+    model = prepare_plain(make("mixtral"), **ALLOWED)
     edited = next(
         part for name, part in model.named_parameters() if part.requires_grad and "experts" in name
     )
@@ -87,13 +87,13 @@ def test_generation_and_disabled_adapters_are_exact(architecture: str) -> None:
 
     expected = outputs(make(architecture))
     assert not torch.equal(expected[0], expected[1])
-    found = outputs(poros.prepare(make(architecture), **ALLOWED))
+    found = outputs(prepare_plain(make(architecture), **ALLOWED))
     assert all(same_bits(*pair) for pair in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path: Path) -> None:
-    resident, streamed = make(architecture), poros.prepare(make(architecture), **ALLOWED)
+    resident, streamed = make(architecture), prepare_plain(make(architecture), **ALLOWED)
     for name, model in (("resident", resident), ("streamed", streamed)):
         run(model)
         model.save_pretrained(tmp_path / name)
@@ -109,9 +109,9 @@ def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path:
 def test_restore_gives_the_bytes_back() -> None:
     model = make("mixtral")
     before = bits_of(model)
-    poros.restore(poros.prepare(model, **ALLOWED))
+    poros.restore(prepare_plain(model, **ALLOWED))
     assert bits_of(model) == before
-    poros.prepare(model, **ALLOWED)
+    prepare_plain(model, **ALLOWED)
     run(model)
     frozen = {name for name, part in model.named_parameters() if not part.requires_grad}
     poros.restore(model)
@@ -120,7 +120,7 @@ def test_restore_gives_the_bytes_back() -> None:
 
 
 def test_a_write_to_another_frozen_tensor_is_still_noticed() -> None:
-    model = poros.prepare(make("mixtral"), **ALLOWED)
+    model = prepare_plain(make("mixtral"), **ALLOWED)
     layers = model.get_base_model().model.layers
 
     def write(module: Any, args: Any, output: Any) -> None:
@@ -133,7 +133,7 @@ def test_a_write_to_another_frozen_tensor_is_still_noticed() -> None:
 
 
 def test_an_adapter_on_experts_added_while_prepared_is_never_silent() -> None:
-    model = poros.prepare(build("mixtral", dropout=0.0), **ALLOWED)
+    model = prepare_plain(build("mixtral", dropout=0.0), **ALLOWED)
     config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     model.add_adapter("experts", config)
     model.set_adapter("experts")

@@ -35,7 +35,7 @@ from poros.slots.schedule import count, training_visits, walk
 from poros.streams import EagerStreams
 from tests.loading.loaded import Kinds, budget_for, standard, tensors, wanted
 from tests.snapshots import assert_same_run, batches, bits_of, build, changes, picture, run
-from tests.support import AdversarialPrepare
+from tests.support import AdversarialPrepare, prepare_plain
 from tests.unit.driver import FakeDriver, install
 
 BOTH = (True, False)
@@ -136,7 +136,7 @@ def test_training_is_exact_and_nothing_is_copied(
     assert before
     prepare = AdversarialPrepare()
     with prepare.watching():
-        how: Any = poros.prepare if size == 9 else prepare
+        how: Any = prepare_plain if size == 9 else prepare
         how(model, block_size=size, device="cpu", allow_unvalidated=True)
         is_split = is_on_disk and cell.num_resident % size
         assert adopted(model, size) == [
@@ -184,7 +184,7 @@ def test_what_is_cast_for_training_is_in_no_slab(kinds: Kinds, tier: str) -> Non
     model = cast(base)
     bits = bits_of(model)
     for block_size in (2, 1):
-        poros.prepare(model, block_size=block_size)
+        prepare_plain(model, block_size=block_size)
         stats = poros.runtime(model).stats()
         assert all(adopted(model, block_size)) and stats["fallbacks"] == []
         assert (stats["disk_num_bytes"] > 0) == (tier == "disk")
@@ -228,7 +228,7 @@ def test_a_block_that_was_changed_is_copied_loudly(
     model = make(base)
     bits = bits_of(model)
     with caplog.at_level(logging.WARNING, "poros"):
-        poros.prepare(model, block_size=block_size)
+        prepare_plain(model, block_size=block_size)
     changed = 4 // block_size
     assert changes(bits, bits_of(model)) == {}
     fallbacks = poros.runtime(model).stats()["fallbacks"]
@@ -241,7 +241,7 @@ def test_a_block_that_was_changed_is_copied_loudly(
     poros.restore(model)
     fresh = make(standard(path, None)).state_dict()
     model.load_state_dict({key: fresh[key] for key in fresh if "lora" in key}, strict=False)
-    assert_same_run(expected, run(poros.prepare(model, block_size=3)))
+    assert_same_run(expected, run(prepare_plain(model, block_size=3)))
 
 
 @pytest.mark.parametrize("reason", ["another number of slabs", "another number of layers"])
@@ -262,7 +262,7 @@ def test_a_store_that_does_not_fit_is_copied_and_dropped(
                 layer.self_attn.layer_idx = index
     model = adapted(base)
     with caplog.at_level(logging.WARNING, "poros"):
-        poros.prepare(model)
+        prepare_plain(model)
     assert attached_store(base) is None
     assert sum("held twice" in line.getMessage() for line in caplog.records) == 1
     assert_same_run(run(adapted(expected)), run(model))
@@ -276,7 +276,7 @@ def test_a_trained_bias_leaves_its_slab(kinds: Kinds) -> None:
         torch.manual_seed(3)
         return get_peft_model(tiny.without_repacking(base), config)
 
-    model = poros.prepare(with_bias(load(kind(kinds))))
+    model = prepare_plain(with_bias(load(kind(kinds))))
     assert all(adopted(model, 1))
     assert_same_run(resident(kinds, kind(kinds), adapt=with_bias), run(model))
 
@@ -288,7 +288,7 @@ def test_restore_leaves_everything_in_place_and_it_is_adopted_again(kinds: Kinds
     model = adapted(load(kind(kinds)))
     before = picture(model)
     for block_size in (2, 1, 3):
-        poros.prepare(model, block_size=block_size)
+        prepare_plain(model, block_size=block_size)
         assert all(adopted(model, block_size))
         assert changes(before, picture(poros.restore(model))) == {}
 
@@ -301,9 +301,11 @@ def test_a_failed_prepare_leaves_the_store_on_the_model(kinds: Kinds) -> None:
     model = adapted(load(kind(kinds)))
     before = picture(model)
     with pytest.raises(torch.OutOfMemoryError):
-        prepare_with(model, poros.StreamingPolicy(), streams=NoRoom(torch.device("cpu")))
+        prepare_with(
+            model, poros.StreamingPolicy(loss="reference"), streams=NoRoom(torch.device("cpu"))
+        )
     assert changes(before, picture(model)) == {}
-    poros.prepare(model)
+    prepare_plain(model)
     assert all(adopted(model, 1))
 
 
@@ -328,9 +330,9 @@ def test_copies_of_the_model_have_bytes_of_their_own(kinds: Kinds) -> None:
             parameter.data_ptr() for parameter in twin.get_base_model().model.layers.parameters()
         ]
         assert not [at for at in weights if start <= at <= end]
-        assert_same_run(expected, run(poros.prepare(twin)))
+        assert_same_run(expected, run(prepare_plain(twin)))
     assert attached_store(base) is store
-    assert_same_run(expected, run(poros.prepare(model)))
+    assert_same_run(expected, run(prepare_plain(model)))
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
@@ -349,7 +351,7 @@ def test_saved_weights_are_those_of_the_slabs(kinds: Kinds, tmp_path: Path, tier
 def test_memory_is_the_budget_and_the_staging(kinds: Kinds) -> None:
     base = from_disk(kinds)
     sizes = [slab.layout.num_bytes for slab in attached_store(base).slabs]
-    model = poros.prepare(adapted(base))
+    model = prepare_plain(adapted(base))
     stats = poros.runtime(model).stats()
     staging = NUM_STAGING * -(-max(sizes) // PAGE_NUM_BYTES) * PAGE_NUM_BYTES
     assert stats["host_num_bytes"] == sum(sizes[:2]) + staging
@@ -359,14 +361,14 @@ def test_memory_is_the_budget_and_the_staging(kinds: Kinds) -> None:
 
 def test_evaluation_and_generation_in_between(kinds: Kinds) -> None:
     expected = adapted(standard(kind(kinds, num_layers=ON_DISK), wanted(True)[1]))
-    model = poros.prepare(adapted(from_disk(kinds)))
+    model = prepare_plain(adapted(from_disk(kinds)))
     prompt, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 3, "do_sample": False}
     assert torch.equal(*(one.eval().generate(prompt, **options) for one in (expected, model)))
     assert_same_run(run(expected), run(model))
 
 
 def test_a_forgotten_model_ends_its_reader(kinds: Kinds, readers: Readers) -> None:
-    model = poros.prepare(adapted(from_disk(kinds)))
+    model = prepare_plain(adapted(from_disk(kinds)))
     run(model, num_steps=1)
     assert len(readers()) == 1
     reference = weakref.ref(poros.runtime(model))
@@ -402,14 +404,14 @@ def test_pageable_memory_shows_in_stats_and_training_stays_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     driver = install(FakeDriver(refuse_at=1), monkeypatch)
-    model = poros.prepare(build())
+    model = prepare_plain(build())
     assert poros.runtime(model).stats()["fallbacks"] == []
     assert driver.calls == []  # a CPU needs no page-locks
     poros.restore(model)
     # As on a GPU, once.
     pin = lambda self, _: self.pinned_num_bytes or self.pin(torch.device("cpu"))  # noqa: E731
     monkeypatch.setattr(HostStore, "start", pin)
-    runtime = poros.runtime(poros.prepare(model))
+    runtime = poros.runtime(prepare_plain(model))
     stats = runtime.stats()
     assert stats["fallbacks"] == ["pageable host memory for blocks 1 to 2"]
     assert stats["pinned_num_bytes"] == runtime.host_slab(0).numel()
@@ -427,13 +429,13 @@ def test_an_interrupted_check_leaves_the_model_unprepared(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(poros.self_check.check, "_digests", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            poros.prepare(model)
+            prepare_plain(model)
     assert [type(module) for module in model.modules()] == classes
-    assert_same_run(run(build()), run(poros.prepare(model)))
+    assert_same_run(run(build()), run(prepare_plain(model)))
 
 
 def test_every_dropped_cache_is_refused_afterwards() -> None:
-    model = poros.prepare(build()).train()
+    model = prepare_plain(build()).train()
     caches = [DynamicCache(), DynamicCache()]
     row = {"input_ids": batches()[0]["input_ids"]}
     for cache in caches:

@@ -14,7 +14,6 @@ import torch
 from bitsandbytes.nn import Params4bit
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 
-import poros
 from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.gates.registry import read_registry
@@ -37,7 +36,7 @@ from tests.loading.loaded import (
     wanted,
 )
 from tests.snapshots import batches
-from tests.support import num_memory_files, same_bits
+from tests.support import num_memory_files, prepare_plain, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = (True, False)
@@ -369,5 +368,5 @@ def test_a_model_loaded_under_inference_mode_can_be_trained(kinds: Kinds) -> Non
     with torch.inference_mode():
         model = load(kinds.dense())
     assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
-    adapted = poros.prepare(tiny.attach_lora(model, rank=2), device="cpu").train()
+    adapted = prepare_plain(tiny.attach_lora(model, rank=2), device="cpu").train()
     adapted(**batches()[0]).loss.backward()

@@ -23,6 +23,7 @@ from poros.planning.formula import (
 )
 from poros.planning.request import PlanRequest, Speeds
 from tests.planning.cells import OperatorBytes, num_bytes, optimizer_of, state_of
+from tests.support import prepare_plain
 
 _TENSOR = torch.empty(1000, dtype=torch.uint8, device="meta")
 SHAPES = Shapes(
@@ -111,7 +112,7 @@ def test_kept_layers_are_those_that_the_runtime_keeps(num_layers: int, block_siz
         # As it was asked for, and as the plan says that it was rounded.
         for layout in ((3, keep_last), (found.num_slots, found.keep_last)):
             options.update(zip(("slots", "keep_last"), layout, strict=True))
-            runtime = poros.runtime(poros.prepare(model, device="cpu", **options))
+            runtime = poros.runtime(prepare_plain(model, device="cpu", **options))
             num_streamed = runtime.num_streamed_blocks
             num_kept = num_layers - min(num_streamed * block_size, num_layers)
             assert found.terms["kept graphs"] == num_kept * (300 + COST.boundary)

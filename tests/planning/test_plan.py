@@ -20,6 +20,7 @@ from poros.planning.request import PlanRequest, Speeds
 from tests.exact.arms import narrow_slices
 from tests.lora_kinds import KINDS as TRAINED
 from tests.planning.cells import lora
+from tests.support import prepare_plain
 
 ARCHITECTURES = ["qwen2", "llama", "phi3", "gemma3", "gemma4", "mixtral", "qwen3_moe"]
 
@@ -93,7 +94,7 @@ def test_planned_sizes_are_those_of_the_prepared_model(
     if on_host:
         moved += head.matrix - head.buffers
     assert sum(expected.terms[name] for name in ("embedding", "head", "other")) == outside - moved
-    poros.prepare(model, device="cpu", **layout, self_check="off")
+    prepare_plain(model, device="cpu", **layout, self_check="off")
     runtime = poros.runtime(model)
     assert shapes_of(model).on_host == real.on_host
     assert expected.host_num_bytes == runtime.stats()["host_num_bytes"]

@@ -12,6 +12,7 @@ import torch
 
 import poros
 from tests.planning.cells import USUAL, Steps, config_of, make, planned, prepare
+from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu
 
@@ -130,7 +131,7 @@ def test_a_budget_is_kept_and_used(tmp_path: Path, share: float) -> None:
     least = planned(model, cell).total_num_bytes
     most = planned(model, {**cell, "slots": 6, "keep_last": 6}).total_num_bytes
     budget = int(least + share * (most - least))
-    poros.prepare(model, vram_budget=budget, self_check="off")
+    prepare_plain(model, vram_budget=budget, self_check="off")
     _, later = peaks_of(model, cell)
     found = later - base
     runtime = poros.runtime(model)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import get_peft_model
 
-import poros
 from benchmarks.models import config_of, random_nf4, with_lora
 from poros.errors import VRAMBudgetError
 from poros.gates import tiny
@@ -18,6 +17,7 @@ from poros.planning.meta_model import Recipe
 from poros.planning.planner import Planner, plan
 from poros.planning.request import PlanRequest
 from tests.planning.cells import lora
+from tests.support import prepare_plain
 
 SHORT = PlanRequest(seq_len=16)
 
@@ -75,7 +75,7 @@ def use_another(model: Any) -> None:
 def test_changed_adapters_are_noticed(change: Any, is_prepared: bool) -> None:
     model = model_of()
     if is_prepared:
-        poros.prepare(model, device="cpu", self_check="off")
+        prepare_plain(model, device="cpu", self_check="off")
     planner = Planner(model)
     before = planner.plan(SHORT)
     assert planner.plan(SHORT) == before

@@ -20,6 +20,7 @@ from poros.gates import tiny
 from poros.slots.manager import BlockManager
 from poros.streams import EagerStreams
 from tests.planning.cells import USUAL, AllocatedBytes, OperatorBytes, Steps, make, planned
+from tests.support import prepare_plain
 
 TOLERANCE = 0.05
 CELL: dict[str, Any] = {
@@ -167,7 +168,7 @@ def test_nothing_of_a_slots_size_is_allocated_after_prepare(
     cell = {**CELL, "hidden_size": 64, "num_layers": 9, "intermediate_size": 128, "rank": 4}
     cell |= {"batch_size": 1, "seq_len": 8}
     model = make(tmp_path, cell)
-    poros.prepare(model, device="cpu", block_size=3, self_check=self_check)
+    prepare_plain(model, device="cpu", block_size=3, self_check=self_check)
     smallest = min(slot_bytes(block_bytes(model.config, 3), 2))
     if is_faulty:
         acquire = BlockManager.acquire

@@ -20,7 +20,7 @@ from poros.errors import HostMemoryError, PorosError
 from poros.host.store import Arena, HostSlab, HostStore
 from poros.layout import ALIGNMENT, PAGE_NUM_BYTES, BlockLayout, slab_offsets
 from tests.snapshots import build, layers_of
-from tests.support import num_memory_files, same_bits
+from tests.support import num_memory_files, prepare_plain, same_bits
 from tests.unit.driver import FakeDriver, install, some_layout, some_tensors
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_host_slab_of_a_prepared_model_equals_its_tensors() -> None:
         return [part for part in layer.parameters() if hasattr(part, "quant_state")]
 
     expected = [part.detach().clone() for part in packed()]
-    runtime = poros.runtime(poros.prepare(model))
+    runtime = poros.runtime(prepare_plain(model))
     slab, found = runtime.host_slab(2), packed()
     assert len(expected) == len(found) == 7
     for before, tensor in zip(expected, found, strict=True):

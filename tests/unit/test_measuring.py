@@ -18,6 +18,7 @@ from poros.model.measuring import DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
 from poros.model.sizing import Room, Shape, Wanted
 from tests.snapshots import layers_of
+from tests.support import prepare_plain
 
 NUM_LAYERS = 6
 KB = 1024
@@ -89,7 +90,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepare]:
     def prepare(overhead: float = 1.0, **policy: Any) -> tuple[Any, SimulatedMemory]:
         memory = SimulatedMemory(overhead)
         monkeypatch.setattr("poros.model.runtime.device_memory", lambda device: memory)
-        model = poros.prepare(build(), device="cpu", **policy).train()
+        model = prepare_plain(build(), device="cpu", **policy).train()
         runtime = poros.runtime(model)
         runtime.sizer._estimate = lambda _, budget, wanted, check: Estimated(wanted)  # type: ignore[assignment]
         memory.hold(runtime)
@@ -136,7 +137,7 @@ class Loop:
 
 
 def block_num_bytes() -> int:
-    return poros.runtime(poros.prepare(build(), device="cpu", slots=2)).ring.num_bytes // 2
+    return poros.runtime(prepare_plain(build(), device="cpu", slots=2)).ring.num_bytes // 2
 
 
 BLOCK = block_num_bytes()
@@ -401,7 +402,7 @@ def test_what_the_model_has_on_the_device_counts_each_byte_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("poros.model.runtime.device_memory", lambda device: SimulatedMemory())
-    model = poros.prepare(build(), device="cpu", vram_budget="1GiB", self_check="off")
+    model = prepare_plain(build(), device="cpu", vram_budget="1GiB", self_check="off")
     runtime = poros.runtime(model)
     sizer: Any = runtime.sizer
     tensors = {

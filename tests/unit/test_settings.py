@@ -13,6 +13,7 @@ import poros
 from poros.layer.settings import Settings
 from poros.self_check.switches import current_settings, set_settings
 from tests.snapshots import assert_same_run, build, changes, run, step
+from tests.support import prepare_plain
 
 backends: Any = torch.backends
 Change = Callable[[], object]
@@ -100,7 +101,7 @@ def everything() -> list[Any]:
 def test_any_mix_of_precisions_trains_as_resident(change: str) -> None:
     CHANGES[change]()
     before = everything()
-    model = poros.prepare(build(dtype=torch.float32))
+    model = prepare_plain(build(dtype=torch.float32))
     assert_same_run(run(build(dtype=torch.float32)), run(model))
     assert poros.runtime(model).self_check["status"] == "passed"
     assert everything() == before
@@ -143,7 +144,7 @@ def test_the_older_names_stay_readable_while_replayed() -> None:
 def test_a_step_with_a_setting_changed_before_its_backward_is_exact(between: str) -> None:
     expected = step(build(), between=lambda model: CHANGES[between]())
     put_back()
-    found = step(poros.prepare(build()), between=lambda model: CHANGES[between]())
+    found = step(prepare_plain(build()), between=lambda model: CHANGES[between]())
     assert changes(expected, found) == {}
 
 

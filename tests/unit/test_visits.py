@@ -31,6 +31,7 @@ from poros.streams import CudaStreams, EagerStreams, Event
 from tests.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from tests.slots import random_store
 from tests.snapshots import batches, build
+from tests.support import prepare_plain
 
 NUM_LAYERS = 4
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ class Visits(TorchDispatchMode):
 def prepare(num_slots: int) -> tuple[Any, CountingStreams]:
     """A prepared model after two steps, and its streams."""
     streams = CountingStreams()
-    policy = StreamingPolicy(self_check="off", slots=num_slots)
+    policy = StreamingPolicy(self_check="off", slots=num_slots, loss="reference")
     model = prepare_with(build(num_layers=NUM_LAYERS, dropout=0.0), policy, streams=streams)
     step(model)
     step(model)
@@ -346,7 +347,7 @@ def refusing_to_wait(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.gpu
 def test_no_visit_on_a_gpu_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = poros.prepare(
+    model = prepare_plain(
         build(num_layers=NUM_LAYERS, dropout=0.0), device="cuda", slots=2, self_check="off"
     )
     batch = {key: each.cuda() for key, each in batches(1)[0].items()}

@@ -72,8 +72,15 @@ def accelerate_arm() -> Arm:
     return Arm("Accelerate offload, checkpointing", offloaded)
 
 
-def poros_arm(name: str, **policy: Any) -> Arm:
-    """Poros with these policy fields; ``name`` says what of them matters in the table."""
+_AS_OTHERS = {"loss": "reference", "stream_head": False, "stream_embedding": False}
+
+
+def poros_arm(name: str, **changes: Any) -> Arm:
+    """Poros with these policy fields; ``name`` says what of them matters in the table.
+
+    Head, loss and embedding are those of the other arms, if nobody says otherwise.
+    """
+    policy = {**_AS_OTHERS, **changes}
 
     def place(model: Any, device: torch.device) -> AbstractContextManager[Placed]:
         return streamed(model, device, **policy)

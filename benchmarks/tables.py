@@ -87,19 +87,21 @@ def _heads(model: Any, options: Any) -> list[Case]:
     sliced = {"slots": 2, "loss": "chunked"}
     compared = [
         arms.resident_arm(),
+        arms.checkpointing_arm(),
         arms.sliced_resident_arm(),
         arms.poros_arm("2 slots", slots=2),
         arms.poros_arm("2 slots, embedding on the host", slots=2, stream_embedding=True),
         arms.poros_arm("2 slots, loss in slices", **sliced),
         arms.poros_arm("2 slots, loss in slices, head on the host", **sliced, stream_head=True),
         arms.poros_arm(
-            "2 slots, loss in slices, both on the host",
+            "2 slots, as by default",
             **sliced,
             stream_head=True,
             stream_embedding=True,
         ),
     ]
-    return [Case(arm, Work(options.batch, seq)) for seq in options.lengths for arm in compared]
+    wanted = [arm for arm in compared if not options.arms or arm.name in options.arms]
+    return [Case(arm, Work(options.batch, seq)) for seq in options.lengths for arm in wanted]
 
 
 def _block_sizes(model: Any, options: Any) -> list[Case]:
@@ -223,6 +225,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--offload-boundaries", action="store_true")
     parser.add_argument("--block-sizes", type=int, nargs="+")
     parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--arms", nargs="*", help="only these of the head table, by their names")
     parser.add_argument("--points", type=int)
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int)

@@ -104,8 +104,8 @@ def compare_arms(
 def poros_prepare() -> Prepare:
     """Return ``poros.prepare`` with two slots and the model's own loss, if nobody says otherwise.
 
-    The other arm is plain transformers. With the free memory of a GPU planned for it a small model would not stream at all. The gates
-    are loaded without the runtime until an arm needs it.
+    The other arm is plain transformers. With the free memory of a GPU planned for it a small model
+    would not stream at all. The gates are loaded without the runtime until an arm needs it.
     """
     from poros.api import prepare
     from poros.config import MIN_SLOTS

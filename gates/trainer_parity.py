@@ -189,7 +189,8 @@ def _recording_trainer(
             name = f"after {state.global_step} steps, evaluation loss"
             trajectory.extras.append(Entry(EVALUATION_LOSS, name, loss))
 
-    trainer = RecordingTrainer(callbacks=[Recorder()], **options)
+    callbacks = [Recorder(), *options.pop("callbacks", ())]
+    trainer = RecordingTrainer(callbacks=callbacks, **options)
     trainer.remove_callback(PrinterCallback)
     # Of its own model: some trainers attach the adapters themselves.
     trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}

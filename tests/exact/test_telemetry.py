@@ -68,7 +68,10 @@ def test_the_logs_add_up_and_nothing_changes(tmp_path: Path) -> None:
 
 
 def test_the_events_show_what_a_larger_budget_saves(tmp_path: Path) -> None:
-    shape = {"seq_len": 8, "batch_size": 2, "accumulation": 2}
+    shape: dict[str, Any] = {
+        **{"seq_len": 8, "batch_size": 2, "accumulation": 2},
+        "loss": "reference",
+    }
     moved = []
     for slots in (2, 3):
         budget = poros.plan(build(), **shape, num_slots=slots).total_num_bytes

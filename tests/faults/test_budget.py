@@ -27,7 +27,7 @@ from tests.support import AdversarialPrepare, prepare_plain
 NUM_LAYERS = 6
 SPEC = TrainingSpec(num_steps=3, accumulation=2)
 BATCHES = tiny.make_batches(6, num_tokens=16, padded=False)
-SHAPE = {"batch_size": 2, "seq_len": 16, "accumulation": 2}
+SHAPE: dict[str, Any] = {"batch_size": 2, "seq_len": 16, "accumulation": 2, "loss": "reference"}
 
 
 def build(**options: Any) -> Any:
@@ -245,10 +245,10 @@ def test_boundaries_are_offloaded_when_nothing_else_fits() -> None:
 def test_two_shapes_are_not_planned_as_one_that_never_was() -> None:
     shapes = [(16, 16), (2, 128)]
     need = max(
-        poros.plan(build(), batch_size=rows, seq_len=length, accumulation=2).total_num_bytes
+        poros.plan(build(), **{**SHAPE, "batch_size": rows, "seq_len": length}).total_num_bytes
         for rows, length in shapes
     )
-    whole = poros.plan(build(), batch_size=16, seq_len=128, accumulation=2).total_num_bytes
+    whole = poros.plan(build(), **{**SHAPE, "batch_size": 16, "seq_len": 128}).total_num_bytes
     assert need < whole
     model = prepare_plain(build(), device="cpu", vram_budget=need, self_check="off").train()
     for rows, length in shapes:

@@ -63,7 +63,7 @@ TABLES = {
             "poros, 2 slots, embedding on the host",
             "poros, 2 slots, loss in slices",
             "poros, 2 slots, loss in slices, head on the host",
-            "poros, 2 slots, loss in slices, both on the host",
+            "poros, 2 slots, as by default",
         ],
     ),
     "sequence": (

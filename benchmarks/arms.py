@@ -72,7 +72,7 @@ def accelerate_arm() -> Arm:
     return Arm("Accelerate offload, checkpointing", offloaded)
 
 
-_AS_OTHERS = {"loss": "reference", "stream_head": False, "stream_embedding": False}
+AS_OTHERS = {"loss": "reference", "stream_head": False, "stream_embedding": False}
 
 
 def poros_arm(name: str, **changes: Any) -> Arm:
@@ -80,7 +80,7 @@ def poros_arm(name: str, **changes: Any) -> Arm:
 
     Head, loss and embedding are those of the other arms, if nobody says otherwise.
     """
-    policy = {**_AS_OTHERS, **changes}
+    policy = {**AS_OTHERS, **changes}
 
     def place(model: Any, device: torch.device) -> AbstractContextManager[Placed]:
         return streamed(model, device, **policy)

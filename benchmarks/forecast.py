@@ -29,8 +29,7 @@ def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:
         options = {key: own[0][key] for key in ("num_slots", "keep_last", "block_size")}
         options["num_slots"] = max(MIN_SLOTS, options["num_slots"])  # one if all is one block
         for key in ("offload_boundaries", "stream_embedding", "stream_head"):
-            if own[0].get(key):
-                options[key] = True
+            options[key] = bool(own[0].get(key))
         options["loss"] = own[0].get("loss", "reference")
         if any(key not in inspect.signature(poros.plan).parameters for key in options):
             continue

@@ -142,6 +142,7 @@ def _budgets(model: Any, options: Any) -> list[Case]:
     num_layers = model.config.num_hidden_layers
     # As the runtime plans, which does not know how many passes make a step.
     common = {"seq_len": options.seq, "batch_size": options.batch, "accumulation": 2}
+    common |= arms.AS_OTHERS
     least = poros.plan(model, num_slots=2, **common).total_num_bytes
     most = poros.plan(model, num_slots=num_layers, keep_last=num_layers, **common).total_num_bytes
     budgets = [

@@ -293,7 +293,8 @@ class _Advice:
     ) -> _Try:
         """About the largest value that fits, between one that does and one that does not.
 
-        If what is needed ``is_linear`` in it, the first that fits is taken for the largest.
+        If what is needed ``is_linear`` in it, as far as the tries so far can tell, one that fits is
+        taken for the largest as soon as no larger one is expected to.
         """
         for attempt in range(_MOST_TRIES):
             if high.value - low.value <= max(1, int(high.value * _PRECISION)):
@@ -303,7 +304,8 @@ class _Advice:
             guess = low.value + int((high.value - low.value) * (share if attempt % 4 < 3 else 0.5))
             found = make(min(max(guess, low.value + 1), high.value - 1))
             low, high = (found, high) if found.num_bytes <= self._budget else (low, found)
-            if is_linear and low is found:
+            left = (self._budget - low.num_bytes) * (high.value - low.value)
+            if is_linear and low is found and left < high.num_bytes - low.num_bytes:
                 break
         return low
 

@@ -109,12 +109,13 @@ def test_one_that_cannot_stays_on_the_device_and_that_is_said(
 
 
 def test_only_large_ones_stay_on_the_host_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepare_plain(build(), stream_embedding=None)
+    model = prepare_plain(build())
     num_bytes = matrix_of(model).nbytes
     assert not isinstance(matrix_of(model), HostMatrix)
     monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", num_bytes)
-    assert isinstance(matrix_of(prepare_plain(build(), stream_embedding=None)), HostMatrix)
-    assert not isinstance(matrix_of(prepare_plain(build())), HostMatrix)
+    assert isinstance(matrix_of(prepare_plain(build())), HostMatrix)
+    kept = prepare_plain(build(), stream_embedding=False)
+    assert not isinstance(matrix_of(kept), HostMatrix)
 
 
 def flipped_byte(model: Model) -> None:

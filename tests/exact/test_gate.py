@@ -182,7 +182,8 @@ def test_check_architecture_passes_the_policy_on() -> None:
     report = check_architecture("llama", num_steps=1, num_layers=2, prepare=note, block_size=2)
     assert report.exact and report.subject == "llama"
     assert seen.pop("device") == report.settings["device"]
-    assert seen == {"allow_unvalidated": True, "block_size": 2}
+    # The other arm is plain transformers.
+    assert seen == {"allow_unvalidated": True, "loss": "reference", "block_size": 2}
     assert report.settings["policy"] == {"block_size": 2}
 
 

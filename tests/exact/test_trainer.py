@@ -43,7 +43,7 @@ def resident(arms: Arms) -> Trajectory:
 
 @pytest.fixture(scope="module")
 def streamed(arms: Arms) -> Trajectory:
-    run = arms.run("streamed", poros.prepare, **FULL)
+    run = arms.run("streamed", prepare_plain, **FULL)
     check_loads(arms.model)
     return run
 
@@ -131,7 +131,7 @@ def test_a_resumed_run_ends_as_the_straight_one(
     arms: Arms, resident: Trajectory, streamed: Trajectory
 ) -> None:
     checkpoint = arms.checkpoint("streamed", RESUME_AT)
-    resumed = arms.run("resumed", poros.prepare, checkpoint, **FULL)
+    resumed = arms.run("resumed", prepare_plain, checkpoint, **FULL)
     assert [step.index for step in resumed.steps] == list(range(RESUME_AT, NUM_STEPS))
     evaluated = {each.name.split(",")[0] for each in resumed.extras}
     assert {f"after {each} steps" for each in (RESUME_AT + EVAL_EVERY, NUM_STEPS)} <= evaluated
@@ -199,7 +199,7 @@ def test_control_random_states_not_restored(
 ) -> None:
     monkeypatch.setattr(RngStash, "replay", lambda self: nullcontext())
     with pytest.raises(poros.RematerializationError, match="random numbers"):
-        arms.run("unrestored", poros.prepare, **FULL)
+        arms.run("unrestored", prepare_plain, **FULL)
     # Without the runtime's own checks, the comparison still finds it.
     monkeypatch.setattr(RngStash, "equals", lambda self, other: True)
     unchecked = partial(prepare_plain, self_check="off")

@@ -246,7 +246,7 @@ for use in ("save", "prepare", "restore"):
         store = Path(shutil.copytree(sys.argv[1], Path(sys.argv[2]) / f"{use}{at}"))
         base = load(store, host_budget=0)
         if use == "restore":
-            model = prepare_plain(tiny.attach_lora(base), device="cpu")
+            model = poros.prepare(tiny.attach_lora(base), device="cpu")
         calls = 0
         def preadv(*args):
             global calls
@@ -257,7 +257,7 @@ for use in ("save", "prepare", "restore"):
         os.preadv = preadv
         try:
             if use == "prepare":
-                prepare_plain(tiny.attach_lora(base), device="cpu")
+                poros.prepare(tiny.attach_lora(base), device="cpu")
             else:
                 if use == "restore":
                     poros.restore(model)

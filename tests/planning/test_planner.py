@@ -42,8 +42,9 @@ def test_another_batch_needs_no_other_model_and_few_layers(monkeypatch: pytest.M
     monkeypatch.setattr(Recipe, "make", noted_make)
     monkeypatch.setattr(cost_model, "_layer_cost", noted_cost)
     planner = Planner(config_of("qwen2.5-72b"))
-    first = planner.plan(PlanRequest(seq_len=256))
+    first = planner.plan(PlanRequest(seq_len=256, loss="reference"))
     shape: dict[str, Any] = {"seq_len": 1024, "batch_size": 2, "self_check": True}
+    shape["loss"] = "reference"
     second = planner.plan(PlanRequest(**shape, vram_budget="24GiB"))
     # Of 80 layers one, for each shape; another budget or layout takes none.
     assert (len(made), len(ran)) == (1, 2)

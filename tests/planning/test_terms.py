@@ -95,6 +95,7 @@ def test_terms_are_those_written_by_hand(tmp_path: Path) -> None:
         "head": V * H * 2,
         "other": H * 2 + small_bytes(config) + constants + frequencies,
         "inputs": 2 * B * T * 8 + rotary + positions,
+        "libraries": 0,
     }
     found = dict(planned(model, cell).terms)
     # In float32 the logits' log-softmax, its gradient and theirs. They are gone before the first

@@ -202,7 +202,7 @@ from poros.gates.reference import TrainingSpec, train
 
 batches, spec = tiny.make_batches(2, num_tokens=8), TrainingSpec(num_steps=2)
 arms = [tiny.make_model("qwen2", num_layers=3, hidden_size=64, dropout=0.05) for _ in range(2)]
-poros.prepare(arms[1])
+poros.prepare(arms[1], loss="reference")
 hashes = [train(model, batches, spec).hash() for model in arms]
 hashes.append(train(arms[0], batches, spec).hash())
 files = [module.__file__ for module in (poros, poros.loaders, poros.gates, poros.examples)]

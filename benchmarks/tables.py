@@ -101,7 +101,9 @@ def _heads(model: Any, options: Any) -> list[Case]:
         ),
     ]
     wanted = [arm for arm in compared if not options.arms or arm.name in options.arms]
-    return [Case(arm, Work(options.batch, seq)) for seq in options.lengths for arm in wanted]
+    cases = [(arm, seq) for seq in options.lengths for arm in wanted]
+    cases += [(compared[-1], seq) for seq in options.long]
+    return [Case(arm, Work(options.batch, seq)) for arm, seq in cases]
 
 
 def _block_sizes(model: Any, options: Any) -> list[Case]:
@@ -227,6 +229,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--block-sizes", type=int, nargs="+")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--arms", nargs="*", help="only these of the head table, by their names")
+    parser.add_argument("--long", type=int, nargs="*", default=[], help="its last arm alone")
     parser.add_argument("--points", type=int)
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int)

@@ -23,10 +23,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.kernels.online_softmax import Running, add_logits, add_rows, places
+from poros.kernels.online_softmax import Running, add_logits, places
 
-_MOST_LOGITS = 2**25
-"""Elements of a slice of logits: 134 MB in float32."""
+_MOST_LOGITS = 2**23
+"""Elements of a slice of logits: 34 MB in float32."""
 _MOST_WEIGHTS = 2**24
 """Elements of a slice of the head: 34 MB in bfloat16."""
 _LEAST_WIDTH = 512
@@ -196,28 +196,21 @@ class _Online:
 
     def __init__(self, hidden: torch.Tensor, labels: torch.Tensor, wants_gradient: bool) -> None:
         self._hidden = hidden
-        self._wants_gradient = wants_gradient
-        self._running = Running.of(labels)
-        if wants_gradient:
-            self._rows = torch.zeros_like(hidden, dtype=torch.float32)
-            self._label_rows = torch.zeros_like(hidden)
+        num_columns = hidden.shape[1] if wants_gradient else 0
+        self._running = Running.of(labels, num_columns, hidden.dtype)
 
     def add(
         self, first: int, rows: torch.Tensor, bias: torch.Tensor | None, steps: Sequence[Step]
     ) -> None:
         """Take in the logits of some rows of the head."""
+        running = self._running
         rows = rows.to(self._hidden.dtype).contiguous()  # of another dtype under autocast
         part = None if bias is None else bias[first : first + len(rows)]
-        logits, slope = _logits(self._hidden, rows, part, steps, self._wants_gradient)
-        dtype = rows.dtype if self._wants_gradient else None
-        found = add_logits(self._running, first, logits, slope, dtype)
-        if found is None:
-            return
+        logits, slope = _logits(self._hidden, rows, part, steps, running.wants_rows)
+        weights = add_logits(running, first, logits, slope, rows)
         del logits, slope
-        weights, shrunk = found
-        product = _product(weights, rows)
-        labels = self._running.labels
-        add_rows(self._rows, self._label_rows, labels, first, shrunk, product, rows)
+        if weights is not None:
+            _add_product(running.rows, weights, rows)
 
     def losses(self) -> torch.Tensor:
         """Of each token, were its label to count."""
@@ -229,9 +222,9 @@ class _Online:
 
     def gradient(self) -> torch.Tensor:
         """Of each token's loss by its hidden state, in float32. Uses the sums up."""
-        self._rows.div_(self._running.total[:, None])
-        slope = self._running.slope[:, None]
-        return self._rows.addcmul_(self._label_rows, slope, value=-1.0)
+        running = self._running
+        rows = running.rows.div_(running.total[:, None])
+        return rows.addcmul_(running.label_rows, running.slope[:, None], value=-1.0)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -243,6 +236,16 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.device.type == "meta":
         return left.new_empty((len(left), right.shape[1]), dtype=torch.float32)
     return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add to ``sums``, in float32, the matrix product of operands that may be narrower."""
+    if left.dtype == torch.float32:
+        sums.addmm_(left, right)
+    elif left.device.type == "cuda":
+        torch.addmm(sums, left, right, out_dtype=torch.float32, out=sums)
+    elif not left.is_meta:
+        sums.addmm_(left.float(), right.float())
 
 
 def _logits(

@@ -14,14 +14,18 @@ from poros.devices import runs_triton
 
 
 class Running(NamedTuple):
-    """What is known of each token after some slices. All of shape (tokens,), on one device.
+    """What is known of each token after some slices. On one device, contiguous.
 
     Attributes:
-        labels: int64; the row of the head that is the token's label, or none of them.
-        most: float32; the largest logit so far, at least float32's smallest number.
-        total: float32; the sum of ``exp(logit - most)``.
-        of_label: float32; the label's logit, if it has come.
-        slope: float32; the derivative of the label's logit, if it has come.
+        labels: int64, of shape (tokens,); the row of the head that is the token's label, or none.
+        most: float32, of shape (tokens,); the largest logit, at least float32's smallest number.
+        total: float32, of shape (tokens,); the sum of ``exp(logit - most)``.
+        of_label: float32, of shape (tokens,); the label's logit, if it has come.
+        slope: float32, of shape (tokens,); the derivative of the label's logit by the product that
+            it was made of, if it has come.
+        rows: float32, of shape (tokens, columns); the sum of the head's rows, weighted by
+            ``exp(logit - most)`` times the logit's derivative. Without columns if it is not wanted.
+        label_rows: Likewise, in the head's dtype; the label's row, if it has come.
     """
 
     labels: torch.Tensor
@@ -29,14 +33,25 @@ class Running(NamedTuple):
     total: torch.Tensor
     of_label: torch.Tensor
     slope: torch.Tensor
+    rows: torch.Tensor
+    label_rows: torch.Tensor
 
     @classmethod
-    def of(cls, labels: torch.Tensor) -> "Running":
+    def of(cls, labels: torch.Tensor, num_columns: int, dtype: torch.dtype) -> "Running":
         """That of no slice."""
-        like = torch.zeros_like(labels, dtype=torch.float32)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=labels.device)
+
+        number = len(labels)
         # Not minus infinity: its distance to itself is not a number.
-        most = torch.full_like(like, torch.finfo(torch.float32).min)
-        return cls(labels, most, like, torch.zeros_like(like), torch.ones_like(like))
+        most = zeros(number) + torch.finfo(torch.float32).min
+        sums = zeros(number, num_columns), zeros(number, num_columns, dtype=dtype)
+        return cls(labels, most, zeros(number), zeros(number), zeros(number) + 1, *sums)
+
+    @property
+    def wants_rows(self) -> bool:
+        return self.rows.shape[1] > 0
 
 
 def add_logits(
@@ -44,35 +59,34 @@ def add_logits(
     first: int,
     logits: torch.Tensor,
     slope: torch.Tensor | float,
-    dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Take in the logits of the next rows of the head.
+    head: torch.Tensor,
+) -> torch.Tensor | None:
+    """Take in the logits of the next rows of the head, all but their share in ``running.rows``.
 
     Args:
-        running: Written to.
-        first: The row of the head that the first column is of.
+        running: Written to; ``rows`` is scaled to the largest logit there is now.
+        first: Which row of the head is the first of these.
         logits: float32, of shape (tokens, rows), contiguous. May be written to.
         slope: The derivative of each logit by the product that it was made of, shaped like them,
             or one number for all.
-        dtype: That of the weights; None if none are wanted, as where nothing gets a gradient.
+        head: The rows, of shape (rows, columns), contiguous.
 
     Returns:
-        Of each row and token its weight, ``exp(logit - most) * slope``, of the shape of ``logits``
-        in ``dtype``; and of each token by what former sums have to be multiplied, float32. None if
-        no weights are wanted.
+        What is to be added to ``running.rows``, as weights of these rows: ``exp(logit - most)``
+        times ``slope``, of the shape of ``logits`` in the dtype of ``head``. None if ``rows`` is
+        not wanted.
 
     Exactness:
         All arithmetic is float32; weights are rounded once. The kernel's exponential and order of
         sums are not those of the reference.
     """
     if logits.is_meta:
-        weights = None if dtype is None else torch.empty_like(logits, dtype=dtype)
-        return None if weights is None else (weights, torch.empty_like(running.most))
+        return torch.empty_like(logits, dtype=head.dtype) if running.wants_rows else None
     if runs_triton(logits.device):
-        from poros.kernels.online_softmax_gpu import launch_add_logits
+        from poros.kernels.online_softmax_gpu import launch
 
-        return launch_add_logits(running, first, logits, slope, dtype)
-    return add_logits_ref(running, first, logits, slope, dtype)
+        return launch(running, first, logits, slope, head)
+    return add_logits_ref(running, first, logits, slope, head)
 
 
 def add_logits_ref(
@@ -80,8 +94,8 @@ def add_logits_ref(
     first: int,
     logits: torch.Tensor,
     slope: torch.Tensor | float,
-    dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+    head: torch.Tensor,
+) -> torch.Tensor | None:
     """``add_logits`` in plain PyTorch."""
     is_here, place = places(running.labels, first, logits.shape[1])
 
@@ -97,58 +111,13 @@ def add_logits_ref(
     running.most.copy_(most)
     weights = logits.sub_(most[:, None]).exp_()
     running.total.mul_(shrunk).add_(weights.sum(dim=1))
-    if dtype is None:
+    if not running.wants_rows:
         return None
+    running.rows.mul_(shrunk[:, None])
+    running.label_rows.copy_(torch.where(is_here[:, None], head[place], running.label_rows))
     if isinstance(slope, torch.Tensor) or slope != 1.0:
         weights *= slope
-    return weights.to(dtype), shrunk
-
-
-def add_rows(
-    rows_so_far: torch.Tensor,
-    label_rows: torch.Tensor,
-    labels: torch.Tensor,
-    first: int,
-    shrunk: torch.Tensor,
-    product: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
-    """Add a slice's weighted rows to each token's sum, and note the label's row if it is there.
-
-    Args:
-        rows_so_far: float32, of shape (tokens, columns), contiguous; becomes itself times
-            ``shrunk`` plus ``product``, rounded at each operation.
-        label_rows: Of shape (tokens, columns), in the dtype of ``rows``, contiguous; written to.
-        labels: As in ``Running``.
-        first: The row of the head that the first of ``rows`` is.
-        shrunk: As ``add_logits`` gives it.
-        product: float32, shaped like ``rows_so_far``.
-        rows: Of shape (rows, columns), contiguous.
-
-    Exactness:
-        The kernel gives the bits of the reference.
-    """
-    if runs_triton(rows.device):
-        from poros.kernels.online_softmax_gpu import launch_add_rows
-
-        launch_add_rows(rows_so_far, label_rows, labels, first, shrunk, product, rows)
-    elif not rows.is_meta:
-        add_rows_ref(rows_so_far, label_rows, labels, first, shrunk, product, rows)
-
-
-def add_rows_ref(
-    rows_so_far: torch.Tensor,
-    label_rows: torch.Tensor,
-    labels: torch.Tensor,
-    first: int,
-    shrunk: torch.Tensor,
-    product: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
-    """``add_rows`` in plain PyTorch."""
-    rows_so_far.mul_(shrunk[:, None]).add_(product)
-    is_here, place = places(labels, first, len(rows))
-    label_rows.copy_(torch.where(is_here[:, None], rows[place], label_rows))
+    return weights.to(head.dtype)
 
 
 def places(labels: torch.Tensor, first: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:

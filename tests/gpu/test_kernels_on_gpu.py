@@ -1,5 +1,7 @@
 """Kernels on a GPU: against bitsandbytes' to the bit, and against their references."""
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import bitsandbytes
@@ -12,9 +14,10 @@ import poros
 import poros.kernels.linear4bit
 from poros.errors import ParityError
 from poros.gates import tiny
+from poros.head.loss import sliced_cross_entropy
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.linear4bit import hand_back, linear_4bit, take_over, takes_fused_kernel
-from poros.kernels.online_softmax import Running, add_logits, add_logits_ref, add_rows, add_rows_ref
+from poros.kernels.online_softmax import Running, add_logits, add_logits_ref
 
 pytestmark = pytest.mark.gpu
 
@@ -128,33 +131,53 @@ def test_the_self_check_covers_the_product(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slope", ["one", "of each"])
 def test_the_softmax_is_near_its_reference(dtype: torch.dtype, slope: str) -> None:
-    """As near as exponentials and the order of sums allow; rows are the reference's to the bit."""
+    """As near as exponentials and the order of sums allow; what is only copied is equal."""
     T, V, H, width = 300, 5000, 700, 2304
     torch.manual_seed(0)
     logits = 4 * torch.randn(T, V, device="cuda")
     labels = torch.randint(0, V, (T,), device="cuda")
     labels[::7] = -100
     slopes = torch.tanh(logits)
-    rows = torch.randn(V, H, device="cuda").to(dtype)
-    ours, reference = Running.of(labels), Running.of(labels)
-    sums = [(torch.zeros(T, H, device="cuda"), torch.zeros(T, H, device="cuda", dtype=dtype))] * 2
-    sums = [(one.clone(), other.clone()) for one, other in sums]
+    head = torch.randn(V, H, device="cuda").to(dtype)
+    ours, reference = (Running.of(labels, H, dtype) for _ in range(2))
     roundoff = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: FP32}[dtype]
     for first in range(0, V, width):
         part = logits[:, first : first + width].contiguous()
         of_part = slopes[:, first : first + width].contiguous() if slope == "of each" else 1.0
-        found = add_logits(ours, first, part.clone(), of_part, dtype)
-        expected = add_logits_ref(reference, first, part.clone(), of_part, dtype)
+        rows = head[first : first + width]
+        found = add_logits(ours, first, part.clone(), of_part, rows)
+        expected = add_logits_ref(reference, first, part.clone(), of_part, rows)
         assert found is not None and expected is not None
-        for one, other in zip(found, expected, strict=True):
-            tolerance = 16 * FP32 + 2 * (roundoff if one.dtype == dtype else 0)
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=2.0**-24)
-        of_slice = rows[first : first + width]
-        product = torch.randn(T, H, device="cuda")
-        add_rows(*sums[0], labels, first, found[1], product, of_slice)
-        add_rows_ref(*sums[1], labels, first, found[1], product, of_slice)
-    for one, other in zip(*sums, strict=True):
-        assert torch.equal(bits(one), bits(other))
-    for name in ("most", "of_label", "slope"):
+        torch.testing.assert_close(found, expected, rtol=16 * FP32 + 2 * roundoff, atol=2.0**-24)
+        for running in (ours, reference):
+            running.rows.addmm_(expected.float(), rows.float())
+    for name in ("most", "of_label", "slope", "label_rows"):
         assert torch.equal(getattr(ours, name), getattr(reference, name)), name
     torch.testing.assert_close(ours.total, reference.total, rtol=(V + 16) * FP32, atol=0.0)
+    torch.testing.assert_close(ours.rows, reference.rows, rtol=1e-5, atol=1e-4)
+
+
+def rows_of(head: torch.Tensor, _: int) -> Iterator[tuple[int, torch.Tensor]]:
+    for first in range(0, len(head), 512):
+        yield first, head[first : first + 512]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_loss_is_near_that_of_the_cpu(dtype: torch.dtype) -> None:
+    """All of it: products of narrow operands that add up in float32, in place."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(40, 256).to(dtype), (0.3 * torch.randn(20000, 256)).to(dtype)
+    labels = torch.randint(0, len(head), (40,))
+    labels[3] = -100
+    found = []
+    for device in ("cpu", "cuda"):
+        on_device, input = head.to(device), hidden.to(device).requires_grad_()
+        read = partial(rows_of, on_device)
+        loss = sliced_cross_entropy(input, labels.to(device), read, len(head))
+        loss.backward()
+        assert input.grad is not None
+        found.append((loss.detach().cpu().double(), input.grad.cpu().double()))
+    assert found[1][0] == pytest.approx(found[0][0], rel=2e-6)
+    roundoff = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}[dtype]
+    assert (found[1][1] - found[0][1]).norm() <= 2 * roundoff * found[0][1].norm()
+    assert not found[1][1][3].any()

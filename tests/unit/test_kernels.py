@@ -13,7 +13,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from poros.kernels.dequantize import dequantize, dequantize_ref, has_kernel
-from poros.kernels.online_softmax import Running, add_logits_ref, add_rows_ref
+from poros.kernels.online_softmax import Running, add_logits, add_logits_ref
 
 T, V, H, WIDTH = 5, 300, 70, 128
 FP32 = 2.0**-24
@@ -51,56 +51,51 @@ def part_of(values: torch.Tensor | float, first: int) -> torch.Tensor | float:
     return values[:, first : first + WIDTH].clone() if is_tensor else values
 
 
+def running_of(wanted: bool, labels: torch.Tensor = LABELS) -> Running:
+    return Running.of(labels, H if wanted else 0, torch.float32)
+
+
 @pytest.mark.parametrize("masked", [[], [3], range(V // 2)], ids=["none", "one", "a slice"])
 @pytest.mark.parametrize("slope", SLOPES)
-@pytest.mark.parametrize("wanted", [True, False], ids=["weights", "no weights"])
+@pytest.mark.parametrize("wanted", [True, False], ids=["rows", "no rows"])
 def test_online_softmax(
     softmax_gpu: ModuleType, masked: Sequence[int], slope: str, wanted: bool
 ) -> None:
     logits = LOGITS.clone()
     logits[:, list(masked)] = float("-inf")
-    dtype = torch.float32 if wanted else None
-    ours, reference = Running.of(LABELS), Running.of(LABELS)
+    head = torch.randn(V, H, generator=torch.Generator().manual_seed(2))
+    ours, reference = running_of(wanted), running_of(wanted)
     for first in range(0, V, WIDTH):
         given, slopes = part_of(logits, first), part_of(SLOPES[slope], first)
-        found = softmax_gpu.launch_add_logits(ours, first, given, slopes, dtype)
-        expected = add_logits_ref(reference, first, given.clone(), slopes, dtype)
+        rows = head[first : first + WIDTH]
+        found = softmax_gpu.launch(ours, first, given, slopes, rows)
+        expected = add_logits_ref(reference, first, given.clone(), slopes, rows)
         assert (found is None) == (expected is None) == (not wanted)
-        # Each exponential is good to a few roundoffs of its own size.
-        for one, other in zip(found or (), expected or (), strict=True):
-            torch.testing.assert_close(one, other, rtol=16 * FP32, atol=0.0)
-    for name in ("most", "of_label", "slope"):
+        if found is not None and expected is not None:
+            # Each exponential is good to a few roundoffs of its own size.
+            torch.testing.assert_close(found, expected, rtol=16 * FP32, atol=0.0)
+            ours.rows.addmm_(expected, rows)
+            reference.rows.addmm_(expected, rows)
+    for name in ("most", "of_label", "slope", "label_rows"):
         assert torch.equal(getattr(ours, name), getattr(reference, name)), name
     torch.testing.assert_close(ours.total, reference.total, rtol=(V + 16) * FP32, atol=0.0)
     exact = torch.logsumexp(logits.double(), 1)
     assert bool(((ours.total.log() + ours.most).double() - exact).abs().max() < 1e-5)
+    if wanted:
+        torch.testing.assert_close(ours.rows, reference.rows, rtol=1e-5, atol=1e-4)
+        assert torch.equal(ours.label_rows[:4], head[LABELS[:4]])
 
 
 @pytest.mark.parametrize("add_logits", ["kernel", "reference"])
 def test_a_logit_that_is_no_number_is_not_lost(softmax_gpu: ModuleType, add_logits: str) -> None:
-    function = add_logits_ref if add_logits == "reference" else softmax_gpu.launch_add_logits
-    running, logits = Running.of(LABELS), LOGITS.clone()
+    function = add_logits_ref if add_logits == "reference" else softmax_gpu.launch
+    running, logits = running_of(True), LOGITS.clone()
     logits[2, 200] = float("nan")
     for first in range(0, V, WIDTH):
-        weights, _ = function(running, first, part_of(logits, first), 1.0, torch.float32)
+        part = part_of(logits, first)
+        weights = function(running, first, part, 1.0, torch.ones(part.shape[1], H))
         assert bool(weights[2].isnan().any()) == (first == 128 or running.most[2].isnan())
     assert running.total.isnan().tolist() == [False, False, True, False, False]
-
-
-def test_weighted_rows(softmax_gpu: ModuleType) -> None:
-    generator = torch.Generator().manual_seed(2)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    sums, product, rows, shrunk = random(T, H), random(T, H), random(WIDTH, H), random(T).exp()
-    given = [(sums.clone(), torch.zeros(T, H)) for _ in range(2)]
-    for first in (0, 128, 256):
-        softmax_gpu.launch_add_rows(*given[0], LABELS, first, shrunk, product, rows)
-        add_rows_ref(*given[1], LABELS, first, shrunk, product, rows)
-    for one, other in zip(*given, strict=True):
-        assert torch.equal(bits(one), bits(other))
-    assert bool(given[0][1][:4].any(dim=1).all()) and not given[0][1][4].any()
 
 
 SHAPES = [(64, 64), (7, 96), (3, 43), (130, 256)]
@@ -152,3 +147,8 @@ def test_operators_make_what_their_kernels_make() -> None:
     packed, state = quantize_4bit(torch.randn(64, 64), quant_type="nf4")
     weight = dequantize(packed.to("meta"), state, torch.bfloat16)
     assert (weight.shape, weight.dtype, weight.is_meta) == ((64, 64), torch.bfloat16, True)
+    for wanted in (True, False):
+        running = running_of(wanted, LABELS.to("meta"))
+        logits, head = (torch.empty(T, WIDTH, device="meta"), torch.empty(WIDTH, H, device="meta"))
+        weights = add_logits(running, 0, logits, 1.0, head)
+        assert (None if weights is None else weights.shape) == (logits.shape if wanted else None)

@@ -270,6 +270,24 @@ def test_a_head_in_host_memory_is_read_slice_by_slice(
     assert watch.num_rows and max(watch.num_rows) <= 200 < len(weight)
 
 
+@pytest.mark.parametrize(
+    "options", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}], ids=str
+)
+def test_other_losses_of_sft(options: dict[str, Any], tmp_path: Path) -> None:
+    """They take whole logits, which are the model's own to the bit."""
+    check(Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS), HEAD_ON_HOST, **options)
+
+
+DPO_LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
+DPO_LOSSES += ["aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
+
+
+def test_all_losses_of_dpo_at_once(tmp_path: Path) -> None:
+    """Their gradients arrive as one sum."""
+    arms = Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
+    check(arms, HEAD_ON_HOST, loss_type=DPO_LOSSES, label_smoothing=0.1)
+
+
 def test_dpo_with_the_start_of_the_adapter_as_reference(tmp_path: Path) -> None:
     """TRL adds a second adapter, "ref", to a model that comes with one."""
     arms = Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 import poros
-from benchmarks import arms, memory, plot, report, tables, transfer
+from benchmarks import arms, layer, memory, plot, report, tables, transfer
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
 from benchmarks.models import TARGETS, config_of, random_model, with_lora
 from benchmarks.protocol import COLUMNS, Bench, Case, Schedule
 from benchmarks.work import Work
+from poros.planning.cost_model import CostModel
+from poros.planning.meta_model import Recipe
 
 CPU = torch.device("cpu")
 SMALL = ["tiny", "--device", "cpu", "--rank", "2", "--seq", "8", "--batch", "2"]
@@ -295,6 +298,15 @@ def test_offloading_brings_the_base_back(tmp_path: Path) -> None:
     after = bench.model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before if "lora_" not in n)
+
+
+def test_what_a_layer_keeps_adds_up() -> None:
+    adapters = LoraConfig(r=4, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    model = CostModel(Recipe.of(config_of("tiny"), "nf4", torch.bfloat16, adapters))
+    found, cost = layer.kept(model, 64)
+    # Its input is the boundary, which is counted apart.
+    assert sum(found.values()) == pytest.approx(cost.layers[0].saved, rel=0.02)
+    assert found[("mlp.down_proj.lora_A.default", "float32", "(64, 128)")] == 64 * 128 * 4
 
 
 def test_other_bits_are_reported(tmp_path: Path) -> None:

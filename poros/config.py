@@ -44,8 +44,8 @@ class StreamingPolicy:
             logits of a batch are never there (see ``poros.head.loss``): not the same bits, and in
             bfloat16 nearer to the exact loss; everything else stays exact against a resident run
             with it.
-            Applies where the head is a linear module without LoRA, trained or not, and the loss is
-            transformers' own for causal language models; says so if not.
+            Applies where the head is a linear module, trained or not, with LoRA or without, and the
+            loss is transformers' own for causal language models; says so if not.
         stream_head: Keep the head in host memory, and bring it in slices for a chunked loss, where
             it is frozen and not adapted; an embedding that shares its matrix is then brought by
             rows. None does so from 16 MiB on if the loss is chunked; once every block has a slot,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners import lora
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
@@ -23,7 +24,8 @@ class Head:
     name: str
     """Of its matrix, qualified."""
     modules: Sequence[nn.Linear]
-    """Several if PEFT keeps trained copies of it: the frozen one first."""
+    """Several if PEFT keeps trained copies of it, of which it calls one at a time: the frozen one
+    first."""
     is_sliced: bool
     """Whether the loss is computed in slices of it."""
     is_on_host: bool
@@ -31,6 +33,13 @@ class Head:
     """The modules whose ``weight`` the matrix is: the head, and embeddings that share it."""
     all_names: Sequence[str] = ()
     """Of the matrix, one for each of them."""
+    added: Sequence[nn.Linear] = ()
+    """The modules whose products LoRA adds to the head's."""
+
+    @property
+    def products(self) -> Sequence[nn.Linear]:
+        """All modules whose products are the logits, or are added to them."""
+        return [*self.modules, *self.added]
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -63,7 +72,8 @@ def find_head(
     head = base.get_output_embeddings()
     adapted = adapted_modules(model)
     modules = _linear_modules(head)
-    why = _why_own_head(head, modules, adapted)
+    added = list(head.lora_B.values()) if type(head) is lora.Linear else []
+    why = _why_own_head(head, [*modules, *added], adapted)
     if why is not None:
         return None, [f"the model keeps its own head and loss: {why}"]
     in_vain = []
@@ -80,7 +90,7 @@ def find_head(
     }
     is_on_host = stays_on_host(weight.nbytes, wanted)
     if is_on_host and (len(modules) > 1 or any(p.requires_grad for p in head.parameters())):
-        in_vain += ["the head stays on the device: it is trained"] * bool(wanted)
+        in_vain += ["the head stays on the device: it is trained, or adapted"] * bool(wanted)
         is_on_host = False
     if is_on_host and not all(_reads_rows(module, head, adapted) for module in users.values()):
         in_vain.append("the head stays on the device: something else uses its weight")
@@ -89,14 +99,16 @@ def find_head(
         return None, in_vain
     name = next(name for name, module in users.items() if module is modules[0])
     is_sliced = loss == "chunked"
-    return Head(name, modules, is_sliced, is_on_host, tuple(users.values()), tuple(users)), in_vain
+    names = tuple(users)
+    found = Head(name, modules, is_sliced, is_on_host, tuple(users.values()), names, added)
+    return found, in_vain
 
 
 def _linear_modules(head: Any) -> list[Any]:
     """The modules that a head computes with, one at a time."""
     if isinstance(head, ModulesToSaveWrapper):
         return [head.original_module, *head.modules_to_save.values()]
-    return [head]
+    return [head.base_layer] if type(head) is lora.Linear else [head]
 
 
 def _reads_rows(module: nn.Module, head: nn.Module, adapted: Collection[int]) -> bool:

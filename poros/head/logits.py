@@ -4,9 +4,10 @@ Note: Lazily
     A model computes the logits of all its tokens and hands them to its loss and to its caller. The
     loss here needs hidden states instead (``poros.head.loss``), and callers seldom look. So what
     the head returns knows its shape, dtype and device, and how it would be computed. What families
-    do to it on the way to the loss (a scale, a soft cap, a cast to float32) is noted. At anything
-    else it is computed as the head would have: the same bits, graph and all, in the grad mode and
-    autocast region in which the head was called, with the weights that it had.
+    do to it on the way to the loss (a scale, a soft cap, a cast to float32) is noted, and what LoRA
+    on the head adds to it, which is the lazy product of another module. At anything else it is
+    computed as the head would have: the same bits, graph and all, in the grad mode and autocast
+    region in which the head was called, with the weights that it had.
 """
 
 import weakref
@@ -40,6 +41,7 @@ _SCALES: dict[Any, Literal["multiply", "divide"]] = {
     **dict.fromkeys([_T.div, _T.__truediv__, torch.div], "divide"),
 }
 _TANH = (torch.tanh, _T.tanh)
+_ADD = (torch.add, _T.add, _T.__add__)
 _WATCHES = (_T.register_hook, _T.register_post_accumulate_grad_hook, _T.retain_grad)
 _REMEDY = "Hand it logits.clone(), or prepare with loss='reference'"
 
@@ -137,6 +139,8 @@ class LazyLogits(torch.Tensor):
     """What it is computed from."""
     steps: tuple[Step, ...]
     """What has become of the head's product since."""
+    added: "tuple[LazyLogits, ...]"
+    """What was added to the head's product before that: products of other modules, scaled."""
     _compute: Callable[[], torch.Tensor] | None
     _result: torch.Tensor | None
     _alias_of: "LazyLogits | None"
@@ -150,6 +154,7 @@ class LazyLogits(torch.Tensor):
         dtype: torch.dtype | None = None,
         compute: Callable[[], torch.Tensor] | None = None,
         has_gradient: bool | None = None,
+        added: "tuple[LazyLogits, ...]" = (),
     ) -> "LazyLogits":
         if has_gradient is None:
             has_gradient = origin.requires_grad
@@ -163,6 +168,7 @@ class LazyLogits(torch.Tensor):
         made.__dict__.update(
             origin=origin,
             steps=steps,
+            added=added,
             _compute=compute or origin.values,
             _result=None,
             _alias_of=None,
@@ -184,7 +190,8 @@ class LazyLogits(torch.Tensor):
     def take_loss(self) -> Origin:
         """What a loss in slices is computed from; no gradient will go through the logits."""
         self.require_own_graph()
-        self.origin.is_loss_taken = True
+        for each in (self, *self.added):
+            each.origin.is_loss_taken = True
         return self.origin
 
     def require_own_graph(self) -> None:
@@ -237,7 +244,20 @@ class LazyLogits(torch.Tensor):
             return alias
         if func in (_T.float, _T.to):
             return self._cast(func, args, kwargs)
+        if func in _ADD and len(args) == 1 and not kwargs and isinstance(args[0], LazyLogits):
+            return self._sum(func, args[0])
         return None
+
+    def _sum(self, func: Any, other: "LazyLogits") -> Any:
+        """With another module's product, which is only scaled."""
+        is_plain = all(step.kind != "tanh" for step in other.steps) and not other.added
+        if self.steps or other.is_computed or not is_plain or other.shape != self.shape:
+            return None
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        other.require_own_graph()
+        made = self._follower(func, (other,), {}, dtype=dtype, added=(*self.added, other))
+        other._followers.add(made)
+        return made
 
     def _cast(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         dtype = torch.float32
@@ -250,7 +270,8 @@ class LazyLogits(torch.Tensor):
                 return None
         if dtype in (None, self.dtype):
             return self
-        if dtype != torch.float32:
+        # Back to the head's own is what becomes of a sum with something in float32.
+        if dtype != torch.float32 and not (self.added and dtype == self.origin.dtype):
             return None
         return self._follower(func, args, kwargs, dtype=dtype)
 
@@ -261,18 +282,23 @@ class LazyLogits(torch.Tensor):
         kwargs: Mapping[str, Any],
         step: Step | None = None,
         dtype: torch.dtype | None = None,
+        added: "tuple[LazyLogits, ...] | None" = None,
     ) -> "LazyLogits":
         self.require_own_graph()
         with_gradients, autocast = torch.is_grad_enabled(), self.origin.autocast.now()
 
         def compute() -> torch.Tensor:
+            # Not read: whoever reads one computes what follows from it, which is this.
+            others = [each.computed() if isinstance(each, LazyLogits) else each for each in args]
             with self.origin.as_then(with_gradients, autocast):
-                values: torch.Tensor = func(self.computed(), *args, **kwargs)
+                values: torch.Tensor = func(self.computed(), *others, **kwargs)
             return values
 
         steps = self.steps if step is None else (*self.steps, step)
-        has_gradient = with_gradients and self.requires_grad
-        follower = LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient)
+        added = self.added if added is None else added
+        sources = (self, *added)
+        has_gradient = with_gradients and any(each.requires_grad for each in sources)
+        follower = LazyLogits(self.origin, steps, dtype or self.dtype, compute, has_gradient, added)
         self._followers.add(follower)
         return follower
 

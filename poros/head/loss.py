@@ -65,6 +65,7 @@ def sliced_cross_entropy(
     *,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
     steps: Sequence[Step] = (),
     ignore_index: int = -100,
 ) -> torch.Tensor:
@@ -77,6 +78,9 @@ def sliced_cross_entropy(
         num_rows: Of the head.
         weight: Of shape (num_rows, columns): the head, if it gets a gradient; ``read`` reads it.
         bias: Of shape (num_rows,). Gets a gradient if it requires one.
+        added: Of shape (num_rows, rank): further columns of the head, beside those that ``read``
+            gives, as LoRA has them; the last columns of ``hidden`` are theirs. Gets a gradient if
+            it requires one.
         steps: What becomes of the logits before the softmax, in order.
         ignore_index: Tokens with this label count nothing.
 
@@ -104,7 +108,7 @@ def sliced_cross_entropy(
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
     given = _Given(labels, read, width, tuple(steps), ignore_index, wants_gradient)
-    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, given)
+    loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, added, given)
     return loss
 
 
@@ -131,14 +135,16 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
+        added: torch.Tensor | None,
         given: _Given,
     ) -> torch.Tensor:
         found = _Online(hidden, given.labels, given.wants_gradient)
         for first, rows in given.read(given.width):
-            found.add(first, rows, bias, given.steps)
+            found.add(first, _whole_rows(first, rows, added, hidden.dtype), bias, given.steps)
         by_hidden = found.gradient() if given.wants_gradient else None
         # What the gradient of the head follows from, if it gets one.
-        again = (hidden, weight, bias, found.scale()) if any(ctx.needs_input_grad[1:3]) else ()
+        is_trained = any(ctx.needs_input_grad[1:4])
+        again = (hidden, weight, bias, added, found.scale()) if is_trained else ()
         ctx.save_for_backward(by_hidden, *again)
         ctx.given, ctx.dtype = given, hidden.dtype
         return found.losses().masked_fill(~given.is_counted, 0.0).sum()
@@ -151,7 +157,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 "True; gradients of gradients need loss='reference'"
             )
         by_hidden, *again = ctx.saved_tensors
-        by_head: tuple[torch.Tensor | None, ...] = (None, None)
+        by_head: tuple[torch.Tensor | None, ...] = (None, None, None)
         if again:
             by_head = _gradient_of_head(ctx.given, gradients[0], *again)
         scaled = None
@@ -170,13 +176,16 @@ def _gradient_of_head(
     hidden: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
+    added: torch.Tensor | None,
     scale: torch.Tensor,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of the loss by the head's weight and bias: the logits are computed once more for it."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Of the loss by what the head consists of: the logits are computed once more for it."""
     by_weight = None if weight is None else torch.empty_like(weight)
     by_bias = None if bias is None or not bias.requires_grad else torch.empty_like(bias)
+    by_added = None if added is None or not added.requires_grad else torch.empty_like(added)
     for first, rows in given.read(given.width):
-        rows = rows.to(hidden.dtype)
+        num_columns = rows.shape[1]
+        rows = _whole_rows(first, rows, added, hidden.dtype)
         part = slice(first, first + len(rows))
         of_part = None if bias is None else bias[part]
         logits, slope = _logits(hidden, rows, of_part, given.steps, True)
@@ -184,11 +193,24 @@ def _gradient_of_head(
         is_here, place = places(given.labels, first, len(rows))
         powers.scatter_add_(1, place[:, None], -is_here[:, None].to(powers.dtype))
         powers.mul_(slope).mul_(gradient).masked_fill_(~given.is_counted[:, None], 0.0)
-        if by_weight is not None:
-            by_weight[part] = _product(powers.to(hidden.dtype).t(), hidden)
         if by_bias is not None:
             by_bias[part] = powers.sum(dim=0)
-    return by_weight, by_bias
+        weights = powers.to(hidden.dtype).t()
+        if by_weight is not None:
+            by_weight[part] = _product(weights, hidden[:, :num_columns])
+        if by_added is not None:
+            by_added[part] = _product(weights, hidden[:, num_columns:])
+    return by_weight, by_bias, by_added
+
+
+def _whole_rows(
+    first: int, rows: torch.Tensor, added: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of the head with all their columns, contiguous, in the dtype of products."""
+    rows = rows.to(dtype)  # of another one under autocast
+    if added is None:
+        return rows.contiguous()
+    return torch.cat([rows, added[first : first + len(rows)].to(dtype)], dim=1)
 
 
 class _Online:
@@ -204,7 +226,6 @@ class _Online:
     ) -> None:
         """Take in the logits of some rows of the head."""
         running = self._running
-        rows = rows.to(self._hidden.dtype).contiguous()  # of another dtype under autocast
         part = None if bias is None else bias[first : first + len(rows)]
         logits, slope = _logits(self._hidden, rows, part, steps, running.wants_rows)
         weights = add_logits(running, first, logits, slope, rows)

@@ -136,7 +136,7 @@ class Attachment:
             part.put(matrix)
             self._undo.callback(keep_on_host(model, head.name, head.users, rows))
         if head.is_sliced:
-            self._undo.callback(slice_loss(base, head.modules, kept.slices))
+            self._undo.callback(slice_loss(base, head.products, kept.slices))
 
     def _add_digest(self, digests: SourceDigests | None, name: str, matrix: torch.Tensor) -> None:
         """Of a matrix as it is now; with what a loader has found it to be, if one has."""

@@ -72,7 +72,7 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
     """Within it, the loss of ``model`` is computed as a policy says."""
     base = base_of(model)
     head, _ = find_head(model, base, loss, False)
-    undo = None if head is None else slice_loss(base, head.modules)
+    undo = None if head is None else slice_loss(base, head.products)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
@@ -89,8 +89,8 @@ def test_families_that_scale_or_cap_their_logits(architecture: str) -> None:
     assert torch.equal(found.logits, expected.logits)
 
 
-def with_lora_on_it(model: Model) -> Model:
-    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+def with_loha_on_it(model: Model) -> Model:
+    config = LoHaConfig(r=4, target_modules=["q_proj", "lm_head"], init_weights=False)
     torch.manual_seed(3)
     return get_peft_model(model.unload(), config)
 
@@ -112,7 +112,7 @@ def with_a_forward_of_its_own(model: Model) -> Model:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (with_lora_on_it, "its head is a"),
+        (with_loha_on_it, "its head is a"),
         (with_a_loss_of_its_own, "its loss is loss"),
         (with_a_forward_of_its_own, "its head's forward has been replaced"),
     ],

@@ -1,7 +1,7 @@
 """LoRA on the head: what it adds to the logits is never there whole either."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +14,9 @@ from poros.head.logits import LazyLogits
 from poros.head.loss import sliced_cross_entropy
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, streamed, with_sliced_loss
 from tests.snapshots import assert_same_run, batches, build, run
-from tests.unit.test_sliced_loss import V, case, rows_of
 
 Model = Any
-RANK = 4
+RANK, V = 4, 1000
 
 
 @pytest.fixture(autouse=True)
@@ -136,17 +135,23 @@ def test_the_plan_has_no_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_added_columns_are_those_of_a_wider_head(dtype: torch.dtype) -> None:
-    given = case(dtype)
     torch.manual_seed(7)
-    states = torch.randn(len(given.hidden), RANK)
+    weight = (0.4 * torch.randn(V, 48)).to(dtype)
     columns = (0.3 * torch.randn(V, RANK)).requires_grad_()
-    hidden = torch.cat([given.hidden, states.to(dtype)], dim=1).requires_grad_()
-    loss = sliced_cross_entropy(hidden, given.labels, rows_of(given.head), V, added=columns)
+    hidden = torch.randn(23, 48 + RANK).to(dtype).requires_grad_()
+    labels = torch.randint(0, V, (23,))
+    labels[2::5] = -100
+
+    def read(width: int) -> Iterator[tuple[int, torch.Tensor]]:
+        for first in range(0, V, width):
+            yield first, weight[first : first + width]
+
+    loss = sliced_cross_entropy(hidden, labels, read, V, added=columns)
     loss.backward()
     exact = hidden.detach().double().requires_grad_()
     own = columns.detach().to(dtype).double().requires_grad_()
-    head = torch.cat([given.head.double(), own], dim=1)
-    expected = F.cross_entropy(exact @ head.T, given.labels, reduction="sum")
+    head = torch.cat([weight.double(), own], dim=1)
+    expected = F.cross_entropy(exact @ head.T, labels, reduction="sum")
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert columns.grad is not None and hidden.grad is not None

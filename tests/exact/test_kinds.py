@@ -88,11 +88,16 @@ class Case:
         return found
 
 
+SLOW = {"boft", "hra", "oft", "miss", "loha", "lokr", "gralora", "psoft", "c3a", "waveft"}
+"""Kinds that cost the most time here; the registry has a record of each."""
+
+
 def cases() -> Iterator[Case]:
     autocast = {"autocast_dtype": BF16}
     for kind in (*NEAR_LAYERS, *OUTSIDE):
         of_base = {"dtype": BF16, "quantize": kinds.KINDS[kind].on_4bit}
-        yield Case(kind, with_kind(kind), of_base, {**autocast, "lr": 0.02})
+        is_slow = kind in SLOW
+        yield Case(kind, with_kind(kind), of_base, {**autocast, "lr": 0.02}, is_slow)
     for name, options in KINDS.items():
         yield Case(f"lora: {name}", with_lora(**options))
     for quantize in (True, False):

@@ -112,7 +112,15 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, vars(cell).values())))
+def as_parameter(cell: Cell) -> Any:
+    """Of other families in time: quantized, blocks of one and of two layers."""
+    is_other = (cell.architecture, True) not in MOST and cell.tier == "memory"
+    is_slow = is_other and (not cell.is_quantized or cell.block_size == 9)
+    name = "-".join(map(str, vars(cell).values()))
+    return pytest.param(cell, id=name, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize("cell", [as_parameter(cell) for cell in CELLS])
 def test_training_is_exact_and_nothing_is_copied(
     kinds: Kinds, cell: Cell, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

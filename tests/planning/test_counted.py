@@ -126,7 +126,16 @@ def test_graphs_of_all_layers_would_be_seen(tmp_path: Path) -> None:
     assert allocated.peak > 2 * rise
 
 
-@pytest.mark.parametrize("kind", sorted(COUNTED_KINDS - {"lora"}))
+IN_TIME = {"dora", "ia3", "loha", "prompt_tuning", "trainable_tokens", "vera"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in IN_TIME else [pytest.mark.slow])
+        for kind in sorted(COUNTED_KINDS - {"lora"})
+    ],
+)
 def test_kinds_of_adapters_are_counted(kind: str, tmp_path: Path) -> None:
     """As operators see it: on a CPU, Fourier transforms and solvers allocate inside."""
     # Some train in bfloat16 under autocast alone.

@@ -32,8 +32,9 @@ def library_workspace(device: torch.device) -> int:
     """Bytes that cuBLAS keeps on a GPU for itself once a forward and a backward have run.
 
     PyTorch gives a workspace to each thread that multiplies: the caller's and autograd's. Its size
-    is set by ``CUBLAS_WORKSPACE_CONFIG``, or 32 MiB on Hopper's and Blackwell's server GPUs and
-    8.1 MiB on others; cuBLASLt has 1 MiB more (measured with torch 2.11 on an H100).
+    is set by ``CUBLAS_WORKSPACE_CONFIG``, or 32 MiB on Hopper and 8.1 MiB on others; cuBLASLt has
+    1 MiB more. Measured with torch 2.11 on an H100; that the large GPUs after it are like it, and
+    the others as PyTorch documents, is assumed.
 
     Args:
         device: 0 bytes on a CPU.

@@ -251,6 +251,7 @@ class LazyLogits(torch.Tensor):
     def _sum(self, func: Any, other: "LazyLogits") -> Any:
         """With another module's product, which is only scaled."""
         is_plain = all(step.kind != "tanh" for step in other.steps) and not other.added
+        is_plain = is_plain and other.origin.bias is None  # which columns of a head have not
         if self.steps or other.is_computed or not is_plain or other.shape != self.shape:
             return None
         dtype = torch.promote_types(self.dtype, other.dtype)

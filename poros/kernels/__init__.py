@@ -1,7 +1,5 @@
 """Operators with kernels of their own: the 4-bit product, and the softmax in slices.
 
-Libraries do not have them, or have them slower.
-
 Each is a function with a reference of the same name and ``_ref`` beside it, in plain PyTorch: that
 is what it computes on a CPU, and what the tests compare the GPU's kernel with. The kernels, in
 Triton, are in a file of the same name and ``_gpu``, imported when they are first called: Triton

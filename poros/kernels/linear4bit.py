@@ -1,8 +1,9 @@
 """The product with a 4-bit weight: one projection is dense at a time, and nobody keeps it.
 
-bitsandbytes' ``Linear4bit`` comes to the same product on a longer way, and its autograd node holds
-the packed weight. Where it takes a kernel that multiplies without a dense weight (few tokens; for
-which shapes depends on the card), that kernel runs here too, so that all bits are bitsandbytes'.
+The autograd node is ours, not bitsandbytes'; it holds the packed weight until its backward, which a
+layer's visit, or its place on the device, outlasts. Where bitsandbytes takes a kernel that
+multiplies without a dense weight (few tokens; for which shapes depends on the card), that kernel
+runs here too, so that all bits are bitsandbytes'.
 """
 
 import weakref

@@ -101,8 +101,24 @@ def test_no_tensor_of_tokens_and_vocabulary_is_made() -> None:
     model = with_sliced_loss(with_lora(build()), stream_head=False)
     output = model(**batches()[1])
     assert not output.logits.is_computed
-    assert [len(each.added) for each in (output.logits,)] == [1]
+    assert len(output.logits.added) == 1
     assert not output.logits.added[0].is_computed
+
+
+def test_a_bias_of_lora_is_not_left_out() -> None:
+    """It is no product: the logits are computed whole, and the loss is the model's own."""
+
+    def biased(model: Model) -> Model:
+        model = with_lora(model, lora_bias=True)
+        own = model.get_base_model().get_output_embeddings().lora_B["default"].bias
+        own.data = torch.linspace(-3, 3, len(own), dtype=own.dtype)
+        return model
+
+    expected = run(biased(build()))
+    found = run(streamed(biased(build()), slots=2, loss="chunked", stream_head=False))
+    assert_same_run(expected, found)
+    name = next(name for name in found.steps[0].gradients if "lm_head.lora_B" in name)
+    assert bool(found.steps[0].gradients[name].any())
 
 
 def test_dora_on_the_head_keeps_whole_logits_and_its_own_loss() -> None:

@@ -12,6 +12,7 @@ LEAST_BUDGET = 200_000
 """Bytes. No model trains in less; a number below it was meant in another unit."""
 SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
+ADAPTER_KERNELS = ("fused", "peft")
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
     f"{letter}ib": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", start=1)
 }
@@ -51,6 +52,9 @@ class StreamingPolicy:
             rows. None does so from 16 MiB on if the loss is chunked; once every block has a slot,
             the head gets a place on the device too. With ``loss="reference"`` each use of the head
             brings all of it for as long as that takes.
+        adapter_kernels: ``"fused"`` adds what LoRA adds by one operator per projection (see
+            ``poros.kernels.lora``), with the bits of PEFT's modules, in less time and memory; what
+            it does not know runs as PEFT has it. ``"peft"`` keeps PEFT's modules everywhere.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
         allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
@@ -71,6 +75,7 @@ class StreamingPolicy:
     stream_embedding: bool | None = None
     loss: str = "chunked"
     stream_head: bool | None = None
+    adapter_kernels: str = "fused"
     device: str | None = None
     allow_unvalidated: bool = False
     self_check: str = "strict"
@@ -94,6 +99,11 @@ class StreamingPolicy:
                 raise PolicyError(f"{name}: expected a bool or None, found {value!r}")
         if self.loss not in LOSSES:
             raise PolicyError(f"loss: expected one of {', '.join(LOSSES)}, found {self.loss!r}")
+        if self.adapter_kernels not in ADAPTER_KERNELS:
+            raise PolicyError(
+                f"adapter_kernels: expected one of {', '.join(ADAPTER_KERNELS)}, found "
+                f"{self.adapter_kernels!r}"
+            )
         if self.self_check not in SELF_CHECKS:
             raise PolicyError(
                 f"self_check: expected one of {', '.join(SELF_CHECKS)}, found {self.self_check!r}"

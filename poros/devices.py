@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -16,6 +17,7 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
+@cache
 def runs_triton(device: torch.device) -> bool:
     """Whether kernels in Triton run there: it is installed, and the GPU computes in bfloat16.
 

@@ -6,14 +6,14 @@ multiplies without a dense weight (few tokens; for which shapes depends on the c
 runs here too, so that all bits are bitsandbytes'.
 """
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from poros.kernels.dequantize import dequantize, has_kernel
+from poros.kernels.forwards import Forward, replace
 from poros.nf4 import state_of
 
 
@@ -99,13 +99,8 @@ def _fused(
     return result
 
 
-class _Forward:
-    """What a ``Linear4bit`` does instead of its own forward, where that comes to the same."""
-
-    def __init__(self, module: Any) -> None:
-        # Weakly: a module that holds this would live until Python looks for cycles.
-        self._module = weakref.ref(module)
-        self._own: Callable[..., Any] = type(module).forward
+class _Forward(Forward):
+    """A ``Linear4bit`` that multiplies by ``linear_4bit``."""
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         module: Any = self._module()
@@ -128,51 +123,12 @@ class _Forward:
         return linear_4bit(input.to(dtype), weight, state, bias).to(input.dtype)
 
 
-def take_over(modules: Iterable[nn.Module]) -> Callable[[], None]:
+def take_over(modules: Iterable[nn.Module]) -> None:
     """Have 4-bit modules on a GPU multiply by ``linear_4bit``.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-
-    Returns:
-        What undoes it.
+    ``poros.kernels.forwards.hand_back`` undoes it.
     """
     from bitsandbytes.nn import Linear4bit
 
-    taken = [
-        weakref.ref(module)
-        for module in modules
-        if type(module) is Linear4bit and "forward" not in module.__dict__
-    ]
-    for reference in taken:
-        module = reference()
-        if module is not None:
-            module.__dict__["forward"] = _Forward(module)
-
-    def undo() -> None:
-        for reference in taken:
-            module = reference()
-            if module is not None and isinstance(module.__dict__.get("forward"), _Forward):
-                del module.__dict__["forward"]
-
-    return undo
-
-
-def hand_back(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Have modules that were taken over run their own forward.
-
-    Returns:
-        What takes them over again.
-    """
-    taken = [
-        (module.__dict__, module.__dict__["forward"])
-        for module in modules
-        if isinstance(module.__dict__.get("forward"), _Forward)
-    ]
-    for owner, _ in taken:
-        del owner["forward"]
-
-    def undo() -> None:
-        for owner, forward in taken:
-            owner["forward"] = forward
-
-    return undo
+    replace(modules, lambda module: _Forward(module) if type(module) is Linear4bit else None)

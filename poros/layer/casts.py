@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from poros.errors import UnsupportedModelError
+from poros.kernels.autocast import cached_cast
 from poros.layer.arrival import CAST
 
 _CARRIED = "poros: carried"
@@ -71,7 +72,7 @@ class SharedCasts:
     def through(self, parameter: torch.Tensor) -> torch.Tensor:
         """``parameter``, such that its gradient goes through the cast that the region keeps."""
         before = torch._C._autograd._get_sequence_nr()
-        cast = _cast(parameter)
+        cast: Any = cached_cast(parameter)
         if cast is None:
             return parameter[...]
         node = cast.grad_fn
@@ -180,25 +181,6 @@ class _ThroughCast(torch.autograd.Function):
 
 def _is_same(gradient: torch.Tensor, other: torch.Tensor) -> bool:
     return gradient.data_ptr() == other.data_ptr() and gradient._version == other._version
-
-
-def _cast(parameter: torch.Tensor) -> Any:
-    """The cast that the region keeps, in whatever shape; None if it keeps none."""
-    if parameter.dtype != torch.float32 or not parameter.dim():
-        return None
-    # Any operator that autocast runs in the low precision; of nothing. It saves the cast.
-    nothing = parameter.new_empty(parameter.shape[-1], 0, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-        product: Any = torch.matmul(parameter, nothing)
-        node = product.grad_fn
-        while not hasattr(node, "_saved_self"):
-            node = node.next_functions[0][0]
-        cast = node._saved_self
-    return cast if cast.dtype != parameter.dtype else None
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def is_region_within(is_model: Callable[[Any], bool]) -> bool:

@@ -66,10 +66,12 @@ def _watched_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], befo
 
 
 class _WatchedTensor(torch.Tensor):
+    is_watched = True  # for ``poros.kernels.adapters``
     __torch_function__ = staticmethod(_call)
 
 
 class _WatchedParameter(nn.Parameter):
+    is_watched = True
     __torch_function__ = staticmethod(_call)
 
 

@@ -12,12 +12,14 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, repeat
 from operator import is_
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
+from poros.kernels.forwards import Forward
 from poros.layer.adapters import is_adapter_module
 from poros.layer.attributes import Attributes
 from poros.layer.handover import sealed
@@ -113,7 +115,10 @@ class LayerIndex:
 
     def has_fixed_graph(self) -> bool:
         """Whether the layer's own code alone decides what graph a call of it makes."""
-        return not (any(self._hooks) or any(map(dict.__contains__, self._dicts, repeat("forward"))))
+        if any(self._hooks):
+            return False
+        forwards = set(map(type, map(dict.get, self._dicts, repeat("forward"))))
+        return all(kind is NoneType or issubclass(kind, Forward) for kind in forwards)
 
     def adapters(self) -> list[Adapter]:
         """The trainable parameters now. PEFT changes them without changing modules.

@@ -23,10 +23,18 @@ from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.head.takeover import slice_loss
 from poros.host.store import HostStore, attached_store
-from poros.kernels.linear4bit import take_over
+from poros.kernels import adapters, linear4bit
+from poros.kernels.adapters import Tally
+from poros.kernels.forwards import hand_back
 from poros.layer.frozen import FrozenTensor, constant_parts
 from poros.layer.staying import SmallTensors
-from poros.layer.streamed import StreamedLayer, attach_layer, detach_layer, streamed_class
+from poros.layer.streamed import (
+    StreamedLayer,
+    attach_layer,
+    detach_layer,
+    is_streamed,
+    streamed_class,
+)
 from poros.model.added_adapters import Initialisation, require_proven
 from poros.model.guards import Guards
 from poros.model.inspect import Inventory
@@ -46,15 +54,22 @@ class Attachment:
         inventory: What it found.
         device: Where it will run.
         host: Where its blocks are going to be.
+        tally: Where calls of adapters that take our kernels are counted; None takes PEFT's.
     """
 
     def __init__(
-        self, model: nn.Module, inventory: Inventory, device: torch.device, host: HostStore
+        self,
+        model: nn.Module,
+        inventory: Inventory,
+        device: torch.device,
+        host: HostStore,
+        tally: Tally | None,
     ) -> None:
         self._model = weakref.ref(model)
         self._base = weakref.ref(inventory.base)
         self._device = device
         self._host = host
+        self._tally = tally
         self._layers_name = inventory.layers_name
         self._blocks = inventory.blocks
         self._small = inventory.small
@@ -176,9 +191,9 @@ class Attachment:
         classes = {base: streamed_class(base) for base in {type(layer) for layer, _ in layers}}
         for layer, streamed in layers:
             self._undo.callback(_call_if_alive, weakref.ref(layer), detach_layer)
+            self._undo.callback(_call_if_alive, weakref.ref(layer), _use_no_kernels)
             attach_layer(layer, streamed, classes[type(layer)])
-            if runs_triton(self._device):
-                self._undo.callback(take_over(layer.modules()))
+            self._use_kernels(layer)
         model = self._model()
         if model is None:
             return
@@ -198,12 +213,16 @@ class Attachment:
     def admit(self, layer: nn.Module) -> None:
         """Bring what has come to ``layer`` since to the device: an adapter that was added.
 
+        It takes our kernels then, as those that were there do.
+
         ``restore`` brings it to where the base goes then, wherever PEFT has put it.
 
         Raises:
             UnvalidatedArchitectureError: If nobody has proved a kind of adapters that came.
         """
         require_proven(layer, self._kinds)
+        if is_streamed(layer):
+            self._use_kernels(layer)
         known = {id(tensor.tensor) for block in self._blocks for tensor in block}
         known |= {id(part.owner) for part, _ in self._moved if part.owner.device == self._device}
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
@@ -230,6 +249,12 @@ class Attachment:
             self._move_back()
         finally:
             self._undo.close()
+
+    def _use_kernels(self, layer: nn.Module) -> None:
+        if runs_triton(self._device):
+            linear4bit.take_over(layer.modules())
+        if self._tally is not None:
+            adapters.take_over(layer.modules(), self._tally)
 
     def _move_back(self) -> None:
         # All new places first: if one cannot be had, nothing has moved.
@@ -299,6 +324,10 @@ class Attachment:
         setattr(module, name, value)
         reference = weakref.ref(module)
         self._undo.callback(_call_if_alive, reference, lambda module: setattr(module, name, before))
+
+
+def _use_no_kernels(layer: nn.Module) -> None:
+    hand_back(layer.modules())
 
 
 def _put_back(model: nn.Module, before: object) -> None:

@@ -15,6 +15,7 @@ from poros.head.host_matrix import HostMatrix
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
+from poros.kernels.adapters import Tally
 from poros.layer.body import ModelContext
 from poros.layer.call import LayerCall
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
@@ -26,10 +27,11 @@ from poros.model.attach import Attachment
 from poros.model.inspect import Inventory
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
+from poros.model.stats import collect
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
-from poros.streams import StreamContext, gb_per_s
+from poros.streams import StreamContext
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
@@ -68,6 +70,7 @@ class Runtime:
         sizer: Decides on the room that blocks get.
         room: The room they have.
         digests: Of what streams, as it was before it was moved; None if nobody will look.
+        tally: Which way adapted modules ran; None with PEFT's own modules.
 
     Raises:
         CheckpointFormatError: If layers stay in a file that is not what was loaded; the model is
@@ -99,7 +102,8 @@ class Runtime:
         )
         self.host, self.is_adopted = host_store(inventory, policy.block_size)
         self.digests = SourceDigests() if policy.self_check != "off" else None
-        self._attachment = Attachment(model, inventory, self.device, self.host)
+        self.tally = Tally() if policy.adapter_kernels == "fused" else None
+        self._attachment = Attachment(model, inventory, self.device, self.host, self.tally)
         with ExitStack() as undo:
             undo.callback(self.host.unpin)
             undo.callback(self._attachment.abandon)
@@ -230,48 +234,17 @@ class Runtime:
         return self._findings()
 
     def stats(self) -> dict[str, Any]:
-        """What has happened since ``prepare``, as plain numbers.
-
-        Returns:
-            ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was still in
-            its slot), ``h2d_num_bytes`` (bytes of those copies), ``device_num_bytes`` (slots,
-            blocks that stay, small frozen tensors, constants of 4-bit weights),
-            ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in host memory, and the
-            page-locked part of them),
-            ``disk_num_bytes`` and ``disk_stall_ms`` (frozen bytes that stay on a disk, and for how
-            long training has waited for them), ``offloaded_num_bytes`` (host memory for inputs of
-            layers), ``h2d_ms`` and ``h2d_gb_per_s`` (how long the copies of blocks took that are
-            complete, on the device, and their rate), ``stall_ms`` (for how long the device had
-            nothing to do but wait for one of them), ``num_index_transfers`` and ``rows_num_bytes``
-            (tensors of token numbers that came to the host, and bytes of the rows of matrices in
-            host memory that went to the device for them, or for what needs a part or all of
-            one), ``head_num_bytes`` (bytes of the slices of the head that went there for the
-            loss), ``num_resizes`` (how often blocks got other slots), ``fallbacks`` (one line
-            each).
+        """What has happened since ``prepare``, as plain numbers: see ``poros.model.stats``.
 
         Streams:
             Reads counters on the host, and events; waits for nothing.
         """
-        timings = self._streams.timings()
-        return {
-            "num_loads": self.manager.num_loads,
-            "num_hits": self.manager.num_hits,
-            "h2d_num_bytes": self.manager.h2d_num_bytes,
-            "device_num_bytes": self.device_num_bytes,
-            "host_num_bytes": self.host.num_bytes + self._matrices_num_bytes + self.head.num_bytes,
-            "pinned_num_bytes": self.host.pinned_num_bytes + self.head.pinned_num_bytes,
-            "disk_num_bytes": self.host.disk_num_bytes,
-            "disk_stall_ms": self.host.disk_stall_ms,
-            "offloaded_num_bytes": self.offloader.num_bytes,
-            "h2d_ms": timings.copy_ms,
-            "h2d_gb_per_s": gb_per_s(timings.num_bytes, timings.copy_ms),
-            "stall_ms": timings.stall_ms,
-            "num_index_transfers": self.rows.num_index_transfers,
-            "rows_num_bytes": self.rows.h2d_num_bytes,
-            "head_num_bytes": self.head.h2d_num_bytes,
-            "num_resizes": self._num_resizes,
-            "fallbacks": self.host.fallbacks + self.offloader.fallbacks + self.rows.fallbacks,
-        }
+        return collect(
+            self,
+            self._streams.timings(),
+            host_num_bytes=self._matrices_num_bytes,
+            num_resizes=self._num_resizes,
+        )
 
     def host_slab(self, block: int) -> torch.Tensor:
         """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""

@@ -1,8 +1,8 @@
 """One layer run again from the state it was run with: resident, and streamed once more.
 
 ``resident`` runs the layer's own forward in an ordinary graph over frozen tensors that are loaded
-afresh, synchronously, into memory of their own, and multiplies by bitsandbytes' own kernels:
-neither slots, streams and copies nor the recomputation take part, nor ``poros.kernels.linear4bit``.
+afresh, synchronously, into memory of their own, with PEFT's own modules and bitsandbytes' kernels:
+neither slots, streams and copies nor the recomputation take part, nor kernels of ours.
 ``streamed`` runs it as the step did, through slots, copies and recomputation, over a block that is
 copied anew into a slot that held something else before, and overwritten by another block as soon as
 nothing reads it any more. Both leave no trace: random states are put back, no gradient is
@@ -21,7 +21,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
-from poros.kernels.linear4bit import hand_back
+from poros.kernels.forwards import hand_back
 from poros.layer.call import LayerCall
 from poros.layer.frozen import LayerBindings, bind_block
 from poros.layer.remat import RematerializeLayer
@@ -230,7 +230,7 @@ class Runs:
 
         self._visits.end_all()
         with self._visits.begin(streamed_layer(layer).name, undo):
-            # 4-bit products are bitsandbytes' own.
+            # 4-bit products are bitsandbytes' own, adapters PEFT's.
             taken_back.append(hand_back(layer.modules()))
             bindings.swap_in()
             for _, owner, key, parameter in places:

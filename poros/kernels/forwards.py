@@ -1,0 +1,66 @@
+"""Forwards of ours that modules run instead of their own, where both come to the same.
+
+Each stands in the ``__dict__`` of its module, under the name ``forward``: the module keeps its
+class, its parameters and its hooks, and gets its own forward back by losing the entry.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+
+class Forward:
+    """What one module does instead of its own forward. Subclasses are called as that is called.
+
+    Args:
+        module: Whose it is; held weakly, or the module would live until Python looks for cycles.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Callable[[], Any] = weakref.ref(module)
+        self._own: Callable[..., Any] = type(module).forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module gets one that is its own.
+        return type(self), (self._module(),)
+
+
+def replace(
+    modules: Iterable[nn.Module], forward_of: Callable[[nn.Module], Forward | None]
+) -> None:
+    """Give modules forwards of ours.
+
+    Args:
+        modules: One whose forward somebody has set is left alone.
+        forward_of: Gives a module's new forward; None leaves the module alone.
+    """
+    for module in modules:
+        forward = None if "forward" in module.__dict__ else forward_of(module)
+        if forward is not None:
+            module.__dict__["forward"] = forward
+
+
+def hand_back(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Have modules run their own forwards.
+
+    Returns:
+        What gives them ours again.
+    """
+    taken = [
+        (module.__dict__, module.__dict__["forward"])
+        for module in modules
+        if isinstance(module.__dict__.get("forward"), Forward)
+    ]
+    for owner, _ in taken:
+        del owner["forward"]
+
+    def undo() -> None:
+        for owner, forward in taken:
+            owner["forward"] = forward
+
+    return undo

@@ -1,0 +1,230 @@
+"""What LoRA adds to the result of a linear module: one autograd node, with the bits of PEFT's own.
+
+For an input x, matrices A and B and a scaling s (Hu et al. 2021, LoRA, equation 3)
+
+    result + s * B(A(dropout(x)))
+
+PEFT computes it in five to eight operators, and autograd keeps x in the dtype of the adapters for
+each projection, which for float32 adapters is twice the size of x. Here x itself is kept, which
+others keep too, and what surrounds the matrix products is one kernel each. The products are the
+library's, of the same shapes and layouts, so that no bit changes.
+
+Note: Order
+    The node comes behind the one of the linear module, so autograd differentiates it first, as it
+    does PEFT's. Contributions to the gradient of an input that several projections share are
+    added up in PEFT's order, and so the adapters get their gradients: B, then A.
+"""
+
+from struct import pack, unpack
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from poros.devices import runs_triton
+
+
+class Added(NamedTuple):
+    """How something is added: in PEFT it depends on the module and on autocast."""
+
+    scaling: float
+    dropout: float
+    """Probability; 0 where there is none, or outside of training."""
+    dtype: torch.dtype
+    """Of the input as dropout sees it."""
+    rounds: bool
+    """Whether what is added is rounded to the dtype of ``result`` before it is added."""
+    keeps_dtype: bool
+    """Whether the sum is brought to the dtype of ``result``."""
+
+
+def add_lora(
+    result: torch.Tensor,
+    input: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Added,
+) -> torch.Tensor:
+    """``result`` and what LoRA adds to it.
+
+    Args:
+        result: Of shape (..., rows). Gets a gradient, as all tensors here.
+        input: Of shape (..., columns), contiguous, not empty.
+        a: Of shape (rank, columns), in the dtype of the products.
+        b: Of shape (rows, rank), likewise.
+        bias: Of shape (rows,), likewise; or None.
+        how: See there.
+
+    Returns:
+        Of shape (..., rows), in the dtype of ``result``, or if ``how`` does not keep that, in the
+        one that both are promoted to.
+
+    Streams:
+        Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
+        are ``input``, A, B, the product with A and the mask of dropout.
+
+    Exactness:
+        The bits of ``add_lora_ref``, forward and gradients, at every tier.
+    """
+    sum_: torch.Tensor = _AddLora.apply(result, input, b, a, bias, how)
+    return sum_
+
+
+def add_lora_ref(
+    result: torch.Tensor,
+    input: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Added,
+) -> torch.Tensor:
+    """``add_lora`` as PEFT computes it."""
+    dropped = nn.functional.dropout(input.to(how.dtype), how.dropout)
+    hidden = nn.functional.linear(dropped.to(a.dtype), a)
+    added = nn.functional.linear(hidden, b, bias) * how.scaling
+    sum_ = result + (added.to(result.dtype) if how.rounds else added)
+    return sum_.to(result.dtype) if how.keeps_dtype else sum_
+
+
+class _AddLora(torch.autograd.Function):
+    # B before A: equal nodes are handed out in this order.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        result: torch.Tensor,
+        input: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        bias: torch.Tensor | None,
+        how: Added,
+    ) -> torch.Tensor:
+        dropped, mask = _dropout(input.to(how.dtype), how.dropout)
+        hidden = nn.functional.linear(dropped.to(a.dtype), a)
+        del dropped
+        added = nn.functional.linear(hidden, b, bias)
+        ctx.save_for_backward(input, b, a, hidden, mask)
+        ctx.how, ctx.result_dtype = how, result.dtype
+        return add_scaled(result, added, how)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        input, b, a, hidden, mask = ctx.saved_tensors
+        how: Added = ctx.how
+        wants_result, wants_input, wants_b, wants_a, wants_bias, _ = ctx.needs_input_grad
+        of_result = gradient.to(ctx.result_dtype) if wants_result else None
+        of_input = of_b = of_a = of_bias = None
+        scaled = scale(gradient, how.scaling, hidden.dtype).reshape(-1, b.shape[0])
+        if wants_bias:
+            of_bias = scaled.sum(0)
+        if wants_b:
+            of_b = scaled.t().mm(hidden.reshape(-1, b.shape[1]))
+        if wants_a or wants_input:
+            of_hidden = scaled.mm(b)
+            del scaled
+            if wants_a:
+                dropped = drop(input, mask, how.dropout, how.dtype, a.dtype)
+                of_a = of_hidden.t().mm(dropped.reshape(-1, a.shape[1]))
+                del dropped
+            if wants_input:
+                of_dropped = of_hidden.mm(a).view(input.shape)
+                of_input = drop_backward(of_dropped, mask, how.dropout, how.dtype, input.dtype)
+        return of_result, of_input, of_b, of_a, of_bias, None
+
+
+def _dropout(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``nn.functional.dropout`` in training, and by what it has multiplied."""
+    if not p:
+        return input, None
+    if input.is_cuda:
+        return torch.native_dropout(input, p, True)
+    if input.is_meta:
+        return torch.empty_like(input), torch.empty_like(input, dtype=torch.bool)
+    noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+    return input * noise, noise
+
+
+def add_scaled(result: torch.Tensor, added: torch.Tensor, how: Added) -> torch.Tensor:
+    """``result`` + scaling * ``added``, each step rounded as in PEFT."""
+    if _takes_kernel(result, added):
+        from poros.kernels import lora_gpu
+
+        return lora_gpu.add_scaled(result, added, how)
+    added = added * how.scaling
+    sum_ = result + (added.to(result.dtype) if how.rounds else added)
+    return sum_.to(result.dtype) if how.keeps_dtype else sum_
+
+
+def scale(gradient: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
+    """``gradient`` in ``dtype``, times ``scaling``."""
+    if gradient.dtype != dtype and _takes_kernel(gradient):
+        from poros.kernels import lora_gpu
+
+        return lora_gpu.scale(gradient, scaling, dtype)
+    return gradient.to(dtype) * scaling
+
+
+def drop(
+    input: torch.Tensor,
+    mask: torch.Tensor | None,
+    p: float,
+    middle: torch.dtype,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """What dropout in the dtype ``middle`` has made of ``input``, in ``dtype``."""
+    if mask is None:
+        return input.to(middle).to(dtype)
+    if mask.dtype != torch.bool:
+        return (input.to(middle) * mask).to(dtype)
+    return _masked(input, mask, _forward_scale(p, middle), middle, dtype)
+
+
+def drop_backward(
+    gradient: torch.Tensor,
+    mask: torch.Tensor | None,
+    p: float,
+    middle: torch.dtype,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The gradient of dropout's input, in ``dtype``, from that of ``drop``'s result."""
+    if mask is None:
+        return gradient.to(middle).to(dtype)
+    if mask.dtype != torch.bool:
+        return (gradient.to(middle) * mask).to(dtype)
+    return _masked(gradient, mask, 1 / (1 - p), middle, dtype)
+
+
+def _masked(
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    factor: float,
+    middle: torch.dtype,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if _takes_kernel(values, mask):
+        from poros.kernels import lora_gpu
+
+        return lora_gpu.masked(values, mask, factor, middle, dtype)
+    values = values.to(middle)
+    if values.dtype in (torch.float32, torch.float64):
+        return (values * mask * factor).to(dtype)
+    return (values.float() * mask * factor).to(middle).to(dtype)
+
+
+def _forward_scale(p: float, dtype: torch.dtype) -> float:
+    """By what dropout multiplies in its forward on a GPU: a quotient in the dtype it computes in.
+
+    Its backward multiplies by the quotient in float64, rounded: not always the same.
+    """
+    if dtype == torch.float64:
+        return 1 / (1 - p)
+    (kept,) = unpack("f", pack("f", 1 - p))
+    return float(1 / kept)
+
+
+def _takes_kernel(*tensors: torch.Tensor) -> bool:
+    return runs_triton(tensors[0].device) and all(
+        tensor.is_contiguous() and tensor.dtype != torch.float64 for tensor in tensors
+    )

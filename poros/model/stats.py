@@ -1,0 +1,70 @@
+"""The counters of a prepared model, gathered."""
+
+from typing import TYPE_CHECKING, Any
+
+from poros.streams import Timings, gb_per_s
+
+if TYPE_CHECKING:
+    from poros.model.runtime import Runtime
+
+
+def collect(
+    runtime: "Runtime", timings: Timings, *, host_num_bytes: int, num_resizes: int
+) -> dict[str, Any]:
+    """What ``Runtime.stats`` returns.
+
+    Args:
+        runtime: Of the model.
+        timings: Of the copies of blocks.
+        host_num_bytes: Frozen bytes in host memory besides blocks and head.
+        num_resizes: How often blocks got other slots.
+
+    Returns:
+        Of copies: ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was
+        still in its slot), ``h2d_num_bytes`` (bytes of those copies), ``h2d_ms`` and
+        ``h2d_gb_per_s`` (how long those took that are complete, on the device, and their rate),
+        ``stall_ms`` (for how long the device had nothing to do but wait for one of them).
+
+        Of memory: ``device_num_bytes`` (slots, blocks that stay, small frozen tensors, constants of
+        4-bit weights), ``host_num_bytes`` and ``pinned_num_bytes`` (frozen bytes in host memory,
+        and the page-locked part of them), ``disk_num_bytes`` and ``disk_stall_ms`` (frozen bytes
+        that stay on a disk, and for how long training has waited for them),
+        ``offloaded_num_bytes`` (host memory for inputs of layers), ``num_resizes``.
+
+        Of the vocabulary: ``num_index_transfers`` and ``rows_num_bytes`` (tensors of token numbers
+        that came to the host, and bytes of the rows of matrices in host memory that went to the
+        device for them, or for what needs a part or all of one), ``head_num_bytes`` (bytes of the
+        slices of the head that went there for the loss).
+
+        Of adapters: ``num_fused_adapters`` and ``num_unfused_adapters`` (calls of LoRA modules that
+        took ``poros.kernels.lora``, and that ran as PEFT has them).
+
+        ``fallbacks``: one line each.
+    """
+    host, head, rows = runtime.host, runtime.head, runtime.rows
+    manager, offloader, tally = runtime.manager, runtime.offloader, runtime.tally
+    unfused = tally.unfused if tally is not None else {}
+    return {
+        "num_loads": manager.num_loads,
+        "num_hits": manager.num_hits,
+        "h2d_num_bytes": manager.h2d_num_bytes,
+        "device_num_bytes": runtime.device_num_bytes,
+        "host_num_bytes": host.num_bytes + host_num_bytes + head.num_bytes,
+        "pinned_num_bytes": host.pinned_num_bytes + head.pinned_num_bytes,
+        "disk_num_bytes": host.disk_num_bytes,
+        "disk_stall_ms": host.disk_stall_ms,
+        "offloaded_num_bytes": offloader.num_bytes,
+        "h2d_ms": timings.copy_ms,
+        "h2d_gb_per_s": gb_per_s(timings.num_bytes, timings.copy_ms),
+        "stall_ms": timings.stall_ms,
+        "num_index_transfers": rows.num_index_transfers,
+        "rows_num_bytes": rows.h2d_num_bytes,
+        "head_num_bytes": head.h2d_num_bytes,
+        "num_resizes": num_resizes,
+        "num_fused_adapters": tally.num_fused if tally is not None else 0,
+        "num_unfused_adapters": sum(unfused.values()),
+        "fallbacks": host.fallbacks
+        + offloader.fallbacks
+        + rows.fallbacks
+        + [f"adapters ran as PEFT has them: {reason}" for reason in unfused],
+    }

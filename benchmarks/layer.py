@@ -19,8 +19,16 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.models import TARGETS, config_of
-from poros.planning import cost_model
-from poros.planning.cost_model import CostModel
+from poros.config import ADAPTER_KERNELS
+from poros.planning.cost_model import (
+    Call,
+    CostModel,
+    FusedKernels,
+    LiveBytes,
+    Walk,
+    adapter_kernels_as,
+    layer_cost,
+)
 from poros.planning.meta_model import Recipe
 
 
@@ -37,45 +45,31 @@ def inside(layer: nn.Module) -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         for name, module in layer.named_modules():
-            if name and not name.endswith(("lora_A", "lora_B", "lora_dropout")):
+            if name and ".lora_" not in name:  # or they would run as PEFT has them
                 stack.callback(module.register_forward_pre_hook(enter(name)).remove)
                 stack.callback(module.register_forward_hook(leave).remove)
         yield names
 
 
-def kept(model: CostModel, seq_len: int) -> tuple[Counter[tuple[str, ...]], Any]:
-    """Bytes by module, dtype and shape; and the layer's cost."""
-    layer, found = model.layers[0], Counter[tuple[str, ...]]()
+def kept(layer: nn.Module, call: Call) -> Counter[tuple[str, ...]]:
+    """Bytes by module, dtype and shape."""
+    found = Counter[tuple[str, ...]]()
     known = {tensor.untyped_storage()._cdata for tensor in (*layer.parameters(), *layer.buffers())}
-    genuine = cost_model._layer_cost
-    costs = []
+    alive: list[Any] = []  # or their addresses would be used again
+    with inside(layer) as names:
 
-    def watched(watched_layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        with inside(watched_layer) as names:
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                what = str(tensor.dtype).removeprefix("torch."), str(tuple(tensor.shape))
+                found[(names[-1], *what)] += storage.nbytes()
+                alive.append(storage)
+            return tensor
 
-            def note(tensor: torch.Tensor) -> torch.Tensor:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in known:
-                    known.add(storage._cdata)
-                    what = str(tensor.dtype).removeprefix("torch."), str(tuple(tensor.shape))
-                    found[(names[-1], *what)] += storage.nbytes()
-                    alive.append(storage)
-                return tensor
-
-            alive: list[Any] = []  # or their addresses would be used again
-            with cost_model.FusedKernels(), saved_tensors_hooks(note, lambda tensor: tensor):
-                run = type(watched_layer).forward
-                output = run(watched_layer, args[0].detach().requires_grad_(), *args[1:], **kwargs)
-            del output
-        costs.append(genuine(watched_layer, args, kwargs))
-        return costs[-1]
-
-    cost_model._layer_cost = watched
-    try:
-        cost = model.cost(1, seq_len)
-    finally:
-        cost_model._layer_cost = genuine
-    return found, cost
+        with FusedKernels(), saved_tensors_hooks(note, lambda tensor: tensor):
+            layer(call.args[0].detach().requires_grad_(), *call.args[1:], **call.kwargs)
+    return found
 
 
 def main() -> None:
@@ -83,15 +77,20 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--seq", type=int, default=32768)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapter-kernels", choices=ADAPTER_KERNELS, default="fused")
     options = parser.parse_args()
     adapters = LoraConfig(
         r=options.rank, target_modules=list(TARGETS), task_type="CAUSAL_LM", lora_dropout=0.0
     )
     model = CostModel(Recipe.of(config_of(options.model), "nf4", torch.bfloat16, adapters))
-    found, cost = kept(model, options.seq)
-    layer = cost.layers[0]
+    walk = Walk(model.layers, LiveBytes())
+    with adapter_kernels_as(options.adapter_kernels, model.layers):
+        walk.run(model.model, torch.empty((1, options.seq), dtype=torch.long, device="meta"))
+        found = kept(model.layers[0], walk.calls[0])
+        layer = layer_cost(model.layers[0], walk.calls[0].args, walk.calls[0].kwargs)
     print(
-        f"{options.model}, 1 x {options.seq} tokens, LoRA of rank {options.rank}, GB (1e9 bytes)\n"
+        f"{options.model}, 1 x {options.seq} tokens, LoRA of rank {options.rank}, "
+        f"adapter kernels {options.adapter_kernels}, GB (1e9 bytes)\n"
     )
     print("| saved in | dtype | shape | GB |\n| --- | --- | --- | --- |")
     for (name, dtype, shape), num_bytes in found.most_common():

@@ -29,6 +29,7 @@ _HOME = {
     "restore": "poros.api",
     "runtime": "poros.api",
     "patch_hf_model": "poros.api",
+    "use_adapter_kernels": "poros.api",
     "Runtime": "poros.model.runtime",
     "MemoryPlan": "poros.planning.formula",
     "PorosError": "poros.errors",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from poros.api import prepare as prepare
     from poros.api import restore as restore
     from poros.api import runtime as runtime
+    from poros.api import use_adapter_kernels as use_adapter_kernels
     from poros.config import StreamingPolicy as StreamingPolicy
     from poros.errors import CheckpointFormatError as CheckpointFormatError
     from poros.errors import HostMemoryError as HostMemoryError

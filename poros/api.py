@@ -10,6 +10,9 @@ from torch import nn
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.devices import default_device, library_workspace, usable_device
 from poros.errors import PreparedModelError
+from poros.kernels.adapters import Tally
+from poros.kernels.forwards import hand_back
+from poros.kernels.use import are_used, take_over
 from poros.layer.adapters import is_adapter_module
 from poros.layer.settings import settle
 from poros.model.inspect import Inventory, take_inventory
@@ -86,6 +89,12 @@ def prepare_with(
             f"expected a model that is not prepared, found one prepared with {existing.policy}; "
             "call poros.restore(model) before preparing it with another policy"
         )
+    if are_used(model):
+        raise PreparedModelError(
+            "expected a model with its own modules, found one that runs adapter kernels already "
+            "(poros.use_adapter_kernels); call poros.restore(model) first: poros.prepare uses them "
+            "by itself"
+        )
     # Tensors made under inference mode could not take part in training later.
     with torch.inference_mode(False):
         inventory = take_inventory(model, policy)
@@ -156,6 +165,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
             stream_embedding=policy.stream_embedding,
             loss=policy.loss,
             stream_head=policy.stream_head,
+            adapter_kernels=policy.adapter_kernels,
             library_num_bytes=library_workspace(device),
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
@@ -163,6 +173,36 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
         return planner[0].plan(request)
 
     return estimate
+
+
+def use_adapter_kernels(model: ModelT) -> ModelT:
+    """Have a resident model run the kernels that ``prepare`` uses, without streaming.
+
+    What LoRA adds becomes one operator per projection, gated activations are made again in backward
+    instead of being kept, and on a GPU 4-bit products are ours (see ``poros.kernels``). Adapters
+    that are added later need another call. ``restore`` undoes it.
+
+    Args:
+        model: A PEFT model, wherever it is. Changed in place, but for parameters and names.
+
+    Returns:
+        ``model``, the same object.
+
+    Exactness:
+        Losses, gradients and random states are bit for bit those of PEFT's own modules, on the same
+        machine and software.
+
+    Raises:
+        PreparedModelError: If the model is prepared: then it runs them already.
+    """
+    if find_runtime(model) is not None:
+        raise PreparedModelError(
+            "expected a resident model, found one that is prepared, which runs these kernels by "
+            'itself unless adapter_kernels="peft"'
+        )
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    take_over(model, device, Tally())
+    return model
 
 
 def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:
@@ -173,6 +213,8 @@ def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:
 def restore(model: ModelT) -> ModelT:
     """Undo ``prepare``: the same object, with its bytes, devices and behaviour from before it.
 
+    Or undo ``use_adapter_kernels``.
+
     Adapters keep what they have learnt. If the base does not fit where it was, the error of the
     failed allocation is raised and the model stays prepared. So it does if layers stay in a file
     that is no longer what was loaded.
@@ -181,6 +223,9 @@ def restore(model: ModelT) -> ModelT:
         CheckpointFormatError: If somebody has written to that file.
         PreparedModelError: If the model is not prepared.
     """
+    if find_runtime(model) is None and are_used(model):
+        hand_back(model.modules())
+        return model
     existing = runtime(model)
     existing.host.require_intact()
     existing.detach()

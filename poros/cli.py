@@ -285,6 +285,9 @@ def plan(
             show_default="if the loss is chunked, until all blocks have slots",
         ),
     ] = None,
+    adapter_kernels: Annotated[
+        str, typer.Option(help="fused: one operator per adapted projection; peft: PEFT's modules.")
+    ] = "fused",
     self_check: Annotated[
         bool, typer.Option(help="Plan for the first step too, which is checked.")
     ] = True,
@@ -338,6 +341,7 @@ def plan(
             stream_embedding=stream_embedding,
             loss=loss,
             stream_head=stream_head,
+            adapter_kernels=adapter_kernels,
             self_check=self_check,
             speeds=speeds,
         )

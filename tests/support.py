@@ -3,8 +3,11 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 import poros
@@ -60,3 +63,11 @@ def num_memory_files() -> int:
         except OSError:
             continue
     return sum("memfd:poros" in link for link in links)
+
+
+def interpreted(name: str) -> ModuleType:
+    """A module of kernels, run by the interpreter: see tests/conftest.py."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the kernels run on it: see tests/gpu/test_kernels_on_gpu.py")
+    return import_module(name)

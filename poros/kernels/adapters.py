@@ -16,7 +16,10 @@ from poros.kernels.autocast import cached_cast
 from poros.kernels.forwards import Forward, replace
 from poros.kernels.lora import Added, add_lora
 
+_CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS_OF_ALL = [f"_global{kind}" for kind in _HOOKS]
+_OF_ALL = vars(nn.modules.module)
 
 
 class Tally:
@@ -53,26 +56,36 @@ class _Forward(Forward):
 
     def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         module = self._module()
-        lora = "arguments besides the input" if args or kwargs else _lora_of(module, input)
+        lora: _Lora | str = "arguments besides the input"
+        if torch.compiler.is_compiling():
+            lora = "compiled"
+        elif not args and not kwargs:
+            lora = _lora_of(module, input)
         if not isinstance(lora, _Lora):
             if lora:
                 self._tally.unfused[lora] += 1
             own: torch.Tensor = self._own(module, input, *args, **kwargs)
             return own
         self._tally.num_fused += 1
-        result = module.base_layer(input)
+        result = module._modules["base_layer"](input)
         # Of a 4-bit module PEFT leaves dtypes to autocast, and asks for that of a GPU wherever the
         # module runs.
         rounds = self._is_4bit and not torch.is_autocast_enabled("cuda")
         casts = (rounds or not self._is_4bit) and getattr(module, "cast_input_dtype_enabled", True)
-        dtype = lora.a.dtype if casts else input.dtype
-        how = Added(lora.scaling, lora.dropout, dtype, rounds, not self._is_4bit)
+        how = Added(
+            lora.scaling,
+            lora.dropout,
+            lora.a.dtype if casts else input.dtype,
+            rounds,
+            not self._is_4bit,
+        )
         a, b, bias = lora[:3]
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            a, b = _as_autocast(a, dtype), _as_autocast(b, dtype)
+        dtype = _autocast_dtype(input.device)
+        if dtype is not None:
+            # In the order in which autocast makes them for linear: that of their gradients.
+            a = _as_autocast(a, dtype)
             bias = None if bias is None else _as_autocast(bias, dtype)
+            b = _as_autocast(b, dtype)
         return add_lora(result, input, a, b, bias, how)
 
 
@@ -98,9 +111,10 @@ def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
     Returns:
         Or why the operator cannot; nothing said if nothing is added.
     """
-    if torch.compiler.is_compiling():
-        return "compiled"
-    active = [name for name in module.active_adapters if name in module.lora_A]
+    # At each call of each projection: looked up in dictionaries, since modules take a call for it.
+    parts = module._modules
+    all_a, all_b, all_dropout = (parts[key]._modules for key in _CONTAINERS)
+    active = [name for name in module.active_adapters if name in all_a]
     if module.disable_adapters or module.merged or not active:
         return ""
     if len(active) > 1:
@@ -108,51 +122,57 @@ def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
     (name,) = active
     if name in module.lora_variant:
         return type(module.lora_variant[name]).__name__
-    first, second, dropout = _parts(module, name)
-    if (
-        (type(first), type(second)) != (nn.Linear, nn.Linear)
-        or type(dropout) not in (nn.Dropout, nn.Identity)
-        or any("forward" in part.__dict__ for part in (first, second, dropout))
+    first, second, dropout = all_a[name], all_b[name], all_dropout[name]
+    if not (
+        type(first) is nn.Linear
+        and type(second) is nn.Linear
+        and (type(dropout) is nn.Identity or type(dropout) is nn.Dropout)
     ):
         return "modules of other classes in the adapter"
-    if has_hooks((first, second, dropout)):
+    if has_hooks(first, second, dropout):
         return "hooks in the adapter"
-    lora = _Lora(
-        first.weight,
-        second.weight,
-        second.bias,
-        module.scaling[name],
-        dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0,
-    )
-    if first.bias is not None or lora.dropout >= 1 or getattr(dropout, "inplace", False):
+    p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+    if first._parameters["bias"] is not None or p >= 1 or getattr(dropout, "inplace", False):
         return "a bias in A, or dropout of all, or in place"
-    matrices = [each for each in lora[:3] if each is not None]
-    if any(hasattr(type(each), "is_watched") for each in matrices):
-        return ""  # each use of a parameter is looked at, this once
-    if len({each.dtype for each in matrices}) > 1:
+    a: Any = first._parameters["weight"]
+    b: Any = second._parameters["weight"]
+    bias: Any = second._parameters["bias"]
+    for tensor in (input, a, b) if bias is None else (input, a, b, bias):
+        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+            # That may be because each use of a parameter is looked at, this once.
+            return "" if hasattr(tensor, "is_watched") else f"a {type(tensor).__name__}"
+        if tensor.device != input.device or not tensor.dtype.is_floating_point:
+            return "tensors on several devices, or not of floats"
+    if a.dtype != b.dtype or (bias is not None and bias.dtype != b.dtype):
         return "matrices of several dtypes"
-    for tensor in (input, *matrices):
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.is_floating_point():
-            return f"a {type(tensor).__name__} of {tensor.dtype}"
-        if tensor.device != input.device:
-            return "tensors on several devices"
     if input.dim() < 2 or not input.is_contiguous() or input.numel() == 0:
         return "an input that is empty, or not contiguous"
-    if input.is_leaf and input.requires_grad and torch.is_autocast_enabled(input.device.type):
-        # Autocast's cast of it would be shared with the other modules that get it.
-        return "an input that is a leaf, under autocast"
-    return lora
+    if _autocast_dtype(input.device) is not None:
+        if torch.is_autocast_cache_enabled() and not torch.is_grad_enabled():
+            return ""  # autocast keeps its casts for whoever comes next in its region
+        if input.is_leaf and input.requires_grad:
+            # Its cast would be shared with the other modules that get it.
+            return "an input that is a leaf, under autocast"
+    return _Lora(a, b, bias, module.scaling[name], p)
 
 
-def _parts(module: Any, name: str) -> list[Any]:
-    return [module.lora_A[name], module.lora_B[name], module.lora_dropout[name]]
+def has_hooks(*modules: nn.Module) -> bool:
+    """Whether anybody else takes part in calls of any of these modules."""
+    for module in modules:
+        own = module.__dict__
+        if "forward" in own:
+            return True
+        for kind in _HOOKS:
+            if own[kind]:
+                return True
+    return any(map(_OF_ALL.__getitem__, _HOOKS_OF_ALL))
 
 
-def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether anybody is told of calls of any of these modules."""
-    if any(getattr(nn.modules.module, f"_global{kind}") for kind in _HOOKS):
-        return True
-    return any(getattr(module, kind) for module in modules for kind in _HOOKS)
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """In which autocast multiplies on ``device``; None if it is off."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def _as_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from poros.devices import runs_triton
+from poros.kernels.gated import parts_of
 
 
 class Added(NamedTuple):
@@ -62,12 +63,17 @@ def add_lora(
 
     Streams:
         Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
-        are ``input``, A, B, the product with A and the mask of dropout.
+        are ``input``, A, B, the product with A and the mask of dropout. Of an input that is a
+        gated activation (``poros.kernels.gated``) gate and up are kept, and it is made again.
 
     Exactness:
         The bits of ``add_lora_ref``, forward and gradients, at every tier.
     """
-    sum_: torch.Tensor = _AddLora.apply(result, input, b, a, bias, how)
+    if bias is not None:
+        # PEFT's operators see A and B through a transposition each, and the bias as it is; without
+        # these nodes chance would order the three.
+        a, b = a.t(), b.t()
+    sum_: torch.Tensor = _AddLora.apply(result, input, bias, b, a, how)
     return sum_
 
 
@@ -88,32 +94,38 @@ def add_lora_ref(
 
 
 class _AddLora(torch.autograd.Function):
-    # B before A: equal nodes are handed out in this order.
+    # B before A: of two equal nodes, autograd takes the first.
     @staticmethod
     def forward(
         ctx: Any,
         result: torch.Tensor,
         input: torch.Tensor,
+        bias: torch.Tensor | None,
         b: torch.Tensor,
         a: torch.Tensor,
-        bias: torch.Tensor | None,
         how: Added,
     ) -> torch.Tensor:
+        if bias is not None:
+            a, b = a.t(), b.t()
         dropped, mask = _dropout(input.to(how.dtype), how.dropout)
         hidden = nn.functional.linear(dropped.to(a.dtype), a)
         del dropped
-        added = nn.functional.linear(hidden, b, bias)
-        ctx.save_for_backward(input, b, a, hidden, mask)
-        ctx.how, ctx.result_dtype = how, result.dtype
-        return add_scaled(result, added, how)
+        parts = parts_of(input)
+        sources = (input,) if parts is None else (parts.gate, parts.up)
+        ctx.making = None if parts is None else parts.making
+        ctx.save_for_backward(b, a, hidden, mask, *sources)
+        ctx.how, ctx.has_bias, ctx.result_dtype = how, bias is not None, result.dtype
+        ctx.input_form = input.shape, input.dtype
+        return add_scaled(result, nn.functional.linear(hidden, b, bias), how)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        input, b, a, hidden, mask = ctx.saved_tensors
+        b, a, hidden, mask, *sources = ctx.saved_tensors
         how: Added = ctx.how
-        wants_result, wants_input, wants_b, wants_a, wants_bias, _ = ctx.needs_input_grad
+        shape, dtype = ctx.input_form
+        wants_result, wants_input, wants_bias, wants_b, wants_a, _ = ctx.needs_input_grad
         of_result = gradient.to(ctx.result_dtype) if wants_result else None
         of_input = of_b = of_a = of_bias = None
         scaled = scale(gradient, how.scaling, hidden.dtype).reshape(-1, b.shape[0])
@@ -125,13 +137,18 @@ class _AddLora(torch.autograd.Function):
             of_hidden = scaled.mm(b)
             del scaled
             if wants_a:
+                input = sources[0] if ctx.making is None else ctx.making.again(*sources)
                 dropped = drop(input, mask, how.dropout, how.dtype, a.dtype)
+                del input
                 of_a = of_hidden.t().mm(dropped.reshape(-1, a.shape[1]))
                 del dropped
             if wants_input:
-                of_dropped = of_hidden.mm(a).view(input.shape)
-                of_input = drop_backward(of_dropped, mask, how.dropout, how.dtype, input.dtype)
-        return of_result, of_input, of_b, of_a, of_bias, None
+                of_dropped = of_hidden.mm(a).view(shape)
+                of_input = drop_backward(of_dropped, mask, how.dropout, how.dtype, dtype)
+        if ctx.has_bias:
+            of_b = of_b if of_b is None else of_b.t()
+            of_a = of_a if of_a is None else of_a.t()
+        return of_result, of_input, of_bias, of_b, of_a, None
 
 
 def _dropout(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -147,14 +164,25 @@ def _dropout(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def add_scaled(result: torch.Tensor, added: torch.Tensor, how: Added) -> torch.Tensor:
-    """``result`` + scaling * ``added``, each step rounded as in PEFT."""
+    """``result`` + scaling * ``added``, each step rounded as in PEFT. Overwrites ``added``."""
     if _takes_kernel(result, added):
         from poros.kernels import lora_gpu
 
-        return lora_gpu.add_scaled(result, added, how)
-    added = added * how.scaling
-    sum_ = result + (added.to(result.dtype) if how.rounds else added)
+        return lora_gpu.add_scaled(result, added, how, sum_dtype(result, added, how))
+    added = added.mul_(how.scaling)
+    if how.rounds:
+        added = added.to(result.dtype)
+    if added.dtype == torch.promote_types(result.dtype, added.dtype):
+        sum_ = torch.add(result, added, out=added)
+    else:
+        sum_ = result + added
     return sum_.to(result.dtype) if how.keeps_dtype else sum_
+
+
+def sum_dtype(result: torch.Tensor, added: torch.Tensor, how: Added) -> torch.dtype:
+    """Of ``result`` and what is added."""
+    keeps = how.keeps_dtype or how.rounds
+    return result.dtype if keeps else torch.promote_types(result.dtype, added.dtype)
 
 
 def scale(gradient: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
@@ -163,7 +191,7 @@ def scale(gradient: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.T
         from poros.kernels import lora_gpu
 
         return lora_gpu.scale(gradient, scaling, dtype)
-    return gradient.to(dtype) * scaling
+    return gradient * scaling if gradient.dtype == dtype else gradient.to(dtype).mul_(scaling)
 
 
 def drop(
@@ -177,7 +205,7 @@ def drop(
     if mask is None:
         return input.to(middle).to(dtype)
     if mask.dtype != torch.bool:
-        return (input.to(middle) * mask).to(dtype)
+        return input.to(middle, copy=True).mul_(mask).to(dtype)
     return _masked(input, mask, _forward_scale(p, middle), middle, dtype)
 
 
@@ -192,7 +220,7 @@ def drop_backward(
     if mask is None:
         return gradient.to(middle).to(dtype)
     if mask.dtype != torch.bool:
-        return (gradient.to(middle) * mask).to(dtype)
+        return gradient.to(middle, copy=True).mul_(mask).to(dtype)
     return _masked(gradient, mask, 1 / (1 - p), middle, dtype)
 
 
@@ -207,10 +235,9 @@ def _masked(
         from poros.kernels import lora_gpu
 
         return lora_gpu.masked(values, mask, factor, middle, dtype)
-    values = values.to(middle)
-    if values.dtype in (torch.float32, torch.float64):
-        return (values * mask * factor).to(dtype)
-    return (values.float() * mask * factor).to(middle).to(dtype)
+    exact = torch.promote_types(middle, torch.float32)
+    values = values.to(middle).to(exact, copy=True).mul_(mask).mul_(factor)
+    return values.to(middle).to(dtype)
 
 
 def _forward_scale(p: float, dtype: torch.dtype) -> float:

@@ -55,11 +55,11 @@ def _masked(values, mask, result, factor, num_elements, MIDDLE: tl.constexpr, SI
     tl.store(result + at, product.to(result.dtype.element_ty), mask=inside)
 
 
-def add_scaled(result: torch.Tensor, added: torch.Tensor, how: "Added") -> torch.Tensor:
+def add_scaled(
+    result: torch.Tensor, added: torch.Tensor, how: "Added", dtype: torch.dtype
+) -> torch.Tensor:
     """``lora.add_scaled`` on a GPU."""
-    is_same = how.keeps_dtype or how.rounds
-    dtype = result.dtype if is_same else torch.promote_types(result.dtype, added.dtype)
-    sum_ = torch.empty_like(result, dtype=dtype)
+    sum_ = added if added.dtype == dtype else torch.empty_like(result, dtype=dtype)
     _launch(_add_scaled, result, added, sum_, how.scaling, ROUNDS=how.rounds)
     return sum_
 

@@ -117,8 +117,8 @@ class LayerIndex:
         """Whether the layer's own code alone decides what graph a call of it makes."""
         if any(self._hooks):
             return False
-        forwards = set(map(type, map(dict.get, self._dicts, repeat("forward"))))
-        return all(kind is NoneType or issubclass(kind, Forward) for kind in forwards)
+        forwards = map(type, map(dict.get, self._dicts, repeat("forward")))
+        return all(map(issubclass, set(forwards), repeat((NoneType, Forward))))
 
     def adapters(self) -> list[Adapter]:
         """The trainable parameters now. PEFT changes them without changing modules.

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.devices import runs_triton
 from poros.digests import SourceDigests
 from poros.head.embedding import keep_on_host
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.head.takeover import slice_loss
 from poros.host.store import HostStore, attached_store
-from poros.kernels import adapters, linear4bit
 from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back
+from poros.kernels.use import take_over
 from poros.layer.frozen import FrozenTensor, constant_parts
 from poros.layer.staying import SmallTensors
 from poros.layer.streamed import (
@@ -193,7 +192,7 @@ class Attachment:
             self._undo.callback(_call_if_alive, weakref.ref(layer), detach_layer)
             self._undo.callback(_call_if_alive, weakref.ref(layer), _use_no_kernels)
             attach_layer(layer, streamed, classes[type(layer)])
-            self._use_kernels(layer)
+            take_over(layer, self._device, self._tally)
         model = self._model()
         if model is None:
             return
@@ -222,7 +221,7 @@ class Attachment:
         """
         require_proven(layer, self._kinds)
         if is_streamed(layer):
-            self._use_kernels(layer)
+            take_over(layer, self._device, self._tally)
         known = {id(tensor.tensor) for block in self._blocks for tensor in block}
         known |= {id(part.owner) for part, _ in self._moved if part.owner.device == self._device}
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
@@ -249,12 +248,6 @@ class Attachment:
             self._move_back()
         finally:
             self._undo.close()
-
-    def _use_kernels(self, layer: nn.Module) -> None:
-        if runs_triton(self._device):
-            linear4bit.take_over(layer.modules())
-        if self._tally is not None:
-            adapters.take_over(layer.modules(), self._tally)
 
     def _move_back(self) -> None:
         # All new places first: if one cannot be had, nothing has moved.

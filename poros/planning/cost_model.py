@@ -11,6 +11,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -26,6 +27,9 @@ from transformers.utils.output_capturing import _active_collector
 from poros.errors import UnsupportedModelError
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
+from poros.kernels.adapters import Tally
+from poros.kernels.forwards import hand_back
+from poros.kernels.use import take_over
 from poros.model.inspect import find_layers
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
 from poros.planning.meta_model import Recipe, base_of, shapes_of
@@ -40,23 +44,35 @@ class CostModel:
         self.model: Any = recipe.make()
         self.shapes = shapes_of(self.model)
         _, self.layers = find_layers(self.model)
-        self._costs: dict[tuple[int, int, str], StepCost] = {}
+        self._costs: dict[tuple[int, int, str, str], StepCost] = {}
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
-        cost = self.cost(request.batch_size, request.seq_len, request.loss)
+        cost = self.cost(request.batch_size, request.seq_len, request.loss, request.adapter_kernels)
+        if request.self_check and request.adapter_kernels != "peft":
+            plain = self.cost(request.batch_size, request.seq_len, request.loss)
+            cost = replace(cost, checked=plain.layers)
         return plan_for(self.shapes, cost, request)
 
-    def cost(self, batch_size: int, seq_len: int, loss: str = "reference") -> StepCost:
-        """What one micro-batch costs, with a loss as in ``StreamingPolicy``.
+    def cost(
+        self,
+        batch_size: int,
+        seq_len: int,
+        loss: str = "reference",
+        adapter_kernels: str = "peft",
+    ) -> StepCost:
+        """What one micro-batch costs, with loss and kernels as in ``StreamingPolicy``.
 
         Raises:
             UnsupportedModelError: If the model cannot be run on the meta device.
         """
-        shape = batch_size, seq_len, loss
+        shape = batch_size, seq_len, loss, adapter_kernels
         if shape not in self._costs:
             try:
-                with _loss_as(loss, self.model):
+                with (
+                    _loss_as(loss, self.model),
+                    adapter_kernels_as(adapter_kernels, self.layers),
+                ):
                     self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
             except (RuntimeError, NotImplementedError) as error:
                 name, config = type(self.model).__name__, self.model.config
@@ -78,6 +94,19 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
     finally:
         if undo is not None:
             undo()
+
+
+@contextmanager
+def adapter_kernels_as(kernels: str, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Within it, adapters in ``layers`` run as a policy says."""
+    if kernels == "fused":
+        for layer in layers:
+            take_over(layer, torch.device("meta"), Tally())
+    try:
+        yield
+    finally:
+        for layer in layers:
+            hand_back(layer.modules())
 
 
 class LiveBytes(TorchDispatchMode):
@@ -215,17 +244,13 @@ def step_cost(
     """
     tokens = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
     live = LiveBytes()
-    walk = _Walk()
-    with FusedKernels(), _folding_without_autocast(), live, walk.over(layers, live):
-        live.know(tokens, *model.parameters(), *model.buffers())
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    for parameter in model.parameters():
-        parameter.grad = None
+    walk = Walk(layers, live)
+    walk.run(model, tokens)
     boundary = _num_bytes(walk.calls[0].args[0])
     costs: dict[object, LayerCost] = {}
     for layer, call in zip(layers, walk.calls, strict=True):
         if call.kind not in costs:
-            costs[call.kind] = _layer_cost(layer, call.args, call.kwargs)
+            costs[call.kind] = layer_cost(layer, call.args, call.kwargs)
     others = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for call in walk.calls
@@ -240,49 +265,65 @@ def step_cost(
     )
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
+    """What a layer was called with."""
+
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     kind: object
 
 
-class _Walk:
-    """The decoder layers of a model on the meta device, while the model's own forward runs.
+class Walk:
+    """One micro-batch through a model on the meta device.
 
     Each layer drops its graph, and is left out if one like it has run and nothing of it goes past
     its output.
+
+    Args:
+        layers: The model's decoder layers.
+        live: Counts what it holds.
 
     Attributes:
         calls: Of each layer.
         num_bytes: What lives after the last one, from where on its peak counts anew.
     """
 
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
+    def __init__(self, layers: Sequence[nn.Module], live: LiveBytes) -> None:
+        self.calls: list[Call] = []
         self.num_bytes = 0
+        self._layers = layers
+        self._live = live
         self._have_run: set[object] = set()
 
+    def run(self, model: nn.Module, tokens: torch.Tensor) -> None:
+        """Forward and backward, labels included."""
+        with FusedKernels(), _folding_without_autocast(), self._live, self._taking_over():
+            self._live.know(tokens, *model.parameters(), *model.buffers())
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
     @contextmanager
-    def over(self, layers: Sequence[nn.Module], live: LiveBytes) -> Iterator[None]:
-        """Take the layers' forwards over. They are the model's again afterwards."""
+    def _taking_over(self) -> Iterator[None]:
+        """Have the layers' forwards noted. They are the model's again afterwards."""
 
         def mark(module: nn.Module, args: Any, output: Any) -> None:
-            self.num_bytes = live.peak = live.now
+            self.num_bytes = self._live.peak = self._live.now
 
-        handle = layers[-1].register_forward_hook(mark)
+        handle = self._layers[-1].register_forward_hook(mark)
         try:
-            for layer in layers:
+            for layer in self._layers:
                 layer.forward = partial(self._run, layer, layer.forward)
             yield
         finally:
             handle.remove()
-            for layer in layers:
+            for layer in self._layers:
                 del layer.forward
 
     def _run(
         self, layer: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        call = _Call(args, kwargs, _kind(layer, args, kwargs))
+        call = Call(args, kwargs, _kind(layer, args, kwargs))
         self.calls.append(call)
         if call.kind in self._have_run and not _has_side_channels(kwargs):
             return torch.empty_like(args[0], requires_grad=True)
@@ -298,7 +339,7 @@ def _has_side_channels(kwargs: dict[str, Any]) -> bool:
     return is_shared or bool(_active_collector.get())
 
 
-def _layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCost:
+def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCost:
     """One layer alone, forward and backward."""
     hidden = args[0].detach().requires_grad_()
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]

@@ -117,6 +117,8 @@ class StepCost:
     loss_peak: int
     """Of the last layer's output, final norm, head and loss, forward and backward."""
     inputs: int
+    checked: Sequence[LayerCost] = ()
+    """Of the layers as the self-check runs them, with PEFT's own modules; none if no other."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +355,8 @@ class _Formula:
 
     def _first_step(self, first_kept: int, offload: bool) -> Iterator[int]:
         """Bytes of the same while a layer is checked, without the optimizer's."""
-        for index, layer in enumerate(self.cost.layers[:first_kept]):
+        layers = self.cost.checked or self.cost.layers
+        for index, layer in enumerate(layers[:first_kept]):
             yield (
                 self.gradients_above[index]
                 + self._boundaries(index + 1, offload)

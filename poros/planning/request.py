@@ -34,6 +34,7 @@ class PlanRequest:
             only if the budget is too small otherwise.
         stream_embedding: As in ``StreamingPolicy``.
         loss: Likewise.
+        adapter_kernels: Likewise.
         stream_head: Likewise; with ``loss="reference"`` the head counts as if it were resident.
         self_check: Plan for the first step too, in which every layer is checked.
         optimizer: As in ``TrainingArguments.optim``.
@@ -57,6 +58,7 @@ class PlanRequest:
     stream_embedding: bool | None = None
     loss: str = "chunked"
     stream_head: bool | None = None
+    adapter_kernels: str = "fused"
     self_check: bool = False
     optimizer: str = "adamw_torch_fused"
     optimizer_num_bytes: int | None = None
@@ -74,6 +76,7 @@ class PlanRequest:
             vram_budget=self.vram_budget,
             loss=self.loss,
             stream_head=self.stream_head,
+            adapter_kernels=self.adapter_kernels,
         )
 
     @property

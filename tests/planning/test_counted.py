@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "head and embedding on the host": {**SLICED, "stream_head": True, "stream_embedding": True},
     "llama": {"architecture": "llama"},
     "gemma3": {"architecture": "gemma3"},
-    "gemma4 with shared keys": {"architecture": "gemma4_shared_kv"},
+    "gemma4 with shared keys": {"architecture": "gemma4_shared_kv", "seq_len": 64},
     "mixtral": {"architecture": "mixtral"},
     "adapters on fused experts": {"architecture": "mixtral", "target_modules": "all-linear"},
     "on many fused experts": {"architecture": "qwen3_moe", "target_modules": "all-linear"},

@@ -17,6 +17,7 @@ import poros
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.gates import tiny
+from poros.kernels import adapters, mlp
 from poros.slots.manager import BlockManager
 from poros.streams import EagerStreams
 from tests.planning.cells import USUAL, AllocatedBytes, OperatorBytes, Steps, make, planned
@@ -122,6 +123,9 @@ def test_the_workspace_is_that_of_one_layer_alone(sizes: dict[str, int], tmp_pat
     (hidden, *rest), kwargs = calls.pop()
     hidden = hidden.detach().requires_grad_()
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+
+    adapters.take_over(layer.modules(), adapters.Tally())
+    mlp.take_over(layer.modules())
 
     def alone() -> None:
         output = layer(hidden, *rest, **kwargs)

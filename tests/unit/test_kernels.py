@@ -4,7 +4,6 @@ The interpreter rounds float32 as a GPU does, but not bfloat16: that is for test
 """
 
 from collections.abc import Sequence
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -14,17 +13,10 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from poros.kernels.dequantize import dequantize, dequantize_ref, has_kernel
 from poros.kernels.online_softmax import Running, add_logits, add_logits_ref
+from tests.support import interpreted
 
 T, V, H, WIDTH = 5, 300, 70, 128
 FP32 = 2.0**-24
-
-
-def interpreted(name: str) -> ModuleType:
-    """A module of kernels, run by the interpreter: see tests/conftest.py."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU the kernels run on it: see tests/gpu/test_kernels_on_gpu.py")
-    return import_module(name)
 
 
 @pytest.fixture

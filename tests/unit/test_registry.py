@@ -38,9 +38,9 @@ NOT_HASHED = {
     for package, modules in {
         "poros": "api cli config devices digests errors labels output reads telemetry",
         "poros.host": "disk limits mapped",
-        "poros.kernels": "dequantize_gpu online_softmax_gpu",
+        "poros.kernels": "dequantize_gpu lora_gpu online_softmax_gpu",
         "poros.layer": "refused_calls",
-        "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing",
+        "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing stats",
         "poros.planning": "cost_model formula meta_model planner request speeds",
         "poros.self_check": "attention check evidence proof switches",
         "poros.gates": "registry registry_table report trainer_parity",

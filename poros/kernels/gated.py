@@ -1,0 +1,129 @@
+"""The gated activation of a feed-forward layer: kept as what it is made of, and made again.
+
+For gate and up, each of the intermediate size (Shazeer 2020, GLU Variants, equation 6)
+
+    activation(gate) * up
+
+Autograd keeps four tensors of that size for it: gate, activation(gate), up, and for the adapter of
+the projection behind it the product. Here two are kept, gate and up; the others are computed from
+them again in backward, by the same operators, so by the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_MADE_OF = "_poros_made_of"
+_NUM_ELEMENTS = 2**25
+"""That a backward works on at a time on a GPU."""
+
+
+class Making(NamedTuple):
+    """How a product was made."""
+
+    activation: Activation
+    autocast: Callable[[], AbstractContextManager[object]]
+
+    def again(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """The product of such a gate and such an up once more; no graph."""
+        with torch.no_grad(), self.autocast():
+            return _product(gate, up, self.activation)
+
+
+class Parts(NamedTuple):
+    """What a product was made of. The tensors have no graph."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    making: Making
+    version: int
+    """Of the product, when it was made."""
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``activation(gate) * up``.
+
+    Args:
+        gate: Of any shape. Gets a gradient.
+        up: Likewise, of the same shape and dtype.
+        activation: A function of its argument alone: no state, no random numbers, no graph to
+            anything else.
+
+    Returns:
+        Of the same shape and dtype; ``parts_of`` tells what it was made of.
+
+    Streams:
+        Queued on the current stream. Kept for backward are gate and up.
+
+    Exactness:
+        The bits of ``gated_ref``, forward and gradients.
+    """
+    product: torch.Tensor = _Gated.apply(gate, up, activation)
+    if product.requires_grad:
+        making = Making(activation, _autocast_of(gate.device))
+        parts = Parts(gate.detach(), up.detach(), making, product._version)
+        product.__dict__[_MADE_OF] = parts
+    return product
+
+
+def gated_ref(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``gated`` as models compute it."""
+    return activation(gate) * up
+
+
+def parts_of(tensor: torch.Tensor) -> Parts | None:
+    """What ``tensor`` was made of by ``gated``; None if it was not, or was written to since."""
+    parts: Parts | None = tensor.__dict__.get(_MADE_OF)
+    return parts if parts is not None and parts.version == tensor._version else None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Activation
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation, ctx.autocast = activation, _autocast_of(gate.device)
+        return _product(gate, up, activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        parts = [_rows(tensor) for tensor in (gradients[0], gate, up, of_gate, of_up)]
+        for gradient, gate, up, into_gate, into_up in zip(*parts, strict=True):
+            with torch.enable_grad(), ctx.autocast():
+                leaf = gate.detach().requires_grad_()
+                activated = ctx.activation(leaf)
+            into_up.copy_(gradient * activated.detach())
+            into_gate.copy_(torch.autograd.grad(activated, leaf, gradient * up)[0])
+        return of_gate, of_up, None
+
+
+def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    activated = activation(gate)
+    return activated.mul_(up) if activated.dtype == up.dtype else activated * up
+
+
+def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """``tensor`` in parts, so that what comes in between is small.
+
+    Not on a CPU: where a vector instruction ends, its bits may be others.
+    """
+    if tensor.device.type == "cpu":
+        return [tensor]
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows.split(max(1, _NUM_ELEMENTS // rows.shape[1]))
+
+
+def _autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """What makes autocast what it is now."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext
+    dtype = torch.get_autocast_dtype(device.type)
+    return lambda: torch.autocast(device.type, dtype=dtype, cache_enabled=False)

@@ -1,0 +1,31 @@
+"""Which modules of a model run kernels of ours."""
+
+import torch
+from torch import nn
+
+from poros.devices import runs_triton
+from poros.kernels import adapters, linear4bit, mlp
+from poros.kernels.adapters import Tally
+from poros.kernels.forwards import Forward
+
+
+def take_over(module: nn.Module, device: torch.device, tally: Tally | None) -> None:
+    """Have what is in ``module`` run kernels of ours, where they come to the same.
+
+    What does so already goes on. ``poros.kernels.forwards.hand_back`` undoes it.
+
+    Args:
+        module: A layer, or a model.
+        device: Where it runs. 4-bit products are ours on a GPU.
+        tally: Counts calls of adapters; None leaves those, and what is around them, to PEFT.
+    """
+    if runs_triton(device):
+        linear4bit.take_over(module.modules())
+    if tally is not None:
+        adapters.take_over(module.modules(), tally)
+        mlp.take_over(module.modules())
+
+
+def are_used(model: nn.Module) -> bool:
+    """Whether anything in ``model`` runs kernels of ours."""
+    return any(isinstance(module.__dict__.get("forward"), Forward) for module in model.modules())

@@ -1,0 +1,399 @@
+"""A resident model with ``poros.use_adapter_kernels`` beside the same with PEFT's own modules.
+
+Compared are loss, every gradient, the order in which parameters get theirs, and the random state.
+That streamed models with these kernels equal plain ones is what all other tests here show.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import poros
+from poros.errors import PreparedModelError
+from poros.kernels import lora
+from poros.kernels.adapters import Tally
+from poros.kernels.forwards import Forward
+from poros.kernels.mlp import names_in
+from poros.kernels.use import are_used, take_over
+from tests.exact.arms import Bases
+from tests.support import same_bits
+
+Model = Any
+BF16, FP32 = torch.bfloat16, torch.float32
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS = {
+    "seven": SEVEN,
+    "qkv": SEVEN[:3],
+    "o": SEVEN[3:4],
+    "mlp": SEVEN[4:],
+}
+PHI3 = {"seven": "all-linear", "qkv": ["qkv_proj"], "o": ["o_proj"], "mlp": ["gate_up_proj"]}
+
+
+@dataclass(frozen=True)
+class Found:
+    facts: dict[str, torch.Tensor]
+    order: list[str]
+
+
+def adapted(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
+    """With LoRA that is not zero."""
+    of_base = {key: options.pop(key) for key in ("dtype", "quantize") if key in options}
+    adapters = options.pop("adapters", FP32)
+    base = bases.base(architecture, num_layers=2, dropout=0.0, **of_base)
+    settings: dict[str, Any] = {"r": 8, "target_modules": SEVEN, "task_type": "CAUSAL_LM"}
+    model: Model = get_peft_model(base, LoraConfig(**{**settings, **options}))
+    fill(model, adapters)
+    return model.train()
+
+
+def fill(model: Model, dtype: torch.dtype = FP32) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            values = 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = values.to(dtype)
+
+
+def step(model: Model, around: Callable[[], Any] = nullcontext) -> Found:
+    order: list[str] = []
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    handles = [
+        each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        for name, each in trained.items()
+    ]
+    torch.manual_seed(5)
+    tokens = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(2))
+    with around():
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    facts = {name: each.grad for name, each in trained.items() if each.grad is not None}
+    for each in trained.values():
+        each.grad = None
+    for handle in handles:
+        handle.remove()
+    return Found({"loss": loss.detach(), "random": torch.get_rng_state(), **facts}, order)
+
+
+def differences(model: Model, around: Callable[[], Any] = nullcontext) -> list[str]:
+    """What fused kernels change."""
+    plain = step(model, around)
+    assert poros.use_adapter_kernels(model) is model
+    fused = step(model, around)
+    poros.restore(model)
+    assert not are_used(model)
+    wrong = [
+        name
+        for name in {**plain.facts, **fused.facts}
+        if name not in plain.facts
+        or name not in fused.facts
+        or not same_bits(plain.facts[name], fused.facts[name])
+    ]
+    return wrong + (["order"] if plain.order != fused.order else [])
+
+
+def calls(model: Model, around: Callable[[], Any] = nullcontext) -> Tally:
+    """How the adapted modules run with our kernels."""
+    tally = Tally()
+    take_over(model, torch.device("cpu"), tally)
+    step(model, around)
+    poros.restore(model)
+    return tally
+
+
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "gemma3", "phi3"])
+def test_no_bit_changes(
+    architecture: str,
+    targets: str,
+    dtype: torch.dtype,
+    dropout: float,
+    quantize: bool,
+    bases: Bases,
+) -> None:
+    names = (PHI3 if architecture == "phi3" else TARGETS)[targets]
+    model = adapted(
+        bases,
+        architecture,
+        target_modules=names,
+        lora_dropout=dropout,
+        dtype=dtype,
+        quantize=quantize,
+    )
+    assert differences(model) == []
+    tally = calls(model)
+    assert tally.num_fused >= 2 and not tally.unfused
+
+
+autocast = partial(torch.autocast, "cpu", dtype=BF16)
+
+
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"lora_bias": True},
+        {"lora_bias": True, "lora_dropout": 0.05},
+        {"adapters": BF16},
+        {"adapters": BF16, "lora_dropout": 0.05},
+        {"init_lora_weights": "olora"},
+        {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"up_proj": 7}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_no_choice_of_lora_changes_a_bit(
+    dtype: torch.dtype, options: dict[str, Any], around: Any, quantize: bool, bases: Bases
+) -> None:
+    if options.get("init_lora_weights") == "olora" and quantize:
+        options = {**options, "init_lora_weights": True}  # it writes to the base
+    model = adapted(bases, dtype=dtype, quantize=quantize, **options)
+    assert differences(model, around) == []
+    assert calls(model, around).num_fused == 14
+
+
+def several(model: Model) -> None:
+    model.add_adapter("other", LoraConfig(r=4, target_modules=SEVEN))
+    fill(model)
+    model.base_model.set_adapter(["default", "other"])
+
+
+def dora(model: Model) -> None:
+    model.add_adapter("dora", LoraConfig(r=4, target_modules=SEVEN, use_dora=True))
+    model.set_adapter("dora")
+
+
+def hooked(model: Model) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("lora_B.default"):
+            module.register_forward_hook(lambda module, given, result: result * 1.5)
+
+
+def of_another_class(model: Model) -> None:
+    class Own(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.__class__ = Own
+
+
+def with_a_forward_of_its_own(model: Model) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("lora_dropout.default"):
+            module.forward = lambda input: input * 0.5
+
+
+def mixed(model: Model) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.bfloat16()
+
+
+# What makes PEFT's modules run as they are: how, why, and in which context.
+FALLBACKS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
+    "several": (several, "several active adapters", nullcontext),
+    "dora": (dora, "DoraLinearVariant", nullcontext),
+    "hooks": (hooked, "hooks in the adapter", nullcontext),
+    "another class": (of_another_class, "modules of other classes in the adapter", nullcontext),
+    "own forward": (with_a_forward_of_its_own, "hooks in the adapter", nullcontext),
+    "dtypes": (mixed, "matrices of several dtypes", autocast),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_what_the_operator_does_not_know_runs_as_peft_has_it(case: str, bases: Bases) -> None:
+    change, reason, around = FALLBACKS[case]
+    model = adapted(bases)
+    change(model)
+    assert differences(model, around) == []
+    tally = calls(model, around)
+    assert (tally.num_fused, dict(tally.unfused)) == (0, {reason: 14})
+
+
+def test_a_global_hook_is_seen(bases: Bases) -> None:
+    model = adapted(bases)
+    seen: list[int] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    try:
+        assert differences(model) == []
+        before = len(seen)
+        step(model)
+        expected, before = len(seen) - before, len(seen)
+        poros.use_adapter_kernels(model)
+        step(model)
+        assert len(seen) - before == expected
+    finally:
+        handle.remove()
+
+
+def test_without_adapters(bases: Bases) -> None:
+    model = adapted(bases)
+    with torch.no_grad(), model.disable_adapter():
+        expected = model(input_ids=torch.arange(20)[None]).logits
+        poros.use_adapter_kernels(model)
+        assert same_bits(model(input_ids=torch.arange(20)[None]).logits, expected)
+    with torch.no_grad():
+        assert not same_bits(model(input_ids=torch.arange(20)[None]).logits, expected)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_without_a_graph_the_same_operator_runs(around: Any, bases: Bases) -> None:
+    """Which one runs does not depend on who asks for gradients."""
+    model = adapted(bases, lora_dropout=0.05)
+    tally = Tally()
+    take_over(model, torch.device("cpu"), tally)
+    tokens = torch.arange(20)[None]
+    torch.manual_seed(0)
+    expected = model(input_ids=tokens).logits
+    torch.manual_seed(0)
+    with around():
+        found = model(input_ids=tokens).logits
+    assert tally.num_fused == 28
+    assert same_bits(found.detach().clone(), expected.detach())
+
+
+def test_control_a_wrong_operator_is_seen(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        lora,
+        "add_scaled",
+        lambda result, added, how: result + added.to(result.dtype) * how.scaling,
+    )
+    assert "loss" in differences(adapted(bases, lora_alpha=5))
+
+
+def test_control_another_order_is_seen(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nodes between that hand A its gradient before B."""
+    genuine = lora._AddLora.apply
+    monkeypatch.setattr(
+        lora._AddLora,
+        "apply",
+        lambda result, input, bias, b, a, how: genuine(result, input, bias, b[...], a[...], how),
+    )
+    assert differences(adapted(bases)) == ["order"]
+
+
+# ------------------------------------------------------------------- using and leaving it
+
+
+def test_it_is_undone(bases: Bases) -> None:
+    model = adapted(bases)
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    poros.use_adapter_kernels(model)
+    poros.use_adapter_kernels(model)
+    assert are_used(model)
+    poros.restore(model)
+    assert [module.__dict__.get("forward") for module in model.modules()] == forwards
+    with pytest.raises(PreparedModelError, match="expected a prepared model"):
+        poros.restore(model)
+
+
+def test_a_prepared_model_uses_them_already(bases: Bases) -> None:
+    model = adapted(bases)
+    poros.use_adapter_kernels(model)
+    with pytest.raises(PreparedModelError, match="runs adapter kernels already"):
+        poros.prepare(model)
+    poros.restore(model)
+    poros.prepare(model)
+    with pytest.raises(PreparedModelError, match="expected a resident model"):
+        poros.use_adapter_kernels(model)
+    poros.restore(model)
+    assert not are_used(model)
+
+
+@pytest.mark.parametrize("kernels", ["fused", "peft"])
+def test_stats_count_calls(kernels: str, bases: Bases) -> None:
+    model = adapted(bases)
+    poros.prepare(model, adapter_kernels=kernels)
+    step(model)
+    stats = poros.runtime(model).stats()
+    assert stats["num_unfused_adapters"] == 0 and stats["fallbacks"] == []
+    # Forward and recomputation; the check runs PEFT's own.
+    assert stats["num_fused_adapters"] == (28 if kernels == "fused" else 0)
+
+
+def test_stats_say_why_not(bases: Bases) -> None:
+    model = adapted(bases)
+    several(model)
+    poros.prepare(model)
+    step(model)
+    stats = poros.runtime(model).stats()
+    assert (stats["num_fused_adapters"], stats["num_unfused_adapters"]) == (0, 28)
+    assert stats["fallbacks"] == ["adapters ran as PEFT has them: several active adapters"]
+
+
+def test_an_adapter_that_comes_later_is_fused_too(bases: Bases) -> None:
+    model = adapted(bases, target_modules=SEVEN[:1])
+    poros.prepare(model, self_check="off")
+    model.add_adapter("other", LoraConfig(r=4, target_modules=SEVEN[3:]))
+    model.set_adapter("other")
+    step(model)
+    assert poros.runtime(model).stats()["num_fused_adapters"] == 2 * 2 * 4
+    poros.restore(model)
+    assert not are_used(model)
+
+
+def test_a_copy_has_forwards_of_its_own(bases: Bases) -> None:
+    model = adapted(bases, dtype=FP32, quantize=False)
+    poros.use_adapter_kernels(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for module in other.modules():
+            forward = module.__dict__.get("forward")
+            assert forward is None or (isinstance(forward, Forward) and forward._module() is module)
+        fill(model)
+        expected = step(model)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        found = step(other)
+        fill(other)
+        model.load_state_dict(other.state_dict())
+        assert all(same_bits(found.facts[name], expected.facts[name]) for name in expected.facts)
+
+
+# ------------------------------------------------------------------- which modules are gated
+
+
+class Gated(nn.Module):
+    """Comments and a docstring do not matter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What it does."""
+        # It does this.
+        result = self.w2(self.act(self.w1(x)) * self.w3(x))
+        return result
+
+
+class UpFirst(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w3(x) * self.act(self.w1(x)))  # type: ignore[no-any-return]
+
+
+class Clamped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clamp(-1, 1)
+        return self.w2(self.act(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class OfTwo(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.act(self.w1(x)) * self.w3(y))  # type: ignore[no-any-return]
+
+
+def test_which_modules_are_gated() -> None:
+    assert names_in(Gated) == ("w2", "act", "w1", "w3")
+    assert [names_in(kind) for kind in (UpFirst, Clamped, OfTwo, nn.Linear)] == [None] * 4

@@ -1,0 +1,258 @@
+"""``add_lora`` and ``gated`` against their references, bit for bit: a CPU and the interpreter.
+
+The interpreter rounds float32 and float16 as a GPU does, but not bfloat16: that is for tests/gpu.
+"""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from poros.kernels import lora
+from poros.kernels.gated import gated, gated_ref, parts_of
+from poros.kernels.lora import Added, add_lora, add_lora_ref
+from tests.support import interpreted, same_bits
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROWS, COLUMNS, RANK = 48, 80, 8
+
+
+def added(
+    dtype: torch.dtype,
+    dropout: float = 0.0,
+    *,
+    rounds: bool = True,
+    keeps: bool = False,
+    scaling: float = 2.0 / 3.0,
+) -> Added:
+    return Added(scaling, dropout, dtype, rounds, keeps)
+
+
+def tensors(
+    dtype: torch.dtype, adapters: torch.dtype, bias: bool = False
+) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        values = torch.randn(*shape, generator=generator)
+        return values.to(dtype).requires_grad_()
+
+    return [
+        normal(2, 7, ROWS, dtype=dtype),
+        normal(2, 7, COLUMNS, dtype=dtype),
+        normal(RANK, COLUMNS, dtype=adapters),
+        normal(ROWS, RANK, dtype=adapters),
+        normal(ROWS, dtype=adapters) if bias else None,
+    ]
+
+
+def outcome(
+    run: Callable[..., torch.Tensor], given: list[torch.Tensor | None], how: Any
+) -> list[torch.Tensor]:
+    """The sum, all gradients, and the random state behind it."""
+    torch.manual_seed(3)
+    sum_ = run(*given, how)
+    state = torch.get_rng_state()
+    arriving = torch.randn(sum_.shape, generator=torch.Generator().manual_seed(1)).to(sum_.dtype)
+    wanted = [each for each in given if each is not None and each.requires_grad]
+    return [sum_.detach(), *torch.autograd.grad(sum_, wanted, arriving), state]
+
+
+def differing(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[int]:
+    return [
+        number for number, pair in enumerate(zip(left, right, strict=True)) if not same_bits(*pair)
+    ]
+
+
+# The dtypes of a model, of its adapters, and of what dropout sees.
+DTYPES = [(BF16, FP32, FP32), (FP16, FP32, FP32), (FP32, FP32, FP32), (BF16, BF16, BF16)]
+AS_PEFT = {"4-bit": {"rounds": True, "keeps": False}, "dense": {"rounds": False, "keeps": True}}
+# Under autocast PEFT's dense modules cast before dropout, and 4-bit ones not at all.
+AUTOCAST = [
+    ((FP32, BF16, FP32), {"rounds": False, "keeps": True}),
+    ((BF16, BF16, FP32), {"rounds": False, "keeps": True}),
+    ((FP32, BF16, FP32), {"rounds": False, "keeps": False}),
+    ((BF16, FP16, BF16), {"rounds": False, "keeps": False}),
+]
+CASES = [*product(DTYPES, AS_PEFT.values()), *AUTOCAST]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize(("dtypes", "kind"), CASES)
+def test_equals_what_peft_computes(
+    dtypes: tuple[torch.dtype, ...], kind: dict[str, bool], dropout: float, bias: bool
+) -> None:
+    how = added(dtypes[2], dropout, **kind)
+    given = tensors(*dtypes[:2], bias)
+    assert differing(outcome(add_lora, given, how), outcome(add_lora_ref, given, how)) == []
+
+
+@pytest.mark.parametrize("frozen", range(4), ids=["result", "input", "A", "B"])
+def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
+    given = tensors(BF16, FP32)
+    given[frozen].requires_grad_(False)  # type: ignore[union-attr]
+    how = added(FP32, 0.05)
+    assert differing(outcome(add_lora, given, how), outcome(add_lora_ref, given, how)) == []
+
+
+def test_what_is_not_finite_goes_where_it_goes_in_peft() -> None:
+    given = tensors(BF16, FP32)
+    result, input, a, _, _ = given
+    with torch.no_grad():
+        assert result is not None and input is not None and a is not None
+        result[0, 0, 0], input[0, 1, 3], input[1, 2, 5] = float("inf"), float("inf"), float("nan")
+        a[1, 1] = float("-inf")
+    for dropout in (0.0, 0.05):
+        how = added(FP32, dropout)
+        found, expected = (outcome(run, given, how) for run in (add_lora, add_lora_ref))
+        assert all(
+            torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+            for a, b in zip(found, expected, strict=True)
+        )
+        assert any(each.isnan().any() for each in found)
+
+
+FAULTS: dict[str, Callable[[torch.Tensor, torch.Tensor, Added], torch.Tensor]] = {
+    "not rounded before it is added": lambda result, term, how: (result + term * how.scaling).to(
+        result.dtype
+    ),
+    "scaled after rounding": lambda result, term, how: result + term.to(result.dtype) * how.scaling,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_control_another_rounding_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "add_scaled", FAULTS[fault])
+    given, how = tensors(BF16, FP32), added(FP32)
+    assert differing(outcome(add_lora, given, how), outcome(add_lora_ref, given, how)) == [0]
+
+
+def kept_num_bytes(run: Callable[[], torch.Tensor], known: list[torch.Tensor]) -> int:
+    """What autograd keeps of it besides ``known``."""
+    found = {each.untyped_storage().data_ptr(): 0 for each in known}
+    sizes = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in found:
+            found[storage.data_ptr()] = storage.nbytes()
+            sizes.append(tensor)  # alive, or its address would be used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = run()
+    assert result.requires_grad
+    return sum(found.values())
+
+
+def test_kept_is_the_input_itself() -> None:
+    given = [each for each in tensors(BF16, FP32) if each is not None]
+    num_tokens, how = 14, added(FP32)
+    fused = kept_num_bytes(lambda: add_lora(*given, None, how), given)
+    plain = kept_num_bytes(lambda: add_lora_ref(*given, None, how), given)
+    assert fused == num_tokens * RANK * 4
+    assert plain == fused + num_tokens * COLUMNS * 4
+
+
+ACTIVATIONS = [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU()]
+
+
+def gate_and_up(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(3, 5, COLUMNS, generator=generator).to(dtype).requires_grad_() for _ in "ab"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_gated_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
+    given: list[torch.Tensor | None] = [*gate_and_up(dtype)]
+    assert differing(outcome(gated, given, activation), outcome(gated_ref, given, activation)) == []
+
+
+@pytest.mark.parametrize("frozen", range(2), ids=["gate", "up"])
+def test_gated_with_a_frozen_part(frozen: int) -> None:
+    given = gate_and_up(BF16)
+    given[frozen].requires_grad_(False)
+    both = [outcome(run, [*given], nn.SiLU()) for run in (gated, gated_ref)]
+    assert differing(*both) == []
+
+
+def test_of_gated_only_gate_and_up_are_kept() -> None:
+    given = gate_and_up(BF16)
+    assert kept_num_bytes(lambda: gated(*given, nn.SiLU()), given) == 0
+    assert kept_num_bytes(lambda: gated_ref(*given, nn.SiLU()), given) > 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_behind_gated_the_product_is_made_again(dropout: float) -> None:
+    gate, up = gate_and_up(BF16)
+    _, _, a, b, _ = tensors(BF16, FP32)
+    base = torch.randn(3, 5, ROWS, generator=torch.Generator().manual_seed(2)).bfloat16()
+    how = added(FP32, dropout)
+
+    def run(activate: Any, add: Any) -> Callable[..., torch.Tensor]:
+        return lambda gate, up, a, b, _: add(base, activate(gate, up, nn.SiLU()), a, b, None, how)
+
+    given: list[torch.Tensor | None] = [gate, up, a, b]
+    fused = outcome(run(gated, add_lora), given, how)
+    assert differing(fused, outcome(run(gated_ref, add_lora_ref), given, how)) == []
+    known = [gate, up, a, b]
+    kept = kept_num_bytes(lambda: run(gated, add_lora)(*given, how), known)
+    mask = 15 * COLUMNS * 4 if dropout else 0
+    assert kept == 15 * RANK * 4 + mask
+
+
+def test_a_product_that_was_written_to_is_kept_as_it_is() -> None:
+    product_ = gated(*gate_and_up(BF16), nn.SiLU())
+    assert parts_of(product_) is not None
+    product_.mul_(2)
+    assert parts_of(product_) is None
+    assert parts_of(product_.detach()) is None
+
+
+# ------------------------------------------------------------------- kernels
+
+
+@pytest.fixture
+def gpu() -> Any:
+    return interpreted("poros.kernels.lora_gpu")
+
+
+def values(dtype: torch.dtype, num: int = 5000) -> torch.Tensor:
+    found = torch.randn(num, generator=torch.Generator().manual_seed(num)).to(dtype)
+    found[:3] = torch.tensor([float("inf"), float("-inf"), -0.0]).to(dtype)
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "of_added"), [(FP32, FP32), (FP16, FP32), (FP16, FP16)])
+@pytest.mark.parametrize("kind", AS_PEFT)
+def test_kernel_add_scaled(gpu: Any, dtype: torch.dtype, of_added: torch.dtype, kind: str) -> None:
+    how = added(FP32, **AS_PEFT[kind])
+    result, term = values(dtype), values(of_added, 5001)[:5000]
+    expected = lora.add_scaled(result, term.clone(), how)
+    found = gpu.add_scaled(result, term.clone(), how, lora.sum_dtype(result, term, how))
+    assert same_bits(found, expected)
+
+
+def test_kernel_scale(gpu: Any) -> None:
+    gradient = values(FP16)
+    assert same_bits(gpu.scale(gradient, 2 / 3, FP32), lora.scale(gradient, 2 / 3, FP32))
+
+
+@pytest.mark.parametrize("dtypes", [(FP16, FP32, FP32), (FP32, FP32, FP16), (FP16, FP16, FP16)])
+def test_kernel_masked(gpu: Any, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> None:
+    dtype, middle, wanted = dtypes
+    given = values(dtype)
+    mask = torch.rand(given.shape, generator=torch.Generator().manual_seed(5)) < 0.9
+    mask[:1] = False  # what is infinite becomes NaN
+    found = gpu.masked(given, mask, 1 / 0.9, middle, wanted)
+    expected = lora.drop_backward(given, mask, 0.1, middle, wanted)
+    finite = ~found.isnan()
+    assert torch.equal(finite, ~expected.isnan()) and not finite.all()
+    assert same_bits(found[finite], expected[finite])

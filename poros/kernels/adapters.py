@@ -6,20 +6,21 @@ module by module and call by call; both give the same bits.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from poros.kernels.autocast import cached_cast
+from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.forwards import Forward, replace
+from poros.kernels.hooks import has_hooks
+from poros.kernels.left_out import leave_out
 from poros.kernels.lora import Added, add_lora
+from poros.kernels.unformed import Unformed, forget
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOKS_OF_ALL = [f"_global{kind}" for kind in _HOOKS]
-_OF_ALL = vars(nn.modules.module)
 
 
 class Tally:
@@ -28,11 +29,42 @@ class Tally:
     Attributes:
         num_fused: Calls that took the operator.
         unfused: Calls that ran as PEFT has them, by reason.
+        num_left_out: Calls in recomputations whose result nobody needed.
     """
 
     def __init__(self) -> None:
         self.num_fused = 0
         self.unfused: Counter[str] = Counter()
+        self.num_left_out = 0
+        self._left_out: list[tuple[_Forward, Unformed]] | None = None
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A recomputation whose result is there already: what only adds to it may be left out.
+
+        At its end what was left out can no longer be computed.
+        """
+        self._left_out = []
+        try:
+            yield
+        finally:
+            left_out, self._left_out = self._left_out, None
+            forget(tensor for _, tensor in left_out)
+
+    def settle(self) -> None:
+        """The recomputation has run. What it has read after all is not left out again."""
+        for forward, tensor in self._left_out or ():
+            forward.is_read |= tensor.is_formed
+            self.num_left_out += not tensor.is_formed
+
+    def leaves_out(self, forward: "_Forward") -> bool:
+        """Whether the result of that module need not be computed now."""
+        return self._left_out is not None and forward.is_last and not forward.is_read
+
+    def note(self, forward: "_Forward", result: torch.Tensor) -> None:
+        """``result`` of that module is without values."""
+        if self._left_out is not None and isinstance(result, Unformed):
+            self._left_out.append((forward, result))
 
 
 class _Lora(NamedTuple):
@@ -50,6 +82,10 @@ class _Forward(Forward):
         super().__init__(module)
         self._tally = tally
         self._is_4bit = is_4bit
+        self.is_last = False
+        """Whether its result goes into that of the layer by sums alone."""
+        self.is_read = False
+        """Whether it was read all the same."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(), self._tally, self._is_4bit)
@@ -67,7 +103,12 @@ class _Forward(Forward):
             own: torch.Tensor = self._own(module, input, *args, **kwargs)
             return own
         self._tally.num_fused += 1
-        result = module._modules["base_layer"](input)
+        base, result = module._modules["base_layer"], None
+        leaves_out = self._tally.leaves_out(self)
+        if leaves_out:
+            result = leave_out(base, input)
+        if result is None:
+            result = base(input)
         # Of a 4-bit module PEFT leaves dtypes to autocast, and asks for that of a GPU wherever the
         # module runs.
         rounds = self._is_4bit and not torch.is_autocast_enabled("cuda")
@@ -80,13 +121,35 @@ class _Forward(Forward):
             not self._is_4bit,
         )
         a, b, bias = lora[:3]
-        dtype = _autocast_dtype(input.device)
+        dtype = autocast_dtype(input.device)
         if dtype is not None:
             # In the order in which autocast makes them for linear: that of their gradients.
             a = _as_autocast(a, dtype)
             bias = None if bias is None else _as_autocast(bias, dtype)
             b = _as_autocast(b, dtype)
-        return add_lora(result, input, a, b, bias, how)
+        sum_ = add_lora(result, input, a, b, bias, how, self)
+        if leaves_out:
+            self._tally.note(self, sum_)
+        return sum_
+
+
+def note_last(results: Iterable[torch.Tensor]) -> None:
+    """Note which adapted modules only add to the result of a layer.
+
+    Args:
+        results: What the layer gave, with its graph.
+    """
+    nodes = [result.grad_fn for result in results]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None:
+            continue
+        if node.name() == "AddBackward0":
+            nodes += [follower for follower, _ in node.next_functions]
+        else:
+            owner = getattr(node, "owner", None)
+            if isinstance(owner, _Forward):
+                owner.is_last = True
 
 
 def take_over(modules: Iterable[nn.Module], tally: Tally) -> None:
@@ -147,32 +210,13 @@ def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
         return "matrices of several dtypes"
     if input.dim() < 2 or not input.is_contiguous() or input.numel() == 0:
         return "an input that is empty, or not contiguous"
-    if _autocast_dtype(input.device) is not None:
+    if autocast_dtype(input.device) is not None:
         if torch.is_autocast_cache_enabled() and not torch.is_grad_enabled():
             return ""  # autocast keeps its casts for whoever comes next in its region
         if input.is_leaf and input.requires_grad:
             # Its cast would be shared with the other modules that get it.
             return "an input that is a leaf, under autocast"
     return _Lora(a, b, bias, module.scaling[name], p)
-
-
-def has_hooks(*modules: nn.Module) -> bool:
-    """Whether anybody else takes part in calls of any of these modules."""
-    for module in modules:
-        own = module.__dict__
-        if "forward" in own:
-            return True
-        for kind in _HOOKS:
-            if own[kind]:
-                return True
-    return any(map(_OF_ALL.__getitem__, _HOOKS_OF_ALL))
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """In which autocast multiplies on ``device``; None if it is off."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
 
 
 def _as_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,15 @@
-"""What autocast makes of a parameter, and keeps."""
+"""Whether autocast is on, and what it makes of a parameter and keeps."""
 
 from typing import Any
 
 import torch
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """In which autocast multiplies on ``device``; None if it is off."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def cached_cast(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from poros.kernels.autocast import autocast_dtype
+
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 _MADE_OF = "_poros_made_of"
@@ -123,7 +125,7 @@ def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
     """What makes autocast what it is now."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    dtype = autocast_dtype(device)
+    if dtype is None:
         return nullcontext
-    dtype = torch.get_autocast_dtype(device.type)
     return lambda: torch.autocast(device.type, dtype=dtype, cache_enabled=False)

@@ -23,6 +23,7 @@ from torch import nn
 
 from poros.devices import runs_triton
 from poros.kernels.gated import parts_of
+from poros.kernels.unformed import Unformed
 
 
 class Added(NamedTuple):
@@ -46,6 +47,7 @@ def add_lora(
     b: torch.Tensor,
     bias: torch.Tensor | None,
     how: Added,
+    owner: object = None,
 ) -> torch.Tensor:
     """``result`` and what LoRA adds to it.
 
@@ -56,10 +58,11 @@ def add_lora(
         b: Of shape (rows, rank), likewise.
         bias: Of shape (rows,), likewise; or None.
         how: See there.
+        owner: Whoever calls; the node in the graph has it as ``owner``.
 
     Returns:
         Of shape (..., rows), in the dtype of ``result``, or if ``how`` does not keep that, in the
-        one that both are promoted to.
+        one that both are promoted to. If ``result`` is an ``Unformed``, so is this.
 
     Streams:
         Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
@@ -73,7 +76,7 @@ def add_lora(
         # PEFT's operators see A and B through a transposition each, and the bias as it is; without
         # these nodes chance would order the three.
         a, b = a.t(), b.t()
-    sum_: torch.Tensor = _AddLora.apply(result, input, bias, b, a, how)
+    sum_: torch.Tensor = _AddLora.apply(result, input, bias, b, a, how, owner)
     return sum_
 
 
@@ -104,6 +107,7 @@ class _AddLora(torch.autograd.Function):
         b: torch.Tensor,
         a: torch.Tensor,
         how: Added,
+        owner: object,
     ) -> torch.Tensor:
         if bias is not None:
             a, b = a.t(), b.t()
@@ -116,6 +120,16 @@ class _AddLora(torch.autograd.Function):
         ctx.save_for_backward(b, a, hidden, mask, *sources)
         ctx.how, ctx.has_bias, ctx.result_dtype = how, bias is not None, result.dtype
         ctx.input_form = input.shape, input.dtype
+        ctx.owner = owner
+        if isinstance(result, Unformed):
+            dtype = sum_dtype(result.dtype, b.dtype, how)
+            return Unformed(
+                result.shape,
+                dtype,
+                result.device,
+                lambda: add_scaled(result.values(), nn.functional.linear(hidden, b, bias), how),
+                [hidden, b] if bias is None else [hidden, b, bias],
+            )
         return add_scaled(result, nn.functional.linear(hidden, b, bias), how)
 
     @staticmethod
@@ -125,7 +139,7 @@ class _AddLora(torch.autograd.Function):
         b, a, hidden, mask, *sources = ctx.saved_tensors
         how: Added = ctx.how
         shape, dtype = ctx.input_form
-        wants_result, wants_input, wants_bias, wants_b, wants_a, _ = ctx.needs_input_grad
+        wants_result, wants_input, wants_bias, wants_b, wants_a, *_ = ctx.needs_input_grad
         of_result = gradient.to(ctx.result_dtype) if wants_result else None
         of_input = of_b = of_a = of_bias = None
         scaled = scale(gradient, how.scaling, hidden.dtype).reshape(-1, b.shape[0])
@@ -148,7 +162,7 @@ class _AddLora(torch.autograd.Function):
         if ctx.has_bias:
             of_b = of_b if of_b is None else of_b.t()
             of_a = of_a if of_a is None else of_a.t()
-        return of_result, of_input, of_bias, of_b, of_a, None
+        return of_result, of_input, of_bias, of_b, of_a, None, None
 
 
 def _dropout(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -168,7 +182,7 @@ def add_scaled(result: torch.Tensor, added: torch.Tensor, how: Added) -> torch.T
     if _takes_kernel(result, added):
         from poros.kernels import lora_gpu
 
-        return lora_gpu.add_scaled(result, added, how, sum_dtype(result, added, how))
+        return lora_gpu.add_scaled(result, added, how, sum_dtype(result.dtype, added.dtype, how))
     added = added.mul_(how.scaling)
     if how.rounds:
         added = added.to(result.dtype)
@@ -179,10 +193,9 @@ def add_scaled(result: torch.Tensor, added: torch.Tensor, how: Added) -> torch.T
     return sum_.to(result.dtype) if how.keeps_dtype else sum_
 
 
-def sum_dtype(result: torch.Tensor, added: torch.Tensor, how: Added) -> torch.dtype:
-    """Of ``result`` and what is added."""
-    keeps = how.keeps_dtype or how.rounds
-    return result.dtype if keeps else torch.promote_types(result.dtype, added.dtype)
+def sum_dtype(result: torch.dtype, added: torch.dtype, how: Added) -> torch.dtype:
+    """Of a result and what is added, of these dtypes."""
+    return result if how.keeps_dtype or how.rounds else torch.promote_types(result, added)
 
 
 def scale(gradient: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from poros.kernels.adapters import has_hooks
 from poros.kernels.forwards import Forward, replace
 from poros.kernels.gated import gated
+from poros.kernels.hooks import has_hooks
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)
 """Functions of their argument alone."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
+from poros.kernels.adapters import Tally
 from poros.layer.adapters import staying_places
 from poros.layer.audit import GraphAudit
 from poros.layer.casts import is_region_within
@@ -39,6 +40,7 @@ class ModelContext:
         admit: Brings what has come to a layer since ``poros.prepare`` to the device.
         explain: Makes the device's lack of memory, in a layer of that name, an error that says
             what a step needs.
+        tally: Counts calls of adapters; None if they run as PEFT has them.
 
     Attributes:
         visits: Of all its layers.
@@ -58,6 +60,7 @@ class ModelContext:
         tied_adapters: Sequence[str],
         admit: Callable[[nn.Module], None],
         explain: Callable[[str, torch.OutOfMemoryError], Exception],
+        tally: Tally | None,
     ) -> None:
         self._model = weakref.ref(model)
         self.device = device
@@ -65,6 +68,7 @@ class ModelContext:
         self.tied_adapters = tied_adapters
         self.admit = admit
         self.explain = explain
+        self.tally = tally
         self.visits = Visits()
         self.regions = AutocastRegions(device)
         self.offloader: ActivationOffloader | None = None

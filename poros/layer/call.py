@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from poros.errors import RematerializationError
+from poros.kernels.adapters import note_last
 from poros.layer.args import tree_flatten, tree_unflatten
 from poros.layer.audit import Uses
 from poros.layer.body import LayerBody
@@ -87,6 +88,8 @@ class LayerCall:
         )
         self.is_pending = True
         """Whether no backward has passed yet."""
+        self.is_unwatched = False
+        """Whether its own code alone sees what is computed inside it; known after the forward."""
         self.keeps_recomputed = False
         """Whether somebody wants to see what the recomputation gives."""
         self.recomputed: list[torch.Tensor] | None = None
@@ -176,6 +179,9 @@ class LayerCall:
                 "Use an adapter that does not (coft=False), or call poros.restore(model) and train "
                 "this one resident"
             )
+        self.is_unwatched = is_fixed and not self.layer.is_compiled
+        if self.is_unwatched:
+            note_last(results)
         # What the layer has changed now it will change again.
         self._contents.attributes.disregard(self._attributes)
         self._contents.note_names()

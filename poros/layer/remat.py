@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from poros.errors import RematerializationError
+from poros.kernels.unformed import forget, values_of
 from poros.layer.call import LayerCall
 from poros.layer.handover import hand_in, leaves
 from poros.layer.retained import Remains, saved_tensors
@@ -86,11 +87,16 @@ class RematerializeLayer(torch.autograd.Function):
             sources = [*inputs, *call.stand_ins]
             wanted = [source for source in sources if source.requires_grad]
             outgoing: Sequence[torch.Tensor | None] = [None] * len(wanted)
-            watching = call.layer.context.watching_graph
-            with nullcontext() if watching is None else watching():
-                results = call.recompute(inputs)
-            if call.keeps_recomputed:
-                call.recomputed = [result.detach() for result in results]
+            watching, tally = call.layer.context.watching_graph, call.layer.context.tally
+            leaves_out = tally is not None and call.is_unwatched
+            with tally.recomputing() if tally is not None and leaves_out else nullcontext():
+                with nullcontext() if watching is None else watching():
+                    results = call.recompute(inputs)
+                if tally is not None:
+                    tally.settle()
+                if call.keeps_recomputed:
+                    call.recomputed = [values_of(result.detach()) for result in results]
+            forget(results)
             # Outside of the replayed state: a resident run takes gradients in the caller's.
             pairs = [
                 (result, gradient)

@@ -171,6 +171,7 @@ class Runtime:
             inventory.tied_adapters,
             self._attachment.admit,
             self.sizer.explain,
+            self.tally,
         )
         if self.room.offload_inputs:
             context.offloader = self.offloader

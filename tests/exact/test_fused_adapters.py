@@ -8,13 +8,12 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 
 import poros
@@ -24,12 +23,12 @@ from poros.kernels.adapters import Tally
 from poros.kernels.forwards import Forward
 from poros.kernels.mlp import names_in
 from poros.kernels.use import are_used, take_over
+from tests.exact.adapter_arms import SEVEN, adapted, fill, step
 from tests.exact.arms import Bases
 from tests.support import same_bits
 
 Model = Any
 BF16, FP32 = torch.bfloat16, torch.float32
-SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS = {
     "seven": SEVEN,
     "qkv": SEVEN[:3],
@@ -37,51 +36,6 @@ TARGETS = {
     "mlp": SEVEN[4:],
 }
 PHI3 = {"seven": "all-linear", "qkv": ["qkv_proj"], "o": ["o_proj"], "mlp": ["gate_up_proj"]}
-
-
-@dataclass(frozen=True)
-class Found:
-    facts: dict[str, torch.Tensor]
-    order: list[str]
-
-
-def adapted(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
-    """With LoRA that is not zero."""
-    of_base = {key: options.pop(key) for key in ("dtype", "quantize") if key in options}
-    adapters = options.pop("adapters", FP32)
-    base = bases.base(architecture, num_layers=2, dropout=0.0, **of_base)
-    settings: dict[str, Any] = {"r": 8, "target_modules": SEVEN, "task_type": "CAUSAL_LM"}
-    model: Model = get_peft_model(base, LoraConfig(**{**settings, **options}))
-    fill(model, adapters)
-    return model.train()
-
-
-def fill(model: Model, dtype: torch.dtype = FP32) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            values = 0.1 * torch.randn(parameter.shape, generator=generator)
-            parameter.data = values.to(dtype)
-
-
-def step(model: Model, around: Callable[[], Any] = nullcontext) -> Found:
-    order: list[str] = []
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    handles = [
-        each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-        for name, each in trained.items()
-    ]
-    torch.manual_seed(5)
-    tokens = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(2))
-    with around():
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    facts = {name: each.grad for name, each in trained.items() if each.grad is not None}
-    for each in trained.values():
-        each.grad = None
-    for handle in handles:
-        handle.remove()
-    return Found({"loss": loss.detach(), "random": torch.get_rng_state(), **facts}, order)
 
 
 def differences(model: Model, around: Callable[[], Any] = nullcontext) -> list[str]:

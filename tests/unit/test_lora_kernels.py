@@ -236,7 +236,7 @@ def test_kernel_add_scaled(gpu: Any, dtype: torch.dtype, of_added: torch.dtype, 
     how = added(FP32, **AS_PEFT[kind])
     result, term = values(dtype), values(of_added, 5001)[:5000]
     expected = lora.add_scaled(result, term.clone(), how)
-    found = gpu.add_scaled(result, term.clone(), how, lora.sum_dtype(result, term, how))
+    found = gpu.add_scaled(result, term.clone(), how, lora.sum_dtype(result.dtype, term.dtype, how))
     assert same_bits(found, expected)
 
 

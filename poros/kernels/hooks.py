@@ -1,0 +1,26 @@
+"""Whether anybody else takes part in the call of a module."""
+
+from torch import nn
+
+from poros.kernels.forwards import Forward
+
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_ALL_KINDS = [f"_global{kind}" for kind in _KINDS]
+_OF_ALL = vars(nn.modules.module)
+
+
+def has_hooks(*modules: nn.Module, but_ours: bool = False) -> bool:
+    """Whether any of these modules has hooks, of its own or of all, or a forward set on it.
+
+    Args:
+        but_ours: Leave forwards of ours out of account.
+    """
+    for module in modules:
+        own = module.__dict__
+        forward = own.get("forward")
+        if forward is not None and not (but_ours and isinstance(forward, Forward)):
+            return True
+        for kind in _KINDS:
+            if own[kind]:
+                return True
+    return any(map(_OF_ALL.__getitem__, _OF_ALL_KINDS))

@@ -1,0 +1,59 @@
+"""A model with LoRA that is not zero, and one step of it: what tests of adapter kernels compare."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.exact.arms import Bases
+
+Model = Any
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Found:
+    facts: dict[str, torch.Tensor]
+    order: list[str]
+
+
+def adapted(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
+    """With LoRA that is not zero."""
+    of_base = {key: options.pop(key) for key in ("dtype", "quantize") if key in options}
+    adapters = options.pop("adapters", torch.float32)
+    base = bases.base(architecture, num_layers=2, dropout=0.0, **of_base)
+    settings: dict[str, Any] = {"r": 8, "target_modules": SEVEN, "task_type": "CAUSAL_LM"}
+    model: Model = get_peft_model(base, LoraConfig(**{**settings, **options}))
+    fill(model, adapters)
+    return model.train()
+
+
+def fill(model: Model, dtype: torch.dtype = torch.float32) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            values = 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = values.to(dtype)
+
+
+def step(model: Model, around: Callable[[], Any] = nullcontext) -> Found:
+    order: list[str] = []
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    handles = [
+        each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        for name, each in trained.items()
+    ]
+    torch.manual_seed(5)
+    tokens = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(2))
+    with around():
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    facts = {name: each.grad for name, each in trained.items() if each.grad is not None}
+    for each in trained.values():
+        each.grad = None
+    for handle in handles:
+        handle.remove()
+    return Found({"loss": loss.detach(), "random": torch.get_rng_state(), **facts}, order)

@@ -37,7 +37,8 @@ def collect(
         slices of the head that went there for the loss).
 
         Of adapters: ``num_fused_adapters`` and ``num_unfused_adapters`` (calls of LoRA modules that
-        took ``poros.kernels.lora``, and that ran as PEFT has them).
+        took ``poros.kernels.lora``, and that ran as PEFT has them), ``num_left_out_adapters``
+        (those in recomputations whose result nobody needed, and which was not computed).
 
         ``fallbacks``: one line each.
     """
@@ -63,6 +64,7 @@ def collect(
         "num_resizes": num_resizes,
         "num_fused_adapters": tally.num_fused if tally is not None else 0,
         "num_unfused_adapters": sum(unfused.values()),
+        "num_left_out_adapters": tally.num_left_out if tally is not None else 0,
         "fallbacks": host.fallbacks
         + offloader.fallbacks
         + rows.fallbacks

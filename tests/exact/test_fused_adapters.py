@@ -237,7 +237,9 @@ def test_control_another_order_is_seen(bases: Bases, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         lora._AddLora,
         "apply",
-        lambda result, input, bias, b, a, how: genuine(result, input, bias, b[...], a[...], how),
+        lambda result, input, bias, b, a, *rest: genuine(
+            result, input, bias, b[...], a[...], *rest
+        ),
     )
     assert differences(adapted(bases)) == ["order"]
 

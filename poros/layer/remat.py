@@ -88,7 +88,8 @@ class RematerializeLayer(torch.autograd.Function):
             wanted = [source for source in sources if source.requires_grad]
             outgoing: Sequence[torch.Tensor | None] = [None] * len(wanted)
             watching, tally = call.layer.context.watching_graph, call.layer.context.tally
-            leaves_out = tally is not None and call.is_unwatched
+            # A mode that sees operators would see tensors without values.
+            leaves_out = call.is_unwatched and not torch._C._len_torch_dispatch_stack()
             with tally.recomputing() if tally is not None and leaves_out else nullcontext():
                 with nullcontext() if watching is None else watching():
                     results = call.recompute(inputs)

@@ -230,7 +230,9 @@ class Runtime:
         Returns:
             ``mode``, ``status`` (pending, passed, failed, unproven or off), ``message`` (the
             mismatch, if any), ``proved_with_deterministic_attention`` and ``not_provable`` (names
-            of layers that do not repeat themselves: see ``poros.self_check.check``).
+            of layers that do not repeat themselves: see ``poros.self_check.check``), ``kernels``
+            (those of the layers that were compared with: PEFT's own, or ours where PEFT's do not
+            fit into the budget).
         """
         return self._findings()
 
@@ -418,4 +420,5 @@ def _nothing_checked() -> dict[str, Any]:
         "message": None,
         "proved_with_deterministic_attention": [],
         "not_provable": [],
+        "kernels": None,
     }

@@ -203,6 +203,8 @@ class Sizer:
         """Those that need the most; others fit wherever these do."""
         self._conditions: object = None
         self._plan: MemoryPlan | None = None
+        self.check_kernels = "peft"
+        """With which adapter kernels the self-check runs a layer to compare with."""
 
     @property
     def decides(self) -> bool:
@@ -253,7 +255,10 @@ class Sizer:
     def estimated(self, shape: Shape, wanted: Wanted, is_checking: bool) -> "MemoryPlan":
         """An estimate, or an error by which trainers know that a batch is too large."""
         try:
-            return self._estimate(shape, self.budget, wanted, is_checking)
+            plan = self._estimate(shape, self.budget, wanted, is_checking)
+            if is_checking:
+                self.check_kernels = plan.check_kernels
+            return plan
         except VRAMBudgetError as error:
             raise VRAMBudgetError(
                 f"{error}\nRefused before it could end in a CUDA out of memory."

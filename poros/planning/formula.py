@@ -30,7 +30,7 @@ larger of wire and compute in forward, and again in backward.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -151,6 +151,9 @@ class MemoryPlan:
     speeds: Speeds | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """What was planned for: batch size, sequence length."""
+    check_kernels: str = "peft"
+    """With which adapter kernels the self-check runs a layer to compare with: PEFT's own modules
+    keep more of it, so where those do not fit into the budget it takes ours."""
 
     @property
     def total_num_bytes(self) -> int:
@@ -173,6 +176,7 @@ class MemoryPlan:
             "tflop_per_s": self.speeds and self.speeds.tflop_per_s,
             "host_num_bytes": self.host_num_bytes,
             "vram_budget": self.vram_budget,
+            "check_kernels": self.check_kernels,
             **self.options,
         }
 
@@ -190,6 +194,16 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
         PolicyError: If its optimizer is not known.
         VRAMBudgetError: If not even two slots fit; it names the floor and the terms.
     """
+    try:
+        return _plan_for(shapes, cost, request)
+    except VRAMBudgetError:
+        if not (request.self_check and cost.checked):
+            raise
+    found = _plan_for(shapes, replace(cost, checked=()), request)
+    return replace(found, check_kernels="fused")
+
+
+def _plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan:
     formula = _Formula(shapes, cost, request)
     budget, num_blocks = request.budget, len(formula.blocks)
     least = min(MIN_SLOTS, num_blocks)

@@ -103,6 +103,7 @@ class SelfCheck:
         self.proved_otherwise: dict[str, bool] = {}
         self.not_provable: list[str] = []
         self._runs = Runs(runtime)
+        self._sizer = runtime.sizer
         self._without_gradient: set[int] = set()
         """Layers of which only the forward was checked: nothing below them is trained."""
 
@@ -122,6 +123,7 @@ class SelfCheck:
             "message": self.message,
             "proved_with_deterministic_attention": list(self.proved_otherwise),
             "not_provable": list(self.not_provable),
+            "kernels": self._sizer.check_kernels,
         }
 
     @property
@@ -243,6 +245,11 @@ class SelfCheck:
             logger.warning("poros: self-check failed in %s; training goes on", self.message)
         elif self.status == "passed":
             logger.info("poros: self-check passed: %d layers, 0 differing bits", self.num_layers)
+            if self._sizer.check_kernels != "peft":
+                logger.warning(
+                    "poros: the self-check compared with resident layers that run our adapter "
+                    "kernels: the budget has no room for PEFT's own modules at this length"
+                )
         if mismatch is None and self._is_complete:
             self._report_proofs()
 

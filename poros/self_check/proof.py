@@ -2,7 +2,8 @@
 
 ``resident`` runs the layer's own forward in an ordinary graph over frozen tensors that are loaded
 afresh, synchronously, into memory of their own, with PEFT's own modules and bitsandbytes' kernels:
-neither slots, streams and copies nor the recomputation take part, nor kernels of ours.
+neither slots, streams and copies nor the recomputation take part, nor kernels of ours (but where
+the budget has no room for PEFT's modules, which keep more for backward).
 ``streamed`` runs it as the step did, through slots, copies and recomputation, over a block that is
 copied anew into a slot that held something else before, and overwritten by another block as soon as
 nothing reads it any more. Both leave no trace: random states are put back, no gradient is
@@ -92,6 +93,7 @@ class Runs:
         self._constants = runtime.constants
         self._manager = runtime.manager
         self._visits = runtime.context.visits
+        self._sizer = runtime.sizer
 
     def resident(
         self,
@@ -230,8 +232,9 @@ class Runs:
 
         self._visits.end_all()
         with self._visits.begin(streamed_layer(layer).name, undo):
-            # 4-bit products are bitsandbytes' own, adapters PEFT's.
-            taken_back.append(hand_back(layer.modules()))
+            # 4-bit products are bitsandbytes' own, adapters PEFT's, if there is room for them.
+            if self._sizer.check_kernels == "peft":
+                taken_back.append(hand_back(layer.modules()))
             bindings.swap_in()
             for _, owner, key, parameter in places:
                 owner[key] = proxies[id(parameter)]

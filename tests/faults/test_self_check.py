@@ -111,6 +111,7 @@ def test_a_run_with_the_check_ends_as_one_without(case: str) -> None:
         "message": None,
         "proved_with_deterministic_attention": [],
         "not_provable": [],
+        "kernels": "peft",
     }
 
 

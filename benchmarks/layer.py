@@ -45,7 +45,9 @@ def inside(layer: nn.Module) -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         for name, module in layer.named_modules():
-            if name and ".lora_" not in name:  # or they would run as PEFT has them
+            # Hooks on these would have the layer run as it is written.
+            is_inner = ".lora_" in name or not (module._modules or module._parameters)
+            if name and not is_inner:
                 stack.callback(module.register_forward_pre_hook(enter(name)).remove)
                 stack.callback(module.register_forward_hook(leave).remove)
         yield names

@@ -1,0 +1,139 @@
+"""LoRA's operator, gated activations and what is left out, on a GPU, to the bit."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import poros
+from poros.gates import tiny
+from poros.kernels import lora
+from poros.kernels.gated import gated, gated_ref
+from poros.kernels.lora import Added, add_lora, add_lora_ref
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SHAPES = [(3584, 3584, 16), (512, 3584, 8), (18944, 3584, 16), (3584, 18944, 64), (33, 70, 4)]
+DTYPES = [(BF16, FP32, FP32), (FP16, FP32, FP32), (FP32, FP32, FP32), (BF16, BF16, BF16)]
+KINDS = [(True, False), (False, True)]
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    as_bytes = [each.detach().contiguous().flatten().view(torch.uint8) for each in (left, right)]
+    return left.dtype == right.dtype and torch.equal(*as_bytes)
+
+
+def outcome(run: Any, given: list[Any], *how: Any) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    sum_ = run(*given, *how)
+    state = torch.cuda.get_rng_state()
+    generator = torch.Generator("cuda").manual_seed(1)
+    arriving = torch.randn(sum_.shape, device="cuda", generator=generator).to(sum_.dtype)
+    wanted = [each for each in given if each is not None]
+    return [sum_.detach(), *torch.autograd.grad(sum_, wanted, arriving), state]
+
+
+def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("num_tokens", [7, 512, 2048])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_what_peft_computes(
+    shape: tuple[int, int, int], num_tokens: int, dropout: float
+) -> None:
+    rows, columns, rank = shape
+    for (dtype, adapters, middle), (rounds, keeps), bias in product(DTYPES, KINDS, (False, True)):
+        given = [
+            normal(2, num_tokens, rows, dtype=dtype),
+            normal(2, num_tokens, columns, dtype=dtype),
+            normal(rank, columns, dtype=adapters),
+            normal(rows, rank, dtype=adapters),
+            normal(rows, dtype=adapters) if bias else None,
+        ]
+        how = Added(2 / 3, dropout, middle, rounds, keeps)
+        found, expected = (outcome(run, given, how) for run in (add_lora, add_lora_ref))
+        assert all(map(same, found, expected)), (dtype, adapters, rounds, bias)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_what_dropout_gave_is_made_again(dtype: torch.dtype) -> None:
+    """For rates whose quotients round differently in float32 and float64."""
+    input = torch.randn(64, 3001, device="cuda").to(dtype)
+    differing = 0
+    for percent in range(1, 100):
+        p = percent / 100
+        dropped, mask = torch.native_dropout(input, p, True)
+        assert same(lora.drop(input, mask, p, dtype, dtype), dropped), p
+        backward = torch.ops.aten.native_dropout_backward(input, mask, 1 / (1 - p))
+        assert same(lora.drop_backward(input, mask, p, dtype, dtype), backward), p
+        differing += not same(backward, dropped)
+    assert dtype is not FP32 or differing > 0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(
+    "activation", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU()], ids=str
+)
+def test_gated_equals_what_models_compute(activation: nn.Module, dtype: torch.dtype) -> None:
+    """In several parts: see ``poros.kernels.gated``."""
+    given = [normal(3, 1024, 18944, dtype=dtype) for _ in "ab"]
+    assert all(map(same, *(outcome(run, given, activation) for run in (gated, gated_ref))))
+
+
+def test_a_hundred_times_the_same() -> None:
+    given = [normal(512, 3584, dtype=BF16), normal(512, 18944, dtype=BF16)]
+    given += [normal(16, 18944, dtype=FP32), normal(3584, 16, dtype=FP32)]
+    how = Added(0.5, 0.05, FP32, True, False)
+    expected = outcome(add_lora, [*given, None], how)
+    for _ in range(100):
+        assert all(map(same, outcome(add_lora, [*given, None], how), expected))
+
+
+def gradients(model: Any, autocast: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    tokens = torch.randint(0, 100, (2, 300), device="cuda")
+    with torch.autocast("cuda", dtype=BF16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return {"loss": loss.detach(), "random": torch.cuda.get_rng_state(), **found}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "gemma3", "phi3"])
+def test_a_model_trains_as_with_peft(
+    architecture: str,
+    dtype: torch.dtype,
+    dropout: float,
+    quantize: bool,
+    autocast: bool,
+    tmp_path: Path,
+) -> None:
+    """Resident, and streamed, which leaves out last products."""
+    config = tiny.small_config(architecture, num_layers=3, hidden_size=128)
+    tiny.write_checkpoint(config, tmp_path / "checkpoint", dtype=dtype)
+    base = tiny.load_base(tmp_path / "checkpoint", dtype=dtype, quantize=quantize, device="cuda")
+    model = tiny.attach_lora(base, dropout=dropout).train()
+    expected = gradients(model, autocast)
+    poros.use_adapter_kernels(model)
+    resident = gradients(model, autocast)
+    poros.restore(model)
+    poros.prepare(model, slots=2, loss="reference")
+    streamed = [gradients(model, autocast) for _ in range(2)]
+    stats = poros.runtime(model).stats()
+    assert stats["num_fused_adapters"] > 0 and not stats["fallbacks"]
+    if architecture in ("qwen2", "llama", "mistral") and not (autocast and dtype is FP32):
+        assert stats["num_left_out_adapters"] == 2 * 3
+    for found in (resident, *streamed):
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not same(found[name], expected[name])] == []

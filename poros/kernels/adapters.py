@@ -206,17 +206,22 @@ def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
             return "" if hasattr(tensor, "is_watched") else f"a {type(tensor).__name__}"
         if tensor.device != input.device or not tensor.dtype.is_floating_point:
             return "tensors on several devices, or not of floats"
+        if not tensor.is_contiguous():
+            return "tensors that are not contiguous"  # other products would be taken
     if a.dtype != b.dtype or (bias is not None and bias.dtype != b.dtype):
         return "matrices of several dtypes"
-    if input.dim() < 2 or not input.is_contiguous() or input.numel() == 0:
-        return "an input that is empty, or not contiguous"
+    if input.dim() < 2 or input.numel() == 0:
+        return "an empty input"
+    scaling = module.scaling[name]
+    if not isinstance(scaling, int | float):
+        return "a scaling that is no number"
     if autocast_dtype(input.device) is not None:
         if torch.is_autocast_cache_enabled() and not torch.is_grad_enabled():
             return ""  # autocast keeps its casts for whoever comes next in its region
         if input.is_leaf and input.requires_grad:
             # Its cast would be shared with the other modules that get it.
             return "an input that is a leaf, under autocast"
-    return _Lora(a, b, bias, module.scaling[name], p)
+    return _Lora(a, b, bias, scaling, p)
 
 
 def _as_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

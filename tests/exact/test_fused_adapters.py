@@ -105,6 +105,7 @@ autocast = partial(torch.autocast, "cpu", dtype=BF16)
         {"adapters": BF16},
         {"adapters": BF16, "lora_dropout": 0.05},
         {"init_lora_weights": "olora"},
+        {"r": 1},
         {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"up_proj": 7}},
     ],
     ids=str,
@@ -159,6 +160,18 @@ def mixed(model: Model) -> None:
             module.bfloat16()
 
 
+def transposed(model: Model) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.weight.data = module.weight.data.t().contiguous().t()
+
+
+def scaled_by_a_tensor(model: Model) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] = torch.tensor(1.5)
+
+
 # What makes PEFT's modules run as they are: how, why, and in which context.
 FALLBACKS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "several": (several, "several active adapters", nullcontext),
@@ -166,6 +179,8 @@ FALLBACKS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "hooks": (hooked, "hooks in the adapter", nullcontext),
     "another class": (of_another_class, "modules of other classes in the adapter", nullcontext),
     "own forward": (with_a_forward_of_its_own, "hooks in the adapter", nullcontext),
+    "transposed": (transposed, "tensors that are not contiguous", nullcontext),
+    "a tensor": (scaled_by_a_tensor, "a scaling that is no number", nullcontext),
     "dtypes": (mixed, "matrices of several dtypes", autocast),
 }
 

@@ -99,6 +99,17 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
     assert differing(outcome(add_lora, given, how), outcome(add_lora_ref, given, how)) == []
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_of_one(rank: int, num_tokens: int) -> None:
+    result, input, a, b, _ = tensors(BF16, FP32)
+    assert result is not None and input is not None and a is not None and b is not None
+    parts = [result[:1, :num_tokens], input[:1, :num_tokens], a[:rank], b[:, :rank]]
+    given = [part.detach().clone().contiguous().requires_grad_() for part in parts]
+    both = [outcome(run, [*given, None], added(FP32, 0.05)) for run in (add_lora, add_lora_ref)]
+    assert differing(*both) == []
+
+
 def test_what_is_not_finite_goes_where_it_goes_in_peft() -> None:
     given = tensors(BF16, FP32)
     result, input, a, _, _ = given

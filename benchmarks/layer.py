@@ -29,6 +29,7 @@ from poros.planning.cost_model import (
     adapter_kernels_as,
     layer_cost,
 )
+from poros.planning.formula import LayerCost
 from poros.planning.meta_model import Recipe
 
 
@@ -53,8 +54,18 @@ def inside(layer: nn.Module) -> Iterator[list[str]]:
         yield names
 
 
-def kept(layer: nn.Module, call: Call) -> Counter[tuple[str, ...]]:
-    """Bytes by module, dtype and shape."""
+def kept(
+    model: CostModel, seq_len: int, adapter_kernels: str
+) -> tuple[Counter[tuple[str, ...]], LayerCost]:
+    """Bytes by module, dtype and shape; and the first layer's cost."""
+    layer, walk = model.layers[0], Walk(model.layers, LiveBytes())
+    with adapter_kernels_as(adapter_kernels, model.layers):
+        walk.run(model.model, torch.empty((1, seq_len), dtype=torch.long, device="meta"))
+        call = walk.calls[0]
+        return _kept(layer, call), layer_cost(layer, call.args, call.kwargs)
+
+
+def _kept(layer: nn.Module, call: Call) -> Counter[tuple[str, ...]]:
     found = Counter[tuple[str, ...]]()
     known = {tensor.untyped_storage()._cdata for tensor in (*layer.parameters(), *layer.buffers())}
     alive: list[Any] = []  # or their addresses would be used again
@@ -85,11 +96,7 @@ def main() -> None:
         r=options.rank, target_modules=list(TARGETS), task_type="CAUSAL_LM", lora_dropout=0.0
     )
     model = CostModel(Recipe.of(config_of(options.model), "nf4", torch.bfloat16, adapters))
-    walk = Walk(model.layers, LiveBytes())
-    with adapter_kernels_as(options.adapter_kernels, model.layers):
-        walk.run(model.model, torch.empty((1, options.seq), dtype=torch.long, device="meta"))
-        found = kept(model.layers[0], walk.calls[0])
-        layer = layer_cost(model.layers[0], walk.calls[0].args, walk.calls[0].kwargs)
+    found, layer = kept(model, options.seq, options.adapter_kernels)
     print(
         f"{options.model}, 1 x {options.seq} tokens, LoRA of rank {options.rank}, "
         f"adapter kernels {options.adapter_kernels}, GB (1e9 bytes)\n"

@@ -89,7 +89,7 @@ def prepare_with(
             f"expected a model that is not prepared, found one prepared with {existing.policy}; "
             "call poros.restore(model) before preparing it with another policy"
         )
-    if are_used(model):
+    if isinstance(model, nn.Module) and are_used(model):
         raise PreparedModelError(
             "expected a model with its own modules, found one that runs adapter kernels already "
             "(poros.use_adapter_kernels); call poros.restore(model) first: poros.prepare uses them "

@@ -6,15 +6,14 @@ module by module and call by call; both give the same bits.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
-from poros.kernels.forwards import Forward, replace
+from poros.kernels.forwards import Forward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
 from poros.kernels.left_out import leave_out
 from poros.kernels.lora import Added, add_lora
@@ -38,18 +37,14 @@ class Tally:
         self.num_left_out = 0
         self._left_out: list[tuple[_Forward, Unformed]] | None = None
 
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """A recomputation whose result is there already: what only adds to it may be left out.
-
-        At its end what was left out can no longer be computed.
-        """
+    def begin(self) -> None:
+        """A recomputation whose result is there already: what only adds to it may be left out."""
         self._left_out = []
-        try:
-            yield
-        finally:
-            left_out, self._left_out = self._left_out, None
-            forget(tensor for _, tensor in left_out)
+
+    def end(self) -> None:
+        """It is over: what was left out can no longer be computed."""
+        left_out, self._left_out = self._left_out, None
+        forget([tensor for _, tensor in left_out or ()])
 
     def settle(self) -> None:
         """The recomputation has run. What it has read after all is not left out again."""
@@ -90,8 +85,7 @@ class _Forward(Forward):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(), self._tally, self._is_4bit)
 
-    def __call__(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        module = self._module()
+    def run(self, module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         lora: _Lora | str = "arguments besides the input"
         if torch.compiler.is_compiling():
             lora = "compiled"
@@ -100,7 +94,7 @@ class _Forward(Forward):
         if not isinstance(lora, _Lora):
             if lora:
                 self._tally.unfused[lora] += 1
-            own: torch.Tensor = self._own(module, input, *args, **kwargs)
+            own: torch.Tensor = self.own(module, input, *args, **kwargs)
             return own
         self._tally.num_fused += 1
         base, result = module._modules["base_layer"], None
@@ -161,7 +155,7 @@ def take_over(modules: Iterable[nn.Module], tally: Tally) -> None:
     from peft.tuners.lora import Linear, Linear4bit
 
     def forward_of(module: nn.Module) -> Forward | None:
-        if type(module) in (Linear, Linear4bit):
+        if type(module) in (Linear, Linear4bit) and has_own_forward(type(module)):
             return _Forward(module, tally, is_4bit=type(module) is Linear4bit)
         return None
 

@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Forward:
-    """What one module does instead of its own forward. Subclasses are called as that is called.
+    """What one module does instead of its own forward; called as that is called.
 
     Args:
         module: Whose it is; held weakly, or the module would live until Python looks for cycles.
@@ -20,14 +20,31 @@ class Forward:
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Callable[[], Any] = weakref.ref(module)
-        self._own: Callable[..., Any] = type(module).forward
+        self._known: Callable[..., Any] = type(module).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if type(module).forward is not self._known:
+            # Somebody has given the class another one since.
+            return type(module).forward(module, *args, **kwargs)
+        return self.run(module, *args, **kwargs)
+
+    def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do it."""
         raise NotImplementedError
+
+    def own(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the module itself does."""
+        return self._known(module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the module gets one that is its own.
         return type(self), (self._module(),)
+
+
+def has_own_forward(kind: Any) -> bool:
+    """Whether instances of a class run what was written for it: nobody has replaced that since."""
+    return getattr(kind.forward, "__module__", None) == kind.__module__
 
 
 def replace(

@@ -11,6 +11,7 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_dtype
 from poros.kernels.dequantize import dequantize
+from poros.kernels.forwards import has_own_forward
 from poros.kernels.hooks import has_hooks
 from poros.kernels.unformed import Unformed
 from poros.nf4 import state_of
@@ -34,7 +35,11 @@ def leave_out(module: Any, input: torch.Tensor) -> torch.Tensor | None:
     from bitsandbytes.nn import Linear4bit
 
     kind = type(module)
-    if kind not in (nn.Linear, Linear4bit) or has_hooks(module, but_ours=True):
+    if (
+        kind not in (nn.Linear, Linear4bit)
+        or not has_own_forward(kind)
+        or has_hooks(module, but_ours=True)
+    ):
         return None
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     state = state_of(weight) if kind is Linear4bit else None

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from poros.kernels.dequantize import dequantize, has_kernel
-from poros.kernels.forwards import Forward, replace
+from poros.kernels.forwards import Forward, has_own_forward, replace
 from poros.nf4 import state_of
 
 
@@ -102,8 +102,7 @@ def _fused(
 class _Forward(Forward):
     """A ``Linear4bit`` that multiplies by ``linear_4bit``."""
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        module: Any = self._module()
+    def run(self, module: Any, input: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, module.bias
         state = state_of(weight)
         dtype = module.compute_dtype or input.dtype
@@ -118,7 +117,7 @@ class _Forward(Forward):
             or input.shape[-1] != state.shape[-1]
             or (bias is not None and (bias.requires_grad or bias.dtype != dtype))
         ):
-            result: torch.Tensor = self._own(module, input)
+            result: torch.Tensor = self.own(module, input)
             return result
         return linear_4bit(input.to(dtype), weight, state, bias).to(input.dtype)
 
@@ -131,4 +130,5 @@ def take_over(modules: Iterable[nn.Module]) -> None:
     """
     from bitsandbytes.nn import Linear4bit
 
-    replace(modules, lambda module: _Forward(module) if type(module) is Linear4bit else None)
+    if has_own_forward(Linear4bit):
+        replace(modules, lambda module: _Forward(module) if type(module) is Linear4bit else None)

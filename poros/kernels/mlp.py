@@ -11,7 +11,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -42,14 +42,12 @@ class _Names(NamedTuple):
 class _Forward(Forward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        kind: Any = type(module)
-        names = names_in(kind)
+        names = names_in(type(module).forward)
         if names is None:
-            raise TypeError(f"expected a gated feed-forward module, found {kind.__name__}")
+            raise TypeError(f"expected a gated feed-forward, found {type(module).__name__}")
         self._names = names
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+    def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         parts = module._modules
         activation = parts.get(self._names.activation)
         if (
@@ -60,7 +58,7 @@ class _Forward(Forward):
             or has_hooks(activation)
             or getattr(activation, "inplace", False)
         ):
-            return self._own(module, *args, **kwargs)
+            return self.own(module, *args, **kwargs)
         (input,) = args
         gate = parts[self._names.gate](input)
         up = parts[self._names.up](input)
@@ -86,19 +84,21 @@ def take_over(modules: Iterable[nn.Module]) -> None:
     """
 
     def forward_of(module: nn.Module) -> Forward | None:
-        kind: Any = type(module)
-        return None if names_in(kind) is None else _Forward(module)
+        if type(module).__module__.startswith(("torch.", "peft.")):
+            return None
+        return None if names_in(type(module).forward) is None else _Forward(module)
 
     replace(modules, forward_of)
 
 
 @cache
-def names_in(kind: Any) -> _Names | None:
-    """Under which names a class holds the parts of a gated feed-forward; None if it is none."""
-    if not issubclass(kind, nn.Module) or kind.__module__.startswith(("torch.", "peft.")):
-        return None
+def names_in(forward: Callable[..., Any]) -> _Names | None:
+    """Under which names a module with this forward holds the parts of a gated feed-forward.
+
+    None if it is none.
+    """
     try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(kind.forward))).body
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from poros.errors import UnsupportedModelError
+from poros.kernels.adapters import note_last
 from poros.layer.arrival import Path, Use, arrivals
 from poros.layer.early import EarlyCasts
 
@@ -115,6 +116,7 @@ class GraphAudit:
         stand_ins: Sequence[torch.Tensor],
         first_casts: Mapping[int, int],
     ) -> Uses:
+        note_last(results)
         numbers = {id(source): number for number, source in enumerate((*inputs, *stand_ins))}
         order: list[int] = []
         casts: list[int] = []

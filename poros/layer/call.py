@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from poros.errors import RematerializationError
-from poros.kernels.adapters import note_last
 from poros.layer.args import tree_flatten, tree_unflatten
 from poros.layer.audit import Uses
 from poros.layer.body import LayerBody
@@ -180,8 +179,6 @@ class LayerCall:
                 "this one resident"
             )
         self.is_unwatched = is_fixed and not self.layer.is_compiled
-        if self.is_unwatched:
-            note_last(results)
         # What the layer has changed now it will change again.
         self._contents.attributes.disregard(self._attributes)
         self._contents.note_names()

@@ -90,13 +90,18 @@ class RematerializeLayer(torch.autograd.Function):
             watching, tally = call.layer.context.watching_graph, call.layer.context.tally
             # A mode that sees operators would see tensors without values.
             leaves_out = call.is_unwatched and not torch._C._len_torch_dispatch_stack()
-            with tally.recomputing() if tally is not None and leaves_out else nullcontext():
+            if tally is not None and leaves_out:
+                tally.begin()
+            try:
                 with nullcontext() if watching is None else watching():
                     results = call.recompute(inputs)
                 if tally is not None:
                     tally.settle()
                 if call.keeps_recomputed:
                     call.recomputed = [values_of(result.detach()) for result in results]
+            finally:
+                if tally is not None:
+                    tally.end()
             forget(results)
             # Outside of the replayed state: a resident run takes gradients in the caller's.
             pairs = [

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "large vocabulary": {"vocab_size": 8192},
     "short": {"seq_len": 16},
     "long": {"seq_len": 512, "vocab_size": 128},
-    "batch of two": {"batch_size": 2, "seq_len": 32},
+    "batch of two": {"batch_size": 2, "seq_len": 96},
     "batch of three": {"batch_size": 3, "seq_len": 64},
     "high rank": {"rank": 64},
     "four slots": {"slots": 4},

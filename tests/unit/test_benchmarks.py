@@ -303,10 +303,15 @@ def test_offloading_brings_the_base_back(tmp_path: Path) -> None:
 def test_what_a_layer_keeps_adds_up() -> None:
     adapters = LoraConfig(r=4, target_modules=list(TARGETS), task_type="CAUSAL_LM")
     model = CostModel(Recipe.of(config_of("tiny"), "nf4", torch.bfloat16, adapters))
-    found, cost = layer.kept(model, 64)
-    # Its input is the boundary, which is counted apart.
-    assert sum(found.values()) == pytest.approx(cost.layers[0].saved, rel=0.02)
-    assert found[("mlp.down_proj.lora_A.default", "float32", "(64, 128)")] == 64 * 128 * 4
+    found, cost = layer.kept(model, 64, "peft")
+    # Its input is the boundary, and positions are shared, which are counted apart.
+    shared = 2 * 64 * 16 * 2
+    assert sum(found.values()) - shared == cost.saved
+    copies = "mlp.down_proj", "float32", "(64, 128)"
+    assert found[copies] == 64 * 128 * 4
+    found, cost = layer.kept(model, 64, "fused")
+    assert sum(found.values()) - shared == cost.saved
+    assert copies not in found
 
 
 def test_other_bits_are_reported(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ class Estimated:
         self.num_slots, self.keep_last = wanted.num_slots, wanted.keep_last
         self.offload_boundaries = bool(wanted.offload_inputs)
         self.num_blocks, self.total_num_bytes = NUM_LAYERS, 1
+        self.check_kernels = "peft"
 
     def table(self) -> str:
         return "nothing"

@@ -23,7 +23,7 @@ PYTEST := -m pytest -q
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 COMMA := ,
 
-.PHONY: help venv demo test test-all test-oldest gpu-test lint format types
+.PHONY: help venv demo test test-all test-oldest gpu-test peft-tests lint format types
 
 help:
 	@echo "make demo         build, fine-tune and check a small model, end to end"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-all     the slow tests as well"
 	@echo "make test-oldest  the test suite on the oldest versions that pyproject.toml admits"
 	@echo "make gpu-test     the tests that need a CUDA device"
+	@echo "make peft-tests   PEFT's own tests of LoRA, with our operator (PEFT_SOURCE=DIR)"
 	@echo "make lint         ruff: rules and format        make format  apply both"
 	@echo "make types        mypy"
 	@echo "make venv         only create .venv"
@@ -108,3 +109,14 @@ $(STAMP):
 
 $(STAMP_OLDEST):
 	$(call install,$(VENV_OLDEST),constraints-oldest.txt,dev)
+
+# PEFT's own tests of LoRA, with our operator in its modules. They want PEFT's test dependencies.
+PEFT_TESTS := LoraConfig or lora or dora or Lora or Dora
+peft-tests: $(READY)
+	@test -d "$(PEFT_SOURCE)/tests" || { echo "peft-tests: expected PEFT_SOURCE=DIR, the unpacked" \
+		"sdist of the installed PEFT, found '$(PEFT_SOURCE)'"; exit 2; }
+	touch $(PEFT_SOURCE)/tests/__init__.py
+	cd $(PEFT_SOURCE) && HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/tests:$$PYTHONPATH \
+		$(if $(filter /%,$(PYTHON)),$(PYTHON),$(CURDIR)/$(PYTHON)) $(PYTEST) -c /dev/null --rootdir . \
+		-p peft_plugin -p no:cacheprovider -k "$(PEFT_TESTS)" tests/test_lora_variants.py \
+		tests/test_custom_models.py tests/test_initialization.py

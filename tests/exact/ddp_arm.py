@@ -99,8 +99,12 @@ def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def arms_of(name: str) -> list[str]:
-    """A third one without DDP shows that ranks do exchange gradients; one cell is enough for it."""
-    return ["resident", "streamed"] + ["alone"] * (name == "no_sync")
+    """One cell each is enough for a third one.
+
+    Without DDP, it shows that ranks do exchange gradients; or resident with our adapter kernels.
+    """
+    third = {"no_sync": ["alone"], "default": ["kernels"]}
+    return ["resident", "streamed", *third.get(name, [])]
 
 
 def run_loop(
@@ -194,6 +198,8 @@ def main(folder: Path, cells: list[str]) -> None:
             model.to(device)
             if cell.policy.get("loss") == "chunked":
                 slice_resident_loss(model)
+        if arm == "kernels":
+            poros.use_adapter_kernels(model)
         if cell.trainer:
             found = run_trainer(model, folder / arm)
         else:

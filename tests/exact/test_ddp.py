@@ -124,6 +124,12 @@ def test_three_ranks_sum_in_the_order_of_a_resident_run(essential: Path) -> None
     assert len(assert_exact(essential, "default")) == 3
 
 
+def test_a_resident_run_with_our_kernels_fills_the_same_buckets(essential: Path) -> None:
+    resident, kernels = (load(essential, "default", arm) for arm in ("resident", "kernels"))
+    for expected, found in zip(resident, kernels, strict=True):
+        assert [str(each) for each in compare_mappings(expected, found)] == []
+
+
 @pytest.mark.slow
 def test_four_ranks_do_too(tmp_path: Path) -> None:
     launch(tmp_path, ["four_ranks"], 4)

@@ -4,7 +4,13 @@ Recognised are classes whose own forward is, as written, of the form
 
     self.down(self.activation(self.gate(x)) * self.up(x))
 
-as in Llama, Mistral, Qwen, Gemma, OLMo and others. All parts are called as modules, as before.
+as in Llama, Mistral, Qwen, Gemma, OLMo and others, or, as in Phi-3 and GLM,
+
+    both = self.gate_up(x)
+    gate, up = both.chunk(2, dim=-1)
+    self.down(up * self.activation(gate))
+
+All parts are called as modules, as before.
 """
 
 import ast
@@ -26,17 +32,28 @@ from poros.kernels.hooks import has_hooks
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)
 """Functions of their argument alone."""
 
-_FORM = re.compile(
-    r"self\.(?P<down>\w+)\(self\.(?P<activation>\w+)\(self\.(?P<gate>\w+)\((?P<input>\w+)\)\)"
-    r" \* self\.(?P<up>\w+)\((?P=input)\)\)"
-)
+_FORMS = [
+    re.compile(
+        r"return self\.(?P<down>\w+)\(self\.(?P<activation>\w+)\(self\.(?P<gate>\w+)\("
+        r"(?P<input>\w+)\)\) \* self\.(?P<up>\w+)\((?P=input)\)\)"
+    ),
+    re.compile(
+        r"(?P<both>\w+) = self\.(?P<gate>\w+)\((?P<input>\w+)\)\n"
+        r"(?P<first>\w+), (?P<second>\w+) = (?P=both)\.chunk\(2, dim=-1\)\n"
+        r"(?P<product>\w+) = (?P=second) \* self\.(?P<activation>\w+)\((?P=first)\)\n"
+        r"return self\.(?P<down>\w+)\((?P=product)\)"
+    ),
+]
 
 
-class _Names(NamedTuple):
+class Names(NamedTuple):
+    """Under which names a module holds its parts."""
+
     down: str
     activation: str
     gate: str
-    up: str
+    up: str | None
+    """None if one projection gives both."""
 
 
 class _Forward(Forward):
@@ -48,8 +65,8 @@ class _Forward(Forward):
         self._names = names
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = module._modules
-        activation = parts.get(self._names.activation)
+        parts, names = module._modules, self._names
+        activation = parts.get(names.activation)
         if (
             len(args) != 1
             or kwargs
@@ -60,20 +77,23 @@ class _Forward(Forward):
         ):
             return self.own(module, *args, **kwargs)
         (input,) = args
-        gate = parts[self._names.gate](input)
-        up = parts[self._names.up](input)
-        if (
-            type(gate) is torch.Tensor
-            and type(up) is torch.Tensor
-            and gate.shape == up.shape
-            and gate.dtype == up.dtype
-            and gate.is_contiguous()
-            and up.is_contiguous()
-        ):
+        gate = parts[names.gate](input)
+        if names.up is None:
+            is_plain = type(gate) is torch.Tensor and gate.is_contiguous()
+            gate, up = gate.chunk(2, dim=-1)
+        else:
+            up = parts[names.up](input)
+            is_plain = (
+                type(gate) is torch.Tensor
+                and type(up) is torch.Tensor
+                and gate.is_contiguous()
+                and up.is_contiguous()
+            )
+        if is_plain and gate.shape == up.shape and gate.dtype == up.dtype:
             product = gated(gate, up, activation)
         else:
             product = activation(gate) * up
-        return parts[self._names.down](product)
+        return parts[names.down](product)
 
 
 def take_over(modules: Iterable[nn.Module]) -> None:
@@ -92,28 +112,25 @@ def take_over(modules: Iterable[nn.Module]) -> None:
 
 
 @cache
-def names_in(forward: Callable[..., Any]) -> _Names | None:
-    """Under which names a module with this forward holds the parts of a gated feed-forward.
-
-    None if it is none.
-    """
+def names_in(forward: Callable[..., Any]) -> Names | None:
+    """The parts of a module that has this forward; None if it is not a gated feed-forward."""
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
         return None
-    own = [argument.arg for argument in function.args.args]
     statements = function.body[1:] if ast.get_docstring(function) else function.body
     match statements:
-        case [ast.Return(value)]:
-            pass
         case [ast.Assign([ast.Name(first)], value), ast.Return(ast.Name(second))]:
-            if first != second:
-                return None
-        case _:
-            return None
-    found = _FORM.fullmatch(ast.unparse(value)) if value is not None else None
-    if found is None or own != ["self", found["input"]]:
-        return None
-    return _Names(found["down"], found["activation"], found["gate"], found["up"])
+            if first == second:
+                statements = [ast.Return(value)]
+    written = "\n".join(map(ast.unparse, statements))
+    for form in _FORMS:
+        found = form.fullmatch(written)
+        if found is not None and function.args.args[1].arg == found["input"]:
+            parts = found.groupdict()
+            # One name for both of the halves would be the second alone.
+            if parts.get("first") is None or parts["first"] != parts["second"]:
+                return Names(parts["down"], parts["activation"], parts["gate"], parts.get("up"))
+    return None

@@ -365,10 +365,27 @@ class OfTwo(nn.Module):
         return self.w2(self.act(self.w1(x)) * self.w3(y))  # type: ignore[no-any-return]
 
 
+class Halves(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.w13(x)
+        gate, y = y.chunk(2, dim=-1)
+        y = y * self.act(gate)
+        return self.w2(y)  # type: ignore[no-any-return]
+
+
+class GateLast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.w13(x)
+        y, gate = y.chunk(2, dim=-1)
+        y = gate * self.act(gate)
+        return self.w2(y)  # type: ignore[no-any-return]
+
+
 def test_which_modules_are_gated() -> None:
     assert names_in(Gated.forward) == ("w2", "act", "w1", "w3")
-    others = [kind.forward for kind in (UpFirst, Clamped, OfTwo, nn.Linear)]
-    assert list(map(names_in, others)) == [None] * 4
+    assert names_in(Halves.forward) == ("w2", "act", "w13", None)
+    others = [kind.forward for kind in (UpFirst, Clamped, OfTwo, GateLast, nn.Linear)]
+    assert list(map(names_in, others)) == [None] * 5
     assert names_in(torch.relu) is None
 
 

@@ -180,8 +180,10 @@ def use_adapter_kernels(model: ModelT) -> ModelT:
 
     What LoRA adds becomes one operator per projection, gated activations are made again in backward
     instead of being kept, and on a GPU 4-bit products are ours (see ``poros.kernels``). Adapters
-    that are added later need another call. Gradients of gradients are refused by autograd, and so
-    is an input that was written to after its projection. ``restore`` undoes it.
+    that are added later need another call. Gradients of gradients are refused, and so is an input
+    that was written to after its projection. Copy such a model by ``copy.deepcopy``; one that is
+    copied shallowly, as ``nn.DataParallel`` does, would run the original's modules. ``restore``
+    undoes it.
 
     Args:
         model: A PEFT model, wherever it is. Changed in place, but for parameters and names.

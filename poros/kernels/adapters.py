@@ -16,7 +16,7 @@ from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.forwards import Forward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
 from poros.kernels.left_out import leave_out
-from poros.kernels.lora import Added, add_lora
+from poros.kernels.lora import Added, add_lora, add_lora_ref
 from poros.kernels.unformed import Unformed, forget
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
@@ -96,6 +96,16 @@ class _Forward(Forward):
                 self._tally.unfused[lora] += 1
             own: torch.Tensor = self.own(module, input, *args, **kwargs)
             return own
+        a, b, bias = lora[:3]
+        # Of a 4-bit module PEFT leaves dtypes to autocast, and asks for that of a GPU wherever the
+        # module runs.
+        rounds = self._is_4bit and not torch.is_autocast_enabled("cuda")
+        casts = (rounds or not self._is_4bit) and getattr(module, "cast_input_dtype_enabled", True)
+        seen = a.dtype if casts else input.dtype
+        dtype = autocast_dtype(input.device)
+        if dtype is None and seen != a.dtype:
+            return self.own(module, input)  # which says what is wrong
+        how = Added(lora.scaling, lora.dropout, seen, rounds, not self._is_4bit)
         self._tally.num_fused += 1
         base, result = module._modules["base_layer"], None
         leaves_out = self._tally.leaves_out(self)
@@ -103,24 +113,13 @@ class _Forward(Forward):
             result = leave_out(base, input)
         if result is None:
             result = base(input)
-        # Of a 4-bit module PEFT leaves dtypes to autocast, and asks for that of a GPU wherever the
-        # module runs.
-        rounds = self._is_4bit and not torch.is_autocast_enabled("cuda")
-        casts = (rounds or not self._is_4bit) and getattr(module, "cast_input_dtype_enabled", True)
-        how = Added(
-            lora.scaling,
-            lora.dropout,
-            lora.a.dtype if casts else input.dtype,
-            rounds,
-            not self._is_4bit,
-        )
-        a, b, bias = lora[:3]
-        dtype = autocast_dtype(input.device)
         if dtype is not None:
             # In the order in which autocast makes them for linear: that of their gradients.
             a = _as_autocast(a, dtype)
             bias = None if bias is None else _as_autocast(bias, dtype)
             b = _as_autocast(b, dtype)
+        if type(result) is not torch.Tensor and type(result) is not Unformed:
+            return add_lora_ref(result, input, a, b, bias, how)
         sum_ = add_lora(result, input, a, b, bias, how, self)
         if leaves_out:
             self._tally.note(self, sum_)
@@ -184,16 +183,20 @@ def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
         type(first) is nn.Linear
         and type(second) is nn.Linear
         and (type(dropout) is nn.Identity or type(dropout) is nn.Dropout)
+        and has_own_forward(nn.Linear)
+        and has_own_forward(type(dropout))
     ):
         return "modules of other classes in the adapter"
     if has_hooks(first, second, dropout):
         return "hooks in the adapter"
+    if has_hooks(parts["base_layer"], but_ours=True):
+        return "hooks on the linear module"  # which may give anything
     p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
-    if first._parameters["bias"] is not None or p >= 1 or getattr(dropout, "inplace", False):
+    if first._parameters.get("bias") is not None or p >= 1 or getattr(dropout, "inplace", False):
         return "a bias in A, or dropout of all, or in place"
-    a: Any = first._parameters["weight"]
-    b: Any = second._parameters["weight"]
-    bias: Any = second._parameters["bias"]
+    a: Any = first._parameters.get("weight")
+    b: Any = second._parameters.get("weight")
+    bias: Any = second._parameters.get("bias")
     for tensor in (input, a, b) if bias is None else (input, a, b, bias):
         if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
             # That may be because each use of a parameter is looked at, this once.

@@ -4,11 +4,15 @@ Each stands in the ``__dict__`` of its module, under the name ``forward``: the m
 class, its parameters and its hooks, and gets its own forward back by losing the entry.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from torch import nn
+
+from poros.errors import PreparedModelError
 
 
 class Forward:
@@ -24,6 +28,11 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
+        if module is None:
+            raise PreparedModelError(
+                "expected a module that runs by itself, found a shallow copy of one that was "
+                "deleted; copy models by copy.deepcopy"
+            )
         if type(module).forward is not self._known:
             # Somebody has given the class another one since.
             return type(module).forward(module, *args, **kwargs)
@@ -43,8 +52,19 @@ class Forward:
 
 
 def has_own_forward(kind: Any) -> bool:
-    """Whether instances of a class run what was written for it: nobody has replaced that since."""
-    return getattr(kind.forward, "__module__", None) == kind.__module__
+    """Whether instances of a class run what was written for it, neither replaced nor wrapped."""
+    return _is_own(kind, kind.forward)
+
+
+@cache
+def _is_own(kind: Any, forward: Any) -> bool:
+    # What wraps another function may have taken its names, but not the name in its code.
+    return (
+        inspect.isfunction(forward)
+        and not hasattr(forward, "__wrapped__")
+        and forward.__module__ == kind.__module__
+        and forward.__code__.co_qualname == f"{kind.__qualname__}.forward"
+    )
 
 
 def replace(

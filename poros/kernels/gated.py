@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from poros.errors import UnsupportedModelError
 from poros.kernels.autocast import autocast_dtype
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -28,11 +29,12 @@ class Making(NamedTuple):
     """How a product was made."""
 
     activation: Activation
-    autocast: Callable[[], AbstractContextManager[object]]
+    autocast: torch.dtype | None
+    """In which autocast multiplied; None if it was off."""
 
     def again(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """The product of such a gate and such an up once more; no graph."""
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), _autocast_as(self.autocast, gate.device):
             return _product(gate, up, self.activation)
 
 
@@ -66,7 +68,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
     """
     product: torch.Tensor = _Gated.apply(gate, up, activation)
     if product.requires_grad:
-        making = Making(activation, _autocast_of(gate.device))
+        making = Making(activation, autocast_dtype(gate.device))
         parts = Parts(gate.detach(), up.detach(), making, product._version)
         product.__dict__[_MADE_OF] = parts
     return product
@@ -83,23 +85,31 @@ def parts_of(tensor: torch.Tensor) -> Parts | None:
     return parts if parts is not None and parts.version == tensor._version else None
 
 
+def forget_parts(tensor: torch.Tensor) -> None:
+    """From now on nobody is told what ``tensor`` was made of."""
+    tensor.__dict__.pop(_MADE_OF, None)
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Activation
     ) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.autocast = activation, _autocast_of(gate.device)
+        ctx.set_materialize_grads(False)
+        ctx.activation, ctx.autocast = activation, autocast_dtype(gate.device)
         return _product(gate, up, activation)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if gradients[0] is None:
+            return None, None, None
+        refuse_second_order()
         gate, up = ctx.saved_tensors
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        parts = [_rows(tensor) for tensor in (gradients[0], gate, up, of_gate, of_up)]
+        parts = [_rows(each) for each in (gradients[0], gate, up, of_gate, of_up)]
         for gradient, gate, up, into_gate, into_up in zip(*parts, strict=True):
-            with torch.enable_grad(), ctx.autocast():
+            with torch.enable_grad(), _autocast_as(ctx.autocast, gate.device):
                 leaf = gate.detach().requires_grad_()
                 activated = ctx.activation(leaf)
             into_up.copy_(gradient * activated.detach())
@@ -123,9 +133,26 @@ def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return rows.split(max(1, _NUM_ELEMENTS // rows.shape[1]))
 
 
-def _autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """What makes autocast what it is now."""
-    dtype = autocast_dtype(device)
+def _autocast_as(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """Autocast as it was: in ``dtype``, or off."""
+    if autocast_dtype(device) == dtype:
+        return nullcontext()
     if dtype is None:
-        return nullcontext
-    return lambda: torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+def refuse_second_order() -> None:
+    """Raise in a backward that is to be differentiated itself.
+
+    Autograd's own check lets a gradient that needs none pass, and drops the second order.
+
+    Raises:
+        UnsupportedModelError: If so.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedModelError(
+            "expected a backward without create_graph, found one that asks for gradients of "
+            'gradients, which adapter kernels do not give; use adapter_kernels="peft", or '
+            "poros.restore(model)"
+        )

@@ -74,14 +74,16 @@ class _LeftOut(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, module: nn.Module, weight: Any, state: Any, rows: int
     ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.weight, ctx.state = weight, state
         shape = (*input.shape[:-1], rows)
         return Unformed(shape, input.dtype, input.device, lambda: module(input), [input])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 5
         if ctx.state is None:
             rows = gradient.reshape(-1, gradient.shape[-1])
             of_input = rows.mm(ctx.weight).view(*gradient.shape[:-1], -1)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from poros.devices import runs_triton
-from poros.kernels.gated import parts_of
+from poros.kernels.gated import parts_of, refuse_second_order
 from poros.kernels.unformed import Unformed
 
 
@@ -120,6 +120,7 @@ class _AddLora(torch.autograd.Function):
         ctx.save_for_backward(b, a, hidden, mask, *sources)
         ctx.how, ctx.has_bias, ctx.result_dtype = how, bias is not None, result.dtype
         ctx.input_form = input.shape, input.dtype
+        ctx.set_materialize_grads(False)
         ctx.owner = owner
         if isinstance(result, Unformed):
             dtype = sum_dtype(result.dtype, b.dtype, how)
@@ -128,14 +129,16 @@ class _AddLora(torch.autograd.Function):
                 dtype,
                 result.device,
                 lambda: add_scaled(result.values(), nn.functional.linear(hidden, b, bias), how),
-                [hidden, b] if bias is None else [hidden, b, bias],
+                [result, hidden, b] if bias is None else [result, hidden, b, bias],
             )
         return add_scaled(result, nn.functional.linear(hidden, b, bias), how)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 7
+        refuse_second_order()
         b, a, hidden, mask, *sources = ctx.saved_tensors
         how: Added = ctx.how
         shape, dtype = ctx.input_form
@@ -179,7 +182,7 @@ def _dropout(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor 
 
 def add_scaled(result: torch.Tensor, added: torch.Tensor, how: Added) -> torch.Tensor:
     """``result`` + scaling * ``added``, each step rounded as in PEFT. Overwrites ``added``."""
-    if _takes_kernel(result, added):
+    if result.shape == added.shape and _takes_kernel(result, added):
         from poros.kernels import lora_gpu
 
         return lora_gpu.add_scaled(result, added, how, sum_dtype(result.dtype, added.dtype, how))

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from poros.kernels.forwards import Forward, replace
-from poros.kernels.gated import gated
+from poros.kernels.forwards import Forward, has_own_forward, replace
+from poros.kernels.gated import forget_parts, gated
 from poros.kernels.hooks import has_hooks
 
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)
@@ -66,14 +66,18 @@ class _Forward(Forward):
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         parts, names = module._modules, self._names
-        activation = parts.get(names.activation)
+        activation, down = parts.get(names.activation), parts.get(names.down)
         if (
             len(args) != 1
             or kwargs
             or torch.compiler.is_compiling()
             or type(activation) not in _ACTIVATIONS
-            or has_hooks(activation)
+            or not has_own_forward(type(activation))
             or getattr(activation, "inplace", False)
+            or down is None
+            # Nobody else is to see the product: it may be made again.
+            or has_hooks(activation, down, down._modules.get("base_layer", down), but_ours=True)
+            or not (names.gate in parts and (names.up is None or names.up in parts))
         ):
             return self.own(module, *args, **kwargs)
         (input,) = args
@@ -91,9 +95,11 @@ class _Forward(Forward):
             )
         if is_plain and gate.shape == up.shape and gate.dtype == up.dtype:
             product = gated(gate, up, activation)
-        else:
-            product = activation(gate) * up
-        return parts[names.down](product)
+            try:
+                return down(product)
+            finally:
+                forget_parts(product)
+        return down(activation(gate) * up)
 
 
 def take_over(modules: Iterable[nn.Module]) -> None:
@@ -114,11 +120,15 @@ def take_over(modules: Iterable[nn.Module]) -> None:
 @cache
 def names_in(forward: Callable[..., Any]) -> Names | None:
     """The parts of a module that has this forward; None if it is not a gated feed-forward."""
+    if not inspect.isfunction(forward) or forward.__qualname__ != forward.__code__.co_qualname:
+        return None  # something wrapped around another function, which has taken its names
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
+        return None
+    if function.decorator_list:
         return None
     statements = function.body[1:] if ast.get_docstring(function) else function.body
     match statements:

@@ -94,7 +94,7 @@ class Unformed(torch.Tensor):
                     left.dtype,
                     left.device,
                     lambda: values_of(left) + values_of(right),
-                    [each for each in args if not isinstance(each, Unformed)],
+                    args,
                 )
         plain_args, plain_kwargs = tree_map_only(Unformed, Unformed.values, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)

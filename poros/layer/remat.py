@@ -90,9 +90,9 @@ class RematerializeLayer(torch.autograd.Function):
             watching, tally = call.layer.context.watching_graph, call.layer.context.tally
             # A mode that sees operators would see tensors without values.
             leaves_out = call.is_unwatched and not torch._C._len_torch_dispatch_stack()
-            if tally is not None and leaves_out:
-                tally.begin()
             try:
+                if tally is not None and leaves_out:
+                    tally.begin()
                 with nullcontext() if watching is None else watching():
                     results = call.recompute(inputs)
                 if tally is not None:

@@ -99,10 +99,10 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
 @contextmanager
 def adapter_kernels_as(kernels: str, layers: Sequence[nn.Module]) -> Iterator[None]:
     """Within it, adapters in ``layers`` run as a policy says."""
-    if kernels == "fused":
-        for layer in layers:
-            take_over(layer, torch.device("meta"), Tally())
     try:
+        if kernels == "fused":
+            for layer in layers:
+                take_over(layer, torch.device("meta"), Tally())
         yield
     finally:
         for layer in layers:

@@ -82,6 +82,14 @@ def test_a_source_that_was_written_to_is_found() -> None:
         tensor * 2
 
 
+def test_an_operand_that_was_written_to_is_found() -> None:
+    tensor, _, _ = made()
+    total = tensor + torch.ones(SHAPE)
+    tensor.mul_(10)
+    with pytest.raises(RematerializationError, match="written to"):
+        total * 2
+
+
 def test_gradients_need_no_values() -> None:
     _, source, computed = made()
     leaf = source.requires_grad_()

@@ -10,7 +10,7 @@ once, for the first. What is left of the layer's peak comes and goes in its back
 import argparse
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,23 +35,30 @@ from poros.planning.meta_model import Recipe
 
 @contextmanager
 def inside(layer: nn.Module) -> Iterator[list[str]]:
-    """The names of the modules whose forwards are running, the innermost last."""
+    """The names of the modules whose forwards are running, the innermost last.
+
+    By the call of all modules, not by hooks: with those the layer would run as it is written.
+    """
     names = ["the layer itself"]
+    known = {
+        id(module): name for name, module in layer.named_modules() if name and ".lora_" not in name
+    }
+    genuine = nn.Module.__call__
 
-    def enter(name: str) -> Any:
-        return lambda *_: names.append(name)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) not in known:
+            return genuine(module, *args, **kwargs)
+        names.append(known[id(module)])
+        try:
+            return genuine(module, *args, **kwargs)
+        finally:
+            names.pop()
 
-    def leave(*_: Any) -> None:
-        names.pop()
-
-    with ExitStack() as stack:
-        for name, module in layer.named_modules():
-            # Hooks on these would have the layer run as it is written.
-            is_inner = ".lora_" in name or not (module._modules or module._parameters)
-            if name and not is_inner:
-                stack.callback(module.register_forward_pre_hook(enter(name)).remove)
-                stack.callback(module.register_forward_hook(leave).remove)
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
         yield names
+    finally:
+        nn.Module.__call__ = genuine  # type: ignore[method-assign]
 
 
 def kept(

@@ -60,8 +60,7 @@ TABLES = {
     "head": (
         ["--lengths", "4"],
         [
-            "resident",
-            "resident, loss in slices",
+            *("resident", "resident, checkpointing", "resident, loss in slices"),
             "poros, 2 slots",
             "poros, 2 slots, embedding on the host",
             "poros, 2 slots, loss in slices",

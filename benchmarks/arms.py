@@ -55,6 +55,11 @@ def resident_arm() -> Arm:
     return Arm("resident", resident)
 
 
+def fused_resident_arm() -> Arm:
+    """Everything on the device, with our adapter kernels."""
+    return Arm("resident, our adapter kernels", fused_resident)
+
+
 def sliced_resident_arm() -> Arm:
     """Everything on the device, with the loss of ``loss="chunked"``."""
     return Arm("resident, loss in slices", sliced_resident, policy={"loss": "chunked"})
@@ -106,6 +111,17 @@ def resident(model: Any, device: torch.device) -> Iterator[Placed]:
         yield Placed(check=check)
     finally:
         model.to("cpu")
+
+
+@contextmanager
+def fused_resident(model: Any, device: torch.device) -> Iterator[Placed]:
+    """Everything on the device; adapters, and what is around them, by kernels of ours."""
+    with resident(model, device) as placed:
+        poros.use_adapter_kernels(model)
+        try:
+            yield placed
+        finally:
+            poros.restore(model)
 
 
 @contextmanager

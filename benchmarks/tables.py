@@ -50,8 +50,13 @@ def _work(options: Any) -> Work:
 
 def _step(model: Any, options: Any) -> list[Case]:
     baselines = [arms.resident_arm(), arms.checkpointing_arm(), arms.trainer_arm()]
-    baselines.append(arms.accelerate_arm())
-    return [Case(arm, _work(options)) for arm in (*baselines, *_asked(options))]
+    baselines += [arms.accelerate_arm(), arms.fused_resident_arm()]
+    compared = _wanted([*baselines, *_asked(options)], options)
+    return [Case(arm, _work(options)) for arm in compared]
+
+
+def _wanted(compared: list[arms.Arm], options: Any) -> list[arms.Arm]:
+    return [arm for arm in compared if not options.arms or arm.name in options.arms]
 
 
 def _asked(options: Any) -> list[arms.Arm]:
@@ -100,8 +105,7 @@ def _heads(model: Any, options: Any) -> list[Case]:
             stream_embedding=True,
         ),
     ]
-    wanted = [arm for arm in compared if not options.arms or arm.name in options.arms]
-    cases = [(arm, seq) for seq in options.lengths for arm in wanted]
+    cases = [(arm, seq) for seq in options.lengths for arm in _wanted(compared, options)]
     cases += [(compared[-1], seq) for seq in options.long]
     return [Case(arm, Work(options.batch, seq)) for arm, seq in cases]
 
@@ -222,13 +226,14 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--slots", type=int, nargs="+", default=[2])
     parser.add_argument("--keep-last", type=int, nargs="*", default=[])
     parser.add_argument("--budgets", nargs="*", default=[])
     parser.add_argument("--offload-boundaries", action="store_true")
     parser.add_argument("--block-sizes", type=int, nargs="+")
     parser.add_argument("--lengths", type=int, nargs="+")
-    parser.add_argument("--arms", nargs="*", help="only these of the head table, by their names")
+    parser.add_argument("--arms", nargs="*", help="only these of a step or head table, by name")
     parser.add_argument("--long", type=int, nargs="*", default=[], help="its last arm alone")
     parser.add_argument("--points", type=int)
     parser.add_argument("--warm", type=int, default=4)
@@ -270,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = with_lora(
         random_model(_config(options), options.quantization),
         options.rank,
+        options.dropout,
         targets=TARGETS[:1] if is_transfer else TARGETS,
     )
     print(f"model made in {time.perf_counter() - began:.0f} s", flush=True)
@@ -332,9 +338,9 @@ def _procedure(options: Any) -> str:
     targets = "q_proj" if options.table == "transfer" else "the seven projections"
     work = (
         f"Random weights at the true shapes ({options.quantization}), LoRA of rank {options.rank} "
-        f"in fp32 on {targets}, fused AdamW, {options.batch} row(s) of random tokens, SDPA, no "
-        f"dropout; {options.warm} warm-up and {options.steps} timed steps a turn, {options.passes} "
-        "pass(es), the device synchronised around each step"
+        f"in fp32 on {targets}, dropout {options.dropout:g}, fused AdamW, {options.batch} row(s) "
+        f"of random tokens, SDPA; {options.warm} warm-up and {options.steps} timed steps a turn, "
+        f"{options.passes} pass(es), the device synchronised around each step"
         + (", deterministic kernels" if options.deterministic else "")
     )
     if options.table == "transfer":

@@ -15,8 +15,8 @@ from torch import nn
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.forwards import Forward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
-from poros.kernels.left_out import leave_out
-from poros.kernels.lora import Added, add_lora, add_lora_ref
+from poros.kernels.lora import Added, add_lora, add_lora_ref, multiply_and_add
+from poros.kernels.product import product_of
 from poros.kernels.unformed import Unformed, forget
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
@@ -107,20 +107,21 @@ class _Forward(Forward):
             return self.own(module, input)  # which says what is wrong
         how = Added(lora.scaling, lora.dropout, seen, rounds, not self._is_4bit)
         self._tally.num_fused += 1
-        base, result = module._modules["base_layer"], None
+        base = module._modules["base_layer"]
         leaves_out = self._tally.leaves_out(self)
-        if leaves_out:
-            result = leave_out(base, input)
-        if result is None:
-            result = base(input)
+        product = product_of(base, input, leaves_out)
+        result: Any = base(input) if product is None else None
         if dtype is not None:
             # In the order in which autocast makes them for linear: that of their gradients.
             a = _as_autocast(a, dtype)
             bias = None if bias is None else _as_autocast(bias, dtype)
             b = _as_autocast(b, dtype)
-        if type(result) is not torch.Tensor and type(result) is not Unformed:
+        if product is not None:
+            sum_ = multiply_and_add(product, input, a, b, bias, how, self, leaves_out)
+        elif type(result) is torch.Tensor or type(result) is Unformed:
+            sum_ = add_lora(result, input, a, b, bias, how, self)
+        else:
             return add_lora_ref(result, input, a, b, bias, how)
-        sum_ = add_lora(result, input, a, b, bias, how, self)
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from poros.kernels.launching import Launcher
+
 _NUM_BYTES = 2048
 """Packed bytes of a program: none of 512 to 4096 was faster at large shapes on an H100."""
 
@@ -28,11 +30,11 @@ def _dequantize(
     NESTED_BLOCKSIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    at = start + tl.arange(0, SIZE)
-    inside = at * 2 < num_elements
-    both = tl.load(packed + at, mask=inside, other=0).to(tl.int32)
-    block = at * 2 // BLOCKSIZE
+    # Blocks of equal scale are rows of a tile, so that each scale is looked up once.
+    HALF: tl.constexpr = BLOCKSIZE // 2
+    NUM_BLOCKS: tl.constexpr = SIZE // HALF
+    block = tl.program_id(0).to(tl.int64) * NUM_BLOCKS + tl.arange(0, NUM_BLOCKS)
+    inside = block * BLOCKSIZE < num_elements
     scale = tl.load(absmax + block, mask=inside, other=0)
     if IS_NESTED:
         # A product and a sum, each rounded: fusion is switched off at the launch.
@@ -40,18 +42,24 @@ def _dequantize(
             nested_absmax + block // NESTED_BLOCKSIZE, mask=inside, other=0.0
         )
         scale = product + tl.load(offset)
-    first = tl.load(code + (both >> 4)) * scale
-    second = tl.load(code + (both & 15)) * scale
-    place = start * 2 + tl.arange(0, SIZE * 2)
+    at = block[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    both = tl.load(packed + at, mask=at * 2 < num_elements, other=0).to(tl.int32)
+    first = tl.load(code + (both >> 4)) * scale[:, None]
+    second = tl.load(code + (both & 15)) * scale[:, None]
+    place = block[:, None] * BLOCKSIZE + tl.arange(0, BLOCKSIZE)[None, :]
     values = tl.interleave(first, second).to(weight.dtype.element_ty)
     tl.store(weight + place, values, mask=place < num_elements)
+
+
+_DEQUANTIZE = Launcher(_dequantize, num_warps=4, enable_fp_fusion=False)
 
 
 def launch(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
     """``dequantize.dequantize`` on a GPU."""
     weight = packed.new_empty(state.shape, dtype=dtype)
     nested = state.state2 if state.nested else state
-    _dequantize[(triton.cdiv(weight.numel(), 2 * _NUM_BYTES),)](
+    _DEQUANTIZE(
+        (triton.cdiv(weight.numel(), 2 * _NUM_BYTES), 1, 1),
         packed,
         state.absmax,
         nested.absmax,
@@ -64,7 +72,5 @@ def launch(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor
         BLOCKSIZE=state.blocksize,
         NESTED_BLOCKSIZE=nested.blocksize,
         SIZE=_NUM_BYTES,
-        num_warps=4,
-        enable_fp_fusion=False,
     )
     return weight

@@ -14,12 +14,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers.activations import SiLUActivation
 
+from poros.devices import runs_triton
 from poros.errors import UnsupportedModelError
 from poros.kernels.autocast import autocast_dtype
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
+_SILU = (nn.SiLU, SiLUActivation)
 _MADE_OF = "_poros_made_of"
 _NUM_ELEMENTS = 2**25
 """That a backward works on at a time on a GPU."""
@@ -106,6 +110,10 @@ class _Gated(torch.autograd.Function):
             return None, None, None
         refuse_second_order()
         gate, up = ctx.saved_tensors
+        if _takes_kernel(ctx.activation, gradients[0], gate, up):
+            from poros.kernels import gated_gpu
+
+            return *gated_gpu.silu_mul_backward(gradients[0], gate, up), None
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
         parts = [_rows(each) for each in (gradients[0], gate, up, of_gate, of_up)]
         for gradient, gate, up, into_gate, into_up in zip(*parts, strict=True):
@@ -118,8 +126,23 @@ class _Gated(torch.autograd.Function):
 
 
 def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if _takes_kernel(activation, gate, up):
+        from poros.kernels import gated_gpu
+
+        return gated_gpu.silu_mul(gate, up)
     activated = activation(gate)
     return activated.mul_(up) if activated.dtype == up.dtype else activated * up
+
+
+def _takes_kernel(activation: Activation, *tensors: torch.Tensor) -> bool:
+    """Whether there is a kernel that computes all of it: of 16 bits, where all inputs are known."""
+    first = tensors[0]
+    return (
+        type(activation) in _SILU
+        and first.dtype in (torch.bfloat16, torch.float16)
+        and runs_triton(first.device)
+        and all(each.dtype == first.dtype and each.is_contiguous() for each in tensors)
+    )
 
 
 def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -7,6 +7,7 @@ runs here too, so that all bits are bitsandbytes'.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,15 +49,30 @@ class _Linear4bit(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.weight, ctx.state = weight, state
-        if takes_fused_kernel(input, state):
-            return _fused(input, weight, state, bias)
-        return nn.functional.linear(input, dequantize(weight, state, input.dtype), bias)
+        return multiply(input, weight, state, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        dense = dequantize(ctx.weight, ctx.state, ctx.state.dtype).to(gradient.dtype)
-        return torch.matmul(gradient, dense), None, None, None
+        return multiply_backward(gradient, ctx.weight, ctx.state), None, None, None
+
+
+def multiply(
+    input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``linear_4bit`` without a graph."""
+    # The subclass of a 4-bit weight would have each look at it pass through Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        if input.is_cuda and takes_fused_kernel(input, state):
+            return _fused(input, weight, state, bias)
+        return nn.functional.linear(input, dequantize(weight, state, input.dtype), bias)
+
+
+def multiply_backward(gradient: torch.Tensor, weight: torch.Tensor, state: Any) -> torch.Tensor:
+    """The gradient of ``input``, of the shape of ``gradient`` but for its last dimension."""
+    with torch._C.DisableTorchFunctionSubclass():
+        dense = dequantize(weight, state, state.dtype).to(gradient.dtype)
+    return torch.matmul(gradient, dense)
 
 
 def takes_fused_kernel(input: torch.Tensor, state: Any) -> bool:
@@ -106,20 +122,32 @@ class _Forward(Forward):
         weight, bias = module.weight, module.bias
         state = state_of(weight)
         dtype = module.compute_dtype or input.dtype
-        if (
-            torch.compiler.is_compiling()
-            or not module.compute_type_is_set
-            or type(input) is not torch.Tensor
-            or not (input.is_cuda and weight.is_cuda)
-            or input.numel() == 0
-            or state is None
-            or not has_kernel(weight, state)
-            or input.shape[-1] != state.shape[-1]
-            or (bias is not None and (bias.requires_grad or bias.dtype != dtype))
-        ):
+        with torch._C.DisableTorchFunctionSubclass():
+            if (
+                torch.compiler.is_compiling()
+                or not module.compute_type_is_set
+                or type(input) is not torch.Tensor
+                or not (input.is_cuda and weight.is_cuda)
+                or input.numel() == 0
+                or state is None
+                or not has_kernel(weight, state)
+                or input.shape[-1] != state.shape[-1]
+                or (bias is not None and (bias.requires_grad or bias.dtype != dtype))
+            ):
+                state = None
+        if state is None:
             result: torch.Tensor = self.own(module, input)
             return result
         return linear_4bit(input.to(dtype), weight, state, bias).to(input.dtype)
+
+
+@cache
+def module_class() -> type[nn.Module]:
+    """The 4-bit linear module of bitsandbytes."""
+    from bitsandbytes.nn import Linear4bit
+
+    kind: type[nn.Module] = Linear4bit
+    return kind
 
 
 def take_over(modules: Iterable[nn.Module]) -> None:
@@ -128,7 +156,6 @@ def take_over(modules: Iterable[nn.Module]) -> None:
     Modules of other classes, and those whose forward somebody has set, are left alone.
     ``poros.kernels.forwards.hand_back`` undoes it.
     """
-    from bitsandbytes.nn import Linear4bit
-
-    if has_own_forward(Linear4bit):
-        replace(modules, lambda module: _Forward(module) if type(module) is Linear4bit else None)
+    kind = module_class()
+    if has_own_forward(kind):
+        replace(modules, lambda module: _Forward(module) if type(module) is kind else None)

@@ -9,10 +9,13 @@ each projection, which for float32 adapters is twice the size of x. Here x itsel
 others keep too, and what surrounds the matrix products is one kernel each. The products are the
 library's, of the same shapes and layouts, so that no bit changes.
 
+Where the product of the linear module is known too, it is part of the node.
+
 Note: Order
     The node comes behind the one of the linear module, so autograd differentiates it first, as it
-    does PEFT's. Contributions to the gradient of an input that several projections share are
-    added up in PEFT's order, and so the adapters get their gradients: B, then A.
+    does PEFT's; a node that is both gives its input the two gradients one after the other.
+    Contributions to the gradient of an input that several projections share are added up in PEFT's
+    order, and so the adapters get their gradients: B, then A.
 """
 
 from struct import pack, unpack
@@ -23,6 +26,7 @@ from torch import nn
 
 from poros.devices import runs_triton
 from poros.kernels.gated import parts_of, refuse_second_order
+from poros.kernels.product import Product
 from poros.kernels.unformed import Unformed
 
 
@@ -72,11 +76,54 @@ def add_lora(
     Exactness:
         The bits of ``add_lora_ref``, forward and gradients, at every tier.
     """
+    return _apply(result, input, a, b, bias, how, owner, None, False)
+
+
+def multiply_and_add(
+    product: Product,
+    input: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Added,
+    owner: object = None,
+    leaves_out: bool = False,
+) -> torch.Tensor:
+    """``add_lora`` to the product of a frozen linear module with ``input``, by one node.
+
+    Args:
+        product: Of the module, for this input.
+        input: See ``add_lora``, as for the others.
+        leaves_out: Whether the values of the sum are computed only if somebody reads them.
+
+    Returns:
+        As ``add_lora``; an ``Unformed`` if it is left out.
+
+    Exactness:
+        The bits of ``add_lora`` to what the module gives.
+    """
+    return _apply(None, input, a, b, bias, how, owner, product, leaves_out)
+
+
+def _apply(
+    result: torch.Tensor | None,
+    input: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    how: Added,
+    owner: object,
+    product: Product | None,
+    leaves_out: bool,
+) -> torch.Tensor:
     if bias is not None:
         # PEFT's operators see A and B through a transposition each, and the bias as it is; without
         # these nodes chance would order the three.
         a, b = a.t(), b.t()
-    sum_: torch.Tensor = _AddLora.apply(result, input, bias, b, a, how, owner)
+    again = None if product is None else input  # for the second of its gradients
+    sum_: torch.Tensor = _AddLora.apply(
+        result, input, bias, b, a, again, how, owner, product, leaves_out
+    )
     return sum_
 
 
@@ -101,16 +148,21 @@ class _AddLora(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        result: torch.Tensor,
+        result: Any,
         input: torch.Tensor,
         bias: torch.Tensor | None,
         b: torch.Tensor,
         a: torch.Tensor,
+        again: torch.Tensor | None,
         how: Added,
         owner: object,
+        product: Any,
+        leaves_out: bool,
     ) -> torch.Tensor:
         if bias is not None:
             a, b = a.t(), b.t()
+        # Before the others, as PEFT has it: one at a time needs memory.
+        formed = result if product is None or leaves_out else product.of(input)
         dropped, mask = _dropout(input.to(how.dtype), how.dropout)
         hidden = nn.functional.linear(dropped.to(a.dtype), a)
         del dropped
@@ -118,40 +170,43 @@ class _AddLora(torch.autograd.Function):
         sources = (input,) if parts is None else (parts.gate, parts.up)
         ctx.making = None if parts is None else parts.making
         ctx.save_for_backward(b, a, hidden, mask, *sources)
-        ctx.how, ctx.has_bias, ctx.result_dtype = how, bias is not None, result.dtype
+        ctx.how, ctx.has_bias, ctx.product, ctx.owner = how, bias is not None, product, owner
+        ctx.result_dtype = input.dtype if result is None else result.dtype
         ctx.input_form = input.shape, input.dtype
         ctx.set_materialize_grads(False)
-        ctx.owner = owner
-        if isinstance(result, Unformed):
-            dtype = sum_dtype(result.dtype, b.dtype, how)
-            return Unformed(
-                result.shape,
-                dtype,
-                result.device,
-                lambda: add_scaled(result.values(), nn.functional.linear(hidden, b, bias), how),
-                [result, hidden, b] if bias is None else [result, hidden, b, bias],
-            )
-        return add_scaled(result, nn.functional.linear(hidden, b, bias), how)
+        if formed is not None and not isinstance(formed, Unformed):
+            return add_scaled(formed, nn.functional.linear(hidden, b, bias), how)
+
+        def form() -> torch.Tensor:
+            values = product.of(input) if formed is None else formed.values()
+            return add_scaled(values, nn.functional.linear(hidden, b, bias), how)
+
+        read = [each for each in (result, input, hidden, b, bias) if each is not None]
+        shape = result.shape if product is None else (*input.shape[:-1], product.num_rows)
+        dtype = sum_dtype(ctx.result_dtype, b.dtype, how)
+        return Unformed(shape, dtype, input.device, form, read)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return (None,) * 7
+            return (None,) * 10
         refuse_second_order()
         b, a, hidden, mask, *sources = ctx.saved_tensors
         how: Added = ctx.how
         shape, dtype = ctx.input_form
-        wants_result, wants_input, wants_bias, wants_b, wants_a, *_ = ctx.needs_input_grad
-        of_result = gradient.to(ctx.result_dtype) if wants_result else None
-        of_input = of_b = of_a = of_bias = None
+        wants_result, wants_input, wants_bias, wants_b, wants_a, wants_again, *_ = (
+            ctx.needs_input_grad
+        )
+        of_input = of_b = of_a = of_bias = of_again = None
         scaled = scale(gradient, how.scaling, hidden.dtype).reshape(-1, b.shape[0])
         if wants_bias:
             of_bias = scaled.sum(0)
         if wants_b:
             of_b = scaled.t().mm(hidden.reshape(-1, b.shape[1]))
         if wants_a or wants_input:
-            of_hidden = scaled.mm(b)
+            # Of one number autograd takes it that it lies in columns, and turns the product over.
+            of_hidden = scaled.mm(b) if hidden.numel() > 1 else b.t().mm(scaled.t()).t()
             del scaled
             if wants_a:
                 input = sources[0] if ctx.making is None else ctx.making.again(*sources)
@@ -162,10 +217,13 @@ class _AddLora(torch.autograd.Function):
             if wants_input:
                 of_dropped = of_hidden.mm(a).view(shape)
                 of_input = drop_backward(of_dropped, mask, how.dropout, how.dtype, dtype)
+        of_result = gradient.to(ctx.result_dtype) if wants_result or wants_again else None
+        if wants_again:
+            of_again, of_result = ctx.product.gradient(of_result), None
         if ctx.has_bias:
             of_b = of_b if of_b is None else of_b.t()
             of_a = of_a if of_a is None else of_a.t()
-        return of_result, of_input, of_bias, of_b, of_a, None, None
+        return of_result, of_input, of_bias, of_b, of_a, of_again, None, None, None, None
 
 
 def _dropout(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:

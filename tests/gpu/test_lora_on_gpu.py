@@ -86,6 +86,25 @@ def test_gated_equals_what_models_compute(activation: nn.Module, dtype: torch.dt
     assert all(map(same, *(outcome(run, given, activation) for run in (gated, gated_ref))))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_silu_of_every_gate(dtype: torch.dtype) -> None:
+    every = torch.arange(2**16, device="cuda").to(torch.int16).view(dtype)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for scale in (0.0, 1e-6, 1.0, 1.0, 1.0, 1e4):
+        up, arriving = (
+            (scale * torch.randn(2**16, device="cuda", generator=generator)).to(dtype) for _ in "ab"
+        )
+        both = []
+        for run in (gated, gated_ref):
+            given = [each.clone().requires_grad_() for each in (every, up)]
+            product_ = run(*given, nn.SiLU())
+            gradients = torch.autograd.grad(product_, given, arriving)
+            both.append([product_.detach(), *gradients])
+        for found, expected in zip(*both, strict=True):
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert same(found.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
 def test_a_hundred_times_the_same() -> None:
     given = [normal(512, 3584, dtype=BF16), normal(512, 18944, dtype=BF16)]
     given += [normal(16, 18944, dtype=FP32), normal(3584, 16, dtype=FP32)]
@@ -133,7 +152,8 @@ def test_a_model_trains_as_with_peft(
     stats = poros.runtime(model).stats()
     assert stats["num_fused_adapters"] > 0 and not stats["fallbacks"]
     if architecture in ("qwen2", "llama", "mistral") and not (autocast and dtype is FP32):
-        assert stats["num_left_out_adapters"] == 2 * 3
+        # Under autocast the first step watches how casts are shared.
+        assert stats["num_left_out_adapters"] == (1 if autocast else 2) * 3
     for found in (resident, *streamed):
         assert found.keys() == expected.keys()
         assert [name for name in expected if not same(found[name], expected[name])] == []

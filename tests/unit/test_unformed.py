@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from poros.errors import RematerializationError
-from poros.kernels.left_out import leave_out
 from poros.kernels.unformed import Unformed, forget, values_of
 from tests.support import same_bits
 
@@ -107,48 +106,3 @@ def test_gradients_need_no_values() -> None:
     assert isinstance(total, Unformed)
     (gradient,) = torch.autograd.grad(total, leaf, torch.ones(SHAPE))
     assert same_bits(gradient, torch.full(SHAPE, 3.0)) and not computed
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_linear_module_is_left_out(bias: bool) -> None:
-    module = nn.Linear(8, 4, bias=bias).requires_grad_(False)
-    input = torch.randn(SHAPE, requires_grad=True)
-    found, expected = leave_out(module, input), module(input)
-    assert isinstance(found, Unformed) and found.shape == expected.shape
-    arriving = torch.randn(expected.shape)
-    left = torch.autograd.grad(found, input, arriving)[0]
-    assert not found.is_formed
-    assert same_bits(left, torch.autograd.grad(expected, input, arriving)[0])
-    assert same_bits(values_of(found), expected.detach())
-
-
-def hooked(module: nn.Module) -> None:
-    module.register_forward_hook(lambda *_: None)
-
-
-def trained(module: nn.Module) -> None:
-    module.requires_grad_(True)
-
-
-def cast(module: nn.Module) -> None:
-    module.bfloat16()
-
-
-def set_aside(module: Any) -> None:
-    module.forward = lambda input: input
-
-
-@pytest.mark.parametrize("change", [hooked, trained, cast, set_aside])
-def test_what_is_not_certain_is_not_left_out(change: Callable[[nn.Module], None]) -> None:
-    module = nn.Linear(8, 4).requires_grad_(False)
-    assert leave_out(module, torch.randn(SHAPE)) is not None
-    change(module)
-    assert leave_out(module, torch.randn(SHAPE)) is None
-
-
-def test_one_token_and_other_classes_are_not_left_out() -> None:
-    module = nn.Linear(8, 4).requires_grad_(False)
-    assert leave_out(module, torch.randn(1, 1, 8)) is None
-    assert leave_out(nn.Identity(), torch.randn(SHAPE)) is None
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert leave_out(module, torch.randn(SHAPE)) is None

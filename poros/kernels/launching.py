@@ -1,0 +1,53 @@
+"""Kernels of Triton started by what was compiled, past the dispatcher that looks for it.
+
+For each call Triton's dispatcher binds arguments by name, describes each and looks up which
+compilation fits, which takes several times as long as starting the kernel. Here that is done once
+for each kind of arguments.
+"""
+
+from typing import Any
+
+import torch
+
+
+class Launcher:
+    """One kernel.
+
+    Args:
+        kernel: What ``triton.jit`` made.
+        **options: Of its compilation.
+    """
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self._kernel = kernel
+        self._options = options
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any, **constants: Any) -> None:
+        """Queue the kernel on the current stream of its first argument's device.
+
+        Args:
+            grid: How many programs.
+            *arguments: In the kernel's order; the first is a tensor.
+            **constants: The others, which the kernel is compiled for, in its order.
+        """
+        device = arguments[0].device
+        key = (device, *constants.values(), *map(_kind_of, arguments))
+        compiled = self._compiled.get(key)
+        if compiled is not None and torch._C._cuda_getDevice() == device.index:
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            compiled[grid](*arguments, *constants.values(), stream=stream)
+            return
+        with torch.cuda.device_of(arguments[0]):
+            compiled = self._kernel[grid](*arguments, **constants, **self._options)
+        if compiled is not None:  # as it is in Triton's interpreter
+            self._compiled[key] = compiled
+
+
+def _kind_of(argument: Any) -> Any:
+    """What of an argument Triton compiles for."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument % 16 == 0, argument == 1, argument >= 2**31
+    return type(argument)

@@ -59,7 +59,7 @@ def launch(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor
     weight = packed.new_empty(state.shape, dtype=dtype)
     nested = state.state2 if state.nested else state
     _DEQUANTIZE(
-        (triton.cdiv(weight.numel(), 2 * _NUM_BYTES), 1, 1),
+        -(-weight.numel() // (2 * _NUM_BYTES)),
         packed,
         state.absmax,
         nested.absmax,

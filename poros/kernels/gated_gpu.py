@@ -53,7 +53,7 @@ _BACKWARD = Launcher(_silu_mul_backward, **_OPTIONS)
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``."""
     product = torch.empty_like(gate)
-    _FORWARD(_grid(gate), gate, up, product, gate.numel(), SIZE=_SIZE)
+    _FORWARD(_num_programs(gate), gate, up, product, gate.numel(), SIZE=_SIZE)
     return product
 
 
@@ -63,9 +63,9 @@ def silu_mul_backward(
     """Of gate and of up."""
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
     parts = (gradient, gate, up, of_gate, of_up)
-    _BACKWARD(_grid(gate), *parts, gate.numel(), SIZE=_SIZE)
+    _BACKWARD(_num_programs(gate), *parts, gate.numel(), SIZE=_SIZE)
     return of_gate, of_up
 
 
-def _grid(tensor: torch.Tensor) -> tuple[int, int, int]:
-    return triton.cdiv(tensor.numel(), _SIZE), 1, 1
+def _num_programs(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() // _SIZE)

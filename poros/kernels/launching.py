@@ -23,31 +23,33 @@ class Launcher:
         self._options = options
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, grid: tuple[int, int, int], *arguments: Any, **constants: Any) -> None:
+    def __call__(self, num_programs: int, *arguments: Any, **constants: Any) -> None:
         """Queue the kernel on the current stream of its first argument's device.
 
         Args:
-            grid: How many programs.
+            num_programs: Of the only dimension.
             *arguments: In the kernel's order; the first is a tensor.
             **constants: The others, which the kernel is compiled for, in its order.
         """
         device = arguments[0].device
-        key = (device, *constants.values(), *map(_kind_of, arguments))
+        values = constants.values()
+        key = (device, *values, *[_kind_of(argument) for argument in arguments])
         compiled = self._compiled.get(key)
         if compiled is not None and torch._C._cuda_getDevice() == device.index:
             stream = torch._C._cuda_getCurrentRawStream(device.index)
-            compiled[grid](*arguments, *constants.values(), stream=stream)
+            compiled[num_programs, 1, 1](*arguments, *values, stream=stream)
             return
         with torch.cuda.device_of(arguments[0]):
-            compiled = self._kernel[grid](*arguments, **constants, **self._options)
+            compiled = self._kernel[num_programs,](*arguments, **constants, **self._options)
         if compiled is not None:  # as it is in Triton's interpreter
             self._compiled[key] = compiled
 
 
 def _kind_of(argument: Any) -> Any:
     """What of an argument Triton compiles for."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
+    kind = type(argument)
+    if kind is float:
+        return None
+    if kind is int:
         return argument % 16 == 0, argument == 1, argument >= 2**31
-    return type(argument)
+    return argument.dtype, argument.data_ptr() % 16 == 0

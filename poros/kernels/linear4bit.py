@@ -65,14 +65,27 @@ def multiply(
     with torch._C.DisableTorchFunctionSubclass():
         if input.is_cuda and takes_fused_kernel(input, state):
             return _fused(input, weight, state, bias)
-        return nn.functional.linear(input, dequantize(weight, state, input.dtype), bias)
+        return times(input, dequantize(weight, state, input.dtype), bias)
+
+
+def times(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``nn.functional.linear`` without a graph: if it is nothing but a product, directly that."""
+    if bias is not None or not input.is_contiguous():
+        return nn.functional.linear(input, weight, bias)
+    product = input.view(-1, input.shape[-1]).mm(weight.t())
+    return product.view(*input.shape[:-1], weight.shape[0])
 
 
 def multiply_backward(gradient: torch.Tensor, weight: torch.Tensor, state: Any) -> torch.Tensor:
     """The gradient of ``input``, of the shape of ``gradient`` but for its last dimension."""
     with torch._C.DisableTorchFunctionSubclass():
         dense = dequantize(weight, state, state.dtype).to(gradient.dtype)
-    return torch.matmul(gradient, dense)
+    if not gradient.is_contiguous():
+        return torch.matmul(gradient, dense)
+    rows = gradient.view(-1, gradient.shape[-1])
+    return rows.mm(dense).view(*gradient.shape[:-1], -1)
 
 
 def takes_fused_kernel(input: torch.Tensor, state: Any) -> bool:

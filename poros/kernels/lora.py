@@ -26,6 +26,7 @@ from torch import nn
 
 from poros.devices import runs_triton
 from poros.kernels.gated import parts_of, refuse_second_order
+from poros.kernels.linear4bit import times
 from poros.kernels.product import Product
 from poros.kernels.unformed import Unformed
 
@@ -121,9 +122,8 @@ def _apply(
         # these nodes chance would order the three.
         a, b = a.t(), b.t()
     again = None if product is None else input  # for the second of its gradients
-    sum_: torch.Tensor = _AddLora.apply(
-        result, input, bias, b, a, again, how, owner, product, leaves_out
-    )
+    call = _Call(how, owner, product, leaves_out)
+    sum_: torch.Tensor = _AddLora.apply(result, input, bias, b, a, again, call)
     return sum_
 
 
@@ -143,6 +143,16 @@ def add_lora_ref(
     return sum_.to(result.dtype) if how.keeps_dtype else sum_
 
 
+class _Call(NamedTuple):
+    """What a node is given besides tensors."""
+
+    how: Added
+    owner: object
+    product: Any
+    """A ``Product``, or None."""
+    leaves_out: bool
+
+
 class _AddLora(torch.autograd.Function):
     # B before A: of two equal nodes, autograd takes the first.
     @staticmethod
@@ -154,17 +164,15 @@ class _AddLora(torch.autograd.Function):
         b: torch.Tensor,
         a: torch.Tensor,
         again: torch.Tensor | None,
-        how: Added,
-        owner: object,
-        product: Any,
-        leaves_out: bool,
+        call: _Call,
     ) -> torch.Tensor:
+        how, owner, product, leaves_out = call
         if bias is not None:
             a, b = a.t(), b.t()
         # Before the others, as PEFT has it: one at a time needs memory.
         formed = result if product is None or leaves_out else product.of(input)
         dropped, mask = _dropout(input.to(how.dtype), how.dropout)
-        hidden = nn.functional.linear(dropped.to(a.dtype), a)
+        hidden = times(dropped.to(a.dtype), a)
         del dropped
         parts = parts_of(input)
         sources = (input,) if parts is None else (parts.gate, parts.up)
@@ -175,11 +183,11 @@ class _AddLora(torch.autograd.Function):
         ctx.input_form = input.shape, input.dtype
         ctx.set_materialize_grads(False)
         if formed is not None and not isinstance(formed, Unformed):
-            return add_scaled(formed, nn.functional.linear(hidden, b, bias), how)
+            return add_scaled(formed, times(hidden, b, bias), how)
 
         def form() -> torch.Tensor:
             values = product.of(input) if formed is None else formed.values()
-            return add_scaled(values, nn.functional.linear(hidden, b, bias), how)
+            return add_scaled(values, times(hidden, b, bias), how)
 
         read = [each for each in (result, input, hidden, b, bias) if each is not None]
         shape = result.shape if product is None else (*input.shape[:-1], product.num_rows)
@@ -190,7 +198,7 @@ class _AddLora(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
         if gradient is None:
-            return (None,) * 10
+            return (None,) * 7
         refuse_second_order()
         b, a, hidden, mask, *sources = ctx.saved_tensors
         how: Added = ctx.how
@@ -223,7 +231,7 @@ class _AddLora(torch.autograd.Function):
         if ctx.has_bias:
             of_b = of_b if of_b is None else of_b.t()
             of_a = of_a if of_a is None else of_a.t()
-        return of_result, of_input, of_bias, of_b, of_a, of_again, None, None, None, None
+        return of_result, of_input, of_bias, of_b, of_a, of_again, None
 
 
 def _dropout(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:

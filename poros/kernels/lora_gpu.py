@@ -95,5 +95,4 @@ def masked(
 
 def _launch(kernel: Launcher, *arguments: Any, **constants: Any) -> None:
     num_elements = arguments[0].numel()
-    grid = (triton.cdiv(num_elements, _SIZE), 1, 1)
-    kernel(grid, *arguments, num_elements, **constants, SIZE=_SIZE)
+    kernel(-(-num_elements // _SIZE), *arguments, num_elements, **constants, SIZE=_SIZE)

@@ -93,10 +93,8 @@ def row_norm(
     """
     if dense.is_meta:
         return square.new_empty(len(dense), dtype=_computed_in(dense))
-    if not _takes_kernel(dense):
+    if scaling == 0 or not _takes_kernel(dense):
         return row_norm_ref(dense, square, a, b, scaling, budget)
-    if scaling == 0:
-        return square.detach().sqrt()
     from poros.kernels import row_norm_gpu
 
     return row_norm_gpu.row_norm(dense.detach(), square, a.detach(), b.detach(), scaling)
@@ -115,7 +113,7 @@ def row_norm_ref(
     dtype = _computed_in(dense)
     square = square.to(dtype)
     if scaling == 0:
-        return square.sqrt()
+        return _root(square)
     with torch.autocast(dense.device.type, enabled=False):
         product = dense.new_zeros(b.shape, dtype=dtype)
         gram = a.new_zeros(len(a), len(a), dtype=dtype)
@@ -132,7 +130,7 @@ def assembled_ref(
     square: torch.Tensor, cross: torch.Tensor, gram: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """The norm from its three terms (equation 5), every step rounded; a NaN stays one."""
-    return (square + 2 * scaling * cross + scaling * scaling * gram).clamp_min(0).sqrt()
+    return _root((square + 2 * scaling * cross + scaling * scaling * gram).clamp_min(0))
 
 
 @torch.no_grad()
@@ -149,6 +147,11 @@ def scale_of(magnitude: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) ->
     """
     least = 1e-6 if dtype in (torch.bfloat16, torch.float16) else 1e-12
     return magnitude.to(norm.dtype).view(norm.shape) / norm.clamp_min(least)
+
+
+def _root(square: torch.Tensor) -> torch.Tensor:
+    """Rounded correctly, which PyTorch's of float32 is not on every CPU."""
+    return square.double().sqrt().to(square.dtype)
 
 
 def _parts(dense: torch.Tensor, budget: int) -> Iterator[slice]:

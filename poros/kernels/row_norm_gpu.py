@@ -47,11 +47,17 @@ _MULTIPLIED_AS = tl.bfloat16
 
 
 @triton.jit
-def _add_product(total, x, y, X_PARTS: tl.constexpr, Y_PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """``total`` + x @ y^T, the smallest products first."""
+def _without_product(
+    total, x, y, X_PARTS: tl.constexpr, Y_PARTS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """``total`` - x @ y^T, the smallest products first."""
+    # Tensor cores cut off what they should round, each time that they add to a sum: so the sum of
+    # a block is made from zero, and rounded as it joins the others. It is subtracted because Triton
+    # makes an addition part of the product again.
     y = tl.trans(y)
     x0 = x.to(tl.bfloat16)
     y0 = y.to(tl.bfloat16)
+    own = tl.zeros(total.shape, tl.float32)
     if X_PARTS > 1:
         x_rest = x.to(tl.float32) - x0.to(tl.float32)
         x1 = x_rest.to(tl.bfloat16)
@@ -60,17 +66,17 @@ def _add_product(total, x, y, X_PARTS: tl.constexpr, Y_PARTS: tl.constexpr, DTYP
         y1 = y_rest.to(tl.bfloat16)
     if X_PARTS > 2:
         x2 = (x_rest - x1.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(x2.to(DTYPE), y0.to(DTYPE), total)
+        own = tl.dot(x2.to(DTYPE), y0.to(DTYPE), own)
     if Y_PARTS > 2:
         y2 = (y_rest - y1.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(x0.to(DTYPE), y2.to(DTYPE), total)
+        own = tl.dot(x0.to(DTYPE), y2.to(DTYPE), own)
     if X_PARTS > 1 and Y_PARTS > 1:
-        total = tl.dot(x1.to(DTYPE), y1.to(DTYPE), total)
+        own = tl.dot(x1.to(DTYPE), y1.to(DTYPE), own)
     if X_PARTS > 1:
-        total = tl.dot(x1.to(DTYPE), y0.to(DTYPE), total)
+        own = tl.dot(x1.to(DTYPE), y0.to(DTYPE), own)
     if Y_PARTS > 1:
-        total = tl.dot(x0.to(DTYPE), y1.to(DTYPE), total)
-    return tl.dot(x0.to(DTYPE), y0.to(DTYPE), total)
+        own = tl.dot(x0.to(DTYPE), y1.to(DTYPE), own)
+    return total - tl.dot(x0.to(DTYPE), y0.to(DTYPE), own)
 
 
 @triton.jit
@@ -106,14 +112,15 @@ def _multiply(
     y_line = y + other.to(tl.int64)[:, None] * columns
     start = section * COLUMNS_IN_ALL
     end = tl.minimum(start + COLUMNS_IN_ALL, columns)
-    total = tl.zeros((ROWS, OTHERS), tl.float32)
+    negative = tl.zeros((ROWS, OTHERS), tl.float32)
     for first in range(start, end, COLUMNS):
         column = (first + tl.arange(0, COLUMNS))[None, :]
         x_inside = is_row[:, None] & (column < end)
         y_inside = is_other[:, None] & (column < end)
         x_block = tl.load(x_line + column.to(tl.int64) * x_step, mask=x_inside, other=0.0)
         y_block = tl.load(y_line + column, mask=y_inside, other=0.0)
-        total = _add_product(total, x_block, y_block, X_PARTS, Y_PARTS, DTYPE)
+        negative = _without_product(negative, x_block, y_block, X_PARTS, Y_PARTS, DTYPE)
+    total = -negative
     at = row.to(tl.int64)[:, None] * others + other[None, :]
     inside = is_row[:, None] & is_other[None, :]
     if WEIGHTED:
@@ -262,7 +269,7 @@ def _blocks(rank: int, is_exact: bool) -> Blocks:
     99 KiB of shared memory that the small ones have.
     """
     if rank > _SMALL_RANK:
-        return Blocks(128, 128, 32, 1024, 8, 3) if is_exact else Blocks(128, 64, 32, 1024, 8, 2)
+        return Blocks(128, 64, 32, 1024, 8, 3 if is_exact else 2)
     others = max(_LEAST, triton.next_power_of_2(rank))
     columns = 128 // (1 if is_exact else 2) // (2 if others > 32 else 1)
     return Blocks(64, others, columns, 512, 4, 3)

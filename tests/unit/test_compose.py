@@ -279,12 +279,8 @@ def test_a_hundred_times_the_same(gpu: Any) -> None:
 # ------------------------------------------------------------------- tiers
 
 
-def crossovers() -> list[int]:
-    return [module._LEAST_FORWARD, module._LEAST_BACKWARD]
-
-
 def test_a_tier_is_chosen_by_shape_and_device(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward = crossovers()
+    forward, backward = module._LEAST_FORWARD, module._LEAST_BACKWARD
     assert 1 < forward <= backward
     assert tier_of(forward - 1, 1, CPU) == "eager"
     assert tier_of(1, forward, CPU) == ("fused" if forward == backward else "forward")

@@ -90,8 +90,8 @@ _CODE = tuple(
         "poros.layer": "adapters args arrival attributes audit body call casts compiled early "
         "frozen handover layer_index offload remat retained rng settings side_outputs state "
         "staying streamed visit within",
-        "poros.kernels": "adapters autocast dequantize forwards gated hooks linear4bit lora mlp "
-        "online_softmax product unformed use",
+        "poros.kernels": "adapters autocast compose dequantize dora forwards gated hooks "
+        "linear4bit lora mlp online_softmax product row_norm unformed use",
         "poros.head": "choice embedding host_matrix kept logits loss rows slices takeover",
         "poros.model": "adoption attach inspect runtime",
         "poros.self_check": "compare",

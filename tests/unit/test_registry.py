@@ -38,7 +38,8 @@ NOT_HASHED = {
     for package, modules in {
         "poros": "api cli config devices digests errors labels output reads telemetry",
         "poros.host": "disk limits mapped",
-        "poros.kernels": "dequantize_gpu gated_gpu launching lora_gpu online_softmax_gpu",
+        "poros.kernels": "compose_gpu dequantize_gpu gated_gpu launching lora_gpu "
+        "online_softmax_gpu row_norm_gpu",
         "poros.layer": "refused_calls",
         "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing stats",
         "poros.planning": "cost_model formula meta_model planner request speeds",

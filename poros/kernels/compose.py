@@ -1,0 +1,324 @@
+"""What DoRA makes of a linear module's result: base and LoRA scaled by the row, in one pass.
+
+For a result y (bias b included), what LoRA gives, a scaling s and a scale g of each row (Liu et al.
+2024, DoRA, equation 5)
+
+    y + (g - 1) * base + g * (s * lora)        base: y - b, unless it was computed apart
+
+g is close to 1, so that its distance from 1 has to be formed before anything is rounded ("High-Rank
+Adaptation via Factored Norms and Fused Kernels", arXiv:2603.22276, section 3.1). There are three
+tiers: kernels for forward and backward ("fused"), a kernel for the forward alone ("forward"), and
+PyTorch's operators ("eager").
+"""
+
+import os
+from math import prod
+from typing import Literal, cast, get_args
+
+import torch
+
+from poros.devices import runs_triton
+from poros.errors import PolicyError, quoted
+
+Tier = Literal["fused", "forward", "eager"]
+
+TIER_VARIABLE = "POROS_DORA_TIER"
+"""Of the environment: the tier, whatever the shape."""
+
+# In elements of the result. Both are guesses, to be measured: below, a step is bound by launches.
+_LEAST_FORWARD = 2**14
+_LEAST_BACKWARD = 2**16
+
+
+def compose(
+    result: torch.Tensor,
+    base: torch.Tensor | None,
+    lora: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    bias: torch.Tensor | None = None,
+    wants_inner: bool = False,
+    tier: Tier | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``result`` and what DoRA adds to it. No autograd.
+
+    Args:
+        result: Of shape (..., rows).
+        base: Of the same shape and dtype; None if it is ``result`` without ``bias``.
+        lora: Of the same shape, in a dtype of its own; not yet scaled.
+        g: Of shape (rows,), float32, or float64 if ``result`` is.
+        scaling: Of ``lora``.
+        bias: Of shape (rows,), what ``result`` has of it; or None. Not looked at beside ``base``.
+        wants_inner: Whether the second tensor is wanted.
+        tier: As ``tier_of`` has it in ``asked``.
+
+    Returns:
+        The sum, and ``base + scaling * lora``, by which a gradient is multiplied to give that of
+        ``g``; or None. Both of the shape and dtype of ``result``.
+
+    Raises:
+        PolicyError: If the tier is forced and cannot be.
+
+    Streams:
+        Queued on the current stream. A kernel makes both tensors in one pass.
+
+    Exactness:
+        The bits of ``compose_ref``, at every tier.
+    """
+    if torch.compiler.is_compiling():
+        sum_, inner = torch.ops.poros.dora_compose(
+            result, base, lora, g, scaling, bias, wants_inner, tier
+        )
+        return sum_, inner if wants_inner else None
+    if result.is_meta:
+        made = [_empty(result, result.dtype) for _ in range(1 + wants_inner)]
+        return made[0], made[1] if wants_inner else None
+    tensors = [each for each in (result, base, lora, g, bias) if each is not None]
+    if _tier_for(result.shape, tensors, _computed_in(*tensors), tier) != "eager":
+        from poros.kernels import compose_gpu
+
+        return compose_gpu.compose(result, base, lora, g, scaling, bias, wants_inner)
+    return compose_ref(result, base, lora, g, scaling, bias, wants_inner)
+
+
+def compose_ref(
+    result: torch.Tensor,
+    base: torch.Tensor | None,
+    lora: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    bias: torch.Tensor | None = None,
+    wants_inner: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``compose`` in plain PyTorch: every step is rounded, to float32 or more."""
+    dtype = _computed_in(result, base, lora, g, bias)
+    values, g = result.to(dtype), g.to(dtype)
+    if base is not None:
+        base = base.to(dtype)
+    else:
+        base = values if bias is None else values - bias.to(dtype)
+    term = lora.to(dtype) * scaling
+    inner = (base + term).to(result.dtype) if wants_inner else None
+    delta = ((g - 1) * base).add_(term.mul_(g))
+    return delta.add_(values).to(result.dtype), inner
+
+
+def compose_backward(
+    gradient: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    inner: torch.Tensor | None,
+    *,
+    has_base: bool,
+    result_dtype: torch.dtype,
+    lora_dtype: torch.dtype,
+    tier: Tier | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of ``compose``, from that of its sum.
+
+    Args:
+        gradient: Of shape (..., rows).
+        inner: What ``compose`` gave as such; None if the gradient of ``g`` is not wanted.
+        has_base: Whether ``base`` was given. Without it, the first gradient is that of ``result``;
+            with it, that of ``base``, and ``result`` has ``gradient`` itself.
+        result_dtype: Of ``result`` and ``base``.
+        lora_dtype: Of ``lora``.
+        tier: As ``tier_of`` has it in ``asked``.
+
+    Returns:
+        Those of base or result, of lora, and of ``g``. The last in float32, or float64 if any
+        tensor is; None if it is not wanted.
+
+    Raises:
+        PolicyError: If the tier is forced and cannot be.
+
+    Streams:
+        Queued on the current stream. A kernel makes all three in one pass; the sums over tokens
+        are left in parts, one for a fixed number of tokens, and a second one adds these up.
+
+    Exactness:
+        The first two have the bits of ``compose_backward_ref``, at every tier. The third is a
+        float32 sum in an order that depends on tier and shape alone.
+    """
+    if torch.compiler.is_compiling():
+        of_base, of_lora, of_g = torch.ops.poros.dora_compose_backward(
+            gradient, g, scaling, inner, has_base, result_dtype, lora_dtype, tier
+        )
+        return of_base, of_lora, None if inner is None else of_g
+    if gradient.is_meta:
+        dtype = _computed_in(gradient, g, inner, result_dtype, lora_dtype)
+        of_g = None if inner is None else g.new_empty(g.shape, dtype=dtype)
+        return _empty(gradient, result_dtype), _empty(gradient, lora_dtype), of_g
+    if gradient.dtype != torch.float64:
+        # Its strides are autograd's choice, and are to choose no tier.
+        gradient = gradient.contiguous()
+    tensors = [each for each in (gradient, g, inner) if each is not None]
+    exact = _computed_in(*tensors, result_dtype, lora_dtype)
+    if _tier_for(gradient.shape, tensors, exact, tier) == "fused":
+        from poros.kernels import compose_gpu
+
+        return compose_gpu.backward(gradient, g, scaling, inner, has_base, result_dtype, lora_dtype)
+    return compose_backward_ref(
+        gradient,
+        *(g, scaling, inner),
+        has_base=has_base,
+        result_dtype=result_dtype,
+        lora_dtype=lora_dtype,
+    )
+
+
+def compose_backward_ref(
+    gradient: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    inner: torch.Tensor | None,
+    *,
+    has_base: bool,
+    result_dtype: torch.dtype,
+    lora_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``compose_backward`` in plain PyTorch."""
+    dtype = _computed_in(gradient, g, inner, result_dtype, lora_dtype)
+    values, g = gradient.to(dtype), g.to(dtype)
+    of_lora = (values * scaling).mul_(g).to(lora_dtype)
+    of_base = (g - 1) * values
+    if not has_base:
+        of_base.add_(values)
+    of_base, of_g = of_base.to(result_dtype), None
+    if inner is not None:
+        of_g = (inner.to(dtype) * values).reshape(prod(inner.shape[:-1]), len(g)).sum(0)
+    return of_base, of_lora, of_g
+
+
+def tier_of(num_tokens: int, rows: int, device: torch.device, asked: str | None = None) -> Tier:
+    """Which tier a result of this shape gets there: whether gradients are wanted is no matter.
+
+    Args:
+        num_tokens: Of the result, over all its dimensions but the last.
+        rows: Its last dimension.
+        device: Where it is.
+        asked: Forces a tier; so does ``POROS_DORA_TIER``, if this is None.
+
+    Raises:
+        PolicyError: If what is asked for is no tier, or kernels do not run there.
+    """
+    name = "tier"
+    if asked is None:
+        name, asked = TIER_VARIABLE, os.environ.get(TIER_VARIABLE) or None
+    if asked is not None:
+        if asked not in get_args(Tier):
+            raise PolicyError(
+                f"{name}: expected one of {', '.join(get_args(Tier))}, found {quoted(asked)}"
+            )
+        if asked != "eager" and device.type != "meta" and not runs_triton(device):
+            raise PolicyError(
+                f'{name}: expected "eager" on {device}, where kernels in Triton do not run, found '
+                f"{quoted(asked)}"
+            )
+        return cast(Tier, asked)
+    if not runs_triton(device) or num_tokens * rows < _LEAST_FORWARD:
+        return "eager"
+    return "fused" if num_tokens * rows >= _LEAST_BACKWARD else "forward"
+
+
+def _tier_for(
+    shape: torch.Size, tensors: list[torch.Tensor], dtype: torch.dtype, asked: str | None
+) -> Tier:
+    """``tier_of`` tensors that a kernel can read, computed in ``dtype``; "eager" for others."""
+    tier = tier_of(prod(shape[:-1]), shape[-1], tensors[0].device, asked)
+    is_contiguous = all(each.is_contiguous() for each in tensors)
+    if tier == "eager" or (is_contiguous and dtype != torch.float64):
+        return tier
+    if asked is None and not os.environ.get(TIER_VARIABLE):
+        return "eager"
+    raise PolicyError(
+        f'{TIER_VARIABLE if asked is None else "tier"}: expected "eager" for tensors of float64 or '
+        f'that are not contiguous, found "{tier}"'
+    )
+
+
+def _computed_in(*given: torch.Tensor | torch.dtype | None) -> torch.dtype:
+    dtypes = [each.dtype if isinstance(each, torch.Tensor) else each for each in given]
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+
+# For torch.compile, which does not look into them. Without it they are not used: their dispatch
+# takes longer than a small kernel. What is not wanted is an empty tensor.
+
+
+@torch.library.custom_op(
+    "poros::dora_compose",
+    mutates_args=(),
+    schema="(Tensor result, Tensor? base, Tensor lora, Tensor g, float scaling, Tensor? bias, "
+    "bool wants_inner, str? tier) -> (Tensor, Tensor)",
+)
+def _compose_op(
+    result: torch.Tensor,
+    base: torch.Tensor | None,
+    lora: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    bias: torch.Tensor | None,
+    wants_inner: bool,
+    tier: Tier | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sum_, inner = compose(result, base, lora, g, scaling, bias, wants_inner, tier)
+    return sum_, result.new_empty(0) if inner is None else inner
+
+
+@_compose_op.register_fake
+def _(
+    result: torch.Tensor,
+    base: torch.Tensor | None,
+    lora: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    bias: torch.Tensor | None,
+    wants_inner: bool,
+    tier: Tier | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inner = _empty(result, result.dtype) if wants_inner else result.new_empty(0)
+    return _empty(result, result.dtype), inner
+
+
+@torch.library.custom_op(
+    "poros::dora_compose_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor g, float scaling, Tensor? inner, bool has_base, "
+    "ScalarType result_dtype, ScalarType lora_dtype, str? tier) -> (Tensor, Tensor, Tensor)",
+)
+def _backward_op(
+    gradient: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    inner: torch.Tensor | None,
+    has_base: bool,
+    result_dtype: torch.dtype,
+    lora_dtype: torch.dtype,
+    tier: Tier | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtypes = {"result_dtype": result_dtype, "lora_dtype": lora_dtype}
+    of_base, of_lora, of_g = compose_backward(
+        gradient, g, scaling, inner, has_base=has_base, tier=tier, **dtypes
+    )
+    return of_base, of_lora, g.new_empty(0) if of_g is None else of_g
+
+
+@_backward_op.register_fake
+def _(
+    gradient: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    inner: torch.Tensor | None,
+    has_base: bool,
+    result_dtype: torch.dtype,
+    lora_dtype: torch.dtype,
+    tier: Tier | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype = _computed_in(gradient, g, inner, result_dtype, lora_dtype)
+    of_g = g.new_empty(0 if inner is None else g.shape, dtype=dtype)
+    return _empty(gradient, result_dtype), _empty(gradient, lora_dtype), of_g

@@ -1,0 +1,207 @@
+"""The kernels of ``poros.kernels.compose``, in Triton: each goes over its tensors once."""
+
+# Kernels state no types, and what is decorated has none.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Blocks(NamedTuple):
+    """What a program works on, and with."""
+
+    tokens: int
+    """Of a program."""
+    tokens_at_once: int
+    """Of these, in registers; g is read once for all of them."""
+    width: int
+    """Elements of each token: a multiple of 32 of bfloat16 is whole sectors of memory."""
+    num_warps: int
+
+
+# A thread has 16 elements at once, 8 of them beside each other: one or two loads of 16 bytes each.
+# To be measured against others.
+FORWARD = Blocks(4, 4, 512, 4)
+BACKWARD = Blocks(32, 8, 256, 4)
+"""Its ``tokens``, ``tokens_at_once`` and ``width`` are the order of the sum: they are not tuned."""
+
+
+@triton.jit
+def _compose(
+    result,
+    base,
+    lora,
+    g,
+    bias,
+    sum_,
+    inner,
+    scaling,
+    num_tokens,
+    rows,
+    HAS_BASE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WANTS_INNER: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    num_blocks = tl.cdiv(rows, WIDTH)
+    column = (tl.program_id(0) % num_blocks) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    first = (tl.program_id(0) // num_blocks).to(tl.int64) * TOKENS
+    of_row = column < rows
+    factor = tl.load(g + column, mask=of_row, other=1.0)
+    distance = factor - 1.0
+    if HAS_BIAS:
+        own_bias = tl.load(bias + column, mask=of_row, other=0.0).to(tl.float32)
+    # Where a program starts may be far; from there on 32 bits are enough.
+    before = first * rows
+    left = num_tokens - first
+    for start in range(0, TOKENS, AT_ONCE):
+        token = start + tl.arange(0, AT_ONCE)[:, None]
+        inside = (token < left) & of_row
+        at = token * rows + column
+        values = tl.load(result + before + at, mask=inside).to(tl.float32)
+        term = tl.load(lora + before + at, mask=inside).to(tl.float32) * scaling
+        if HAS_BASE:
+            own = tl.load(base + before + at, mask=inside).to(tl.float32)
+        else:
+            own = values
+            if HAS_BIAS:
+                own = values - own_bias
+        # Products and sums, each rounded: fusion is switched off at the launch.
+        total = values + (distance * own + factor * term)
+        tl.store(sum_ + before + at, total.to(sum_.dtype.element_ty), mask=inside)
+        if WANTS_INNER:
+            made = (own + term).to(inner.dtype.element_ty)
+            tl.store(inner + before + at, made, mask=inside)
+
+
+@triton.jit
+def _backward(
+    gradient,
+    g,
+    inner,
+    of_base,
+    of_lora,
+    parts,
+    scaling,
+    num_tokens,
+    rows,
+    HAS_BASE: tl.constexpr,
+    HAS_INNER: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    num_blocks = tl.cdiv(rows, WIDTH)
+    start = (tl.program_id(0) % num_blocks) * WIDTH
+    block = (tl.program_id(0) // num_blocks).to(tl.int64)
+    column = start + tl.arange(0, WIDTH)[None, :]
+    of_row = column < rows
+    factor = tl.load(g + column, mask=of_row, other=1.0)
+    distance = factor - 1.0
+    sums = tl.zeros((AT_ONCE, WIDTH), tl.float32)
+    before = block * TOKENS * rows
+    left = num_tokens - block * TOKENS
+    for later in range(0, TOKENS, AT_ONCE):
+        token = later + tl.arange(0, AT_ONCE)[:, None]
+        inside = (token < left) & of_row
+        at = token * rows + column
+        values = tl.load(gradient + before + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_INNER:
+            sums += values * tl.load(inner + before + at, mask=inside, other=0.0).to(tl.float32)
+        through = distance * values
+        if not HAS_BASE:
+            through = values + through
+        tl.store(of_base + before + at, through.to(of_base.dtype.element_ty), mask=inside)
+        own = factor * (scaling * values)
+        tl.store(of_lora + before + at, own.to(of_lora.dtype.element_ty), mask=inside)
+    if HAS_INNER:
+        place = start + tl.arange(0, WIDTH)
+        tl.store(parts + block * rows + place, tl.sum(sums, axis=0), mask=place < rows)
+
+
+def compose(
+    result: torch.Tensor,
+    base: torch.Tensor | None,
+    lora: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    bias: torch.Tensor | None,
+    wants_inner: bool,
+    blocks: Blocks = FORWARD,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``compose.compose`` on a GPU; blocks change no bit."""
+    sum_ = torch.empty_like(result)
+    inner = torch.empty_like(result) if wants_inner else None
+    if sum_.numel() == 0:
+        return sum_, inner
+    num_tokens, rows = prod(result.shape[:-1]), result.shape[-1]
+    grid = triton.cdiv(rows, blocks.width) * triton.cdiv(num_tokens, blocks.tokens)
+    _compose[(grid,)](
+        result,
+        # What is not there is not looked at.
+        result if base is None else base,
+        lora,
+        g,
+        g if bias is None else bias,
+        sum_,
+        sum_ if inner is None else inner,
+        scaling,
+        num_tokens,
+        rows,
+        HAS_BASE=base is not None,
+        HAS_BIAS=bias is not None,
+        WANTS_INNER=wants_inner,
+        TOKENS=blocks.tokens,
+        AT_ONCE=blocks.tokens_at_once,
+        WIDTH=blocks.width,
+        num_warps=blocks.num_warps,
+        enable_fp_fusion=False,
+    )
+    return sum_, inner
+
+
+def backward(
+    gradient: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    inner: torch.Tensor | None,
+    has_base: bool,
+    result_dtype: torch.dtype,
+    lora_dtype: torch.dtype,
+    blocks: Blocks = BACKWARD,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``compose.compose_backward`` on a GPU; blocks change the bits of the last gradient."""
+    of_base = torch.empty_like(gradient, dtype=result_dtype)
+    of_lora = torch.empty_like(gradient, dtype=lora_dtype)
+    num_tokens, rows = prod(gradient.shape[:-1]), gradient.shape[-1]
+    num_parts = triton.cdiv(num_tokens, blocks.tokens)
+    parts = None if inner is None else g.new_empty(num_parts, rows)
+    if gradient.numel() > 0:
+        _backward[(triton.cdiv(rows, blocks.width) * num_parts,)](
+            gradient,
+            g,
+            gradient if inner is None else inner,
+            of_base,
+            of_lora,
+            g if parts is None else parts,
+            scaling,
+            num_tokens,
+            rows,
+            HAS_BASE=has_base,
+            HAS_INNER=inner is not None,
+            TOKENS=blocks.tokens,
+            AT_ONCE=blocks.tokens_at_once,
+            WIDTH=blocks.width,
+            num_warps=blocks.num_warps,
+            enable_fp_fusion=False,
+        )
+    if parts is None:
+        return of_base, of_lora, None
+    # PyTorch's sum has one order for a shape.
+    return of_base, of_lora, parts[0] if num_parts == 1 else parts.sum(0)

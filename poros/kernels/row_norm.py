@@ -1,0 +1,175 @@
+"""The norm of each row of a weight and what LoRA adds to it, without forming what it adds.
+
+For a weight W, matrices A and B and a scaling s ("High-Rank Adaptation via Factored Norms and Fused
+Kernels", arXiv:2603.22276, equations 2 to 5)
+
+    |W + s B A|^2 = |W|^2 + 2 s <W A^T, B> + s^2 <B (A A^T), B>        of each row
+
+PEFT forms B A, of the size of W, from an identity matrix. The first term does not change in
+training and is given.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from poros.devices import runs_triton
+
+BUDGET = 64 * 2**20
+"""Bytes that a part of the weight takes in float32, where a copy of it is made."""
+
+_ALIGNED = 64
+"""Columns of a part are a multiple of it."""
+
+
+def square_of_rows(dense: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:
+    """The sum of squares of each row.
+
+    Args:
+        dense: Of shape (rows, columns).
+        budget: Bytes of the largest part that is copied; on a GPU none is.
+
+    Returns:
+        float32, or float64 if ``dense`` is, of shape (rows,).
+
+    Streams:
+        Queued on the current stream.
+
+    Exactness:
+        All arithmetic is float32. The kernel's order of sums is not that of the reference; it
+        depends on the shape alone.
+    """
+    if dense.is_meta:
+        return dense.new_empty(len(dense), dtype=_computed_in(dense))
+    if _takes_kernel(dense):
+        from poros.kernels import row_norm_gpu
+
+        return row_norm_gpu.square_of_rows(dense.detach())
+    return square_of_rows_ref(dense, budget)
+
+
+@torch.no_grad()
+def square_of_rows_ref(dense: torch.Tensor, budget: int = BUDGET) -> torch.Tensor:
+    """``square_of_rows`` in plain PyTorch."""
+    dtype = _computed_in(dense)
+    square = dense.new_zeros(len(dense), dtype=dtype)
+    for part in _parts(dense, budget):
+        values = dense[:, part].to(dtype, copy=True)
+        square += values.mul_(values).sum(1)
+    return square
+
+
+def row_norm(
+    dense: torch.Tensor,
+    square: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    budget: int = BUDGET,
+) -> torch.Tensor:
+    """The norm of each row of ``dense + scaling * b @ a``. No autograd, whatever autocast is.
+
+    Args:
+        dense: W, of shape (rows, columns), in bfloat16, float16, float32 or float64.
+        square: What ``square_of_rows`` gave of it.
+        a: Of shape (rank, columns), in any dtype.
+        b: Of shape (rows, rank), in any dtype.
+        scaling: If 0, nothing but ``square`` is looked at.
+        budget: As for ``square_of_rows``.
+
+    Returns:
+        float32, or float64 if ``dense`` is, of shape (rows,). What is not finite in a row of W or
+        B, or in A, does not become finite.
+
+    Streams:
+        Queued on the current stream. Besides its inputs a GPU holds A A^T in float32 and sums that
+        are left in parts: ``row_norm_gpu.num_extra_bytes`` has their size.
+
+    Exactness:
+        All arithmetic is float32, or float64 if ``dense`` is. On a GPU, products are of three parts
+        in bfloat16, which lose no more than float32 does, whatever is allowed to cuBLAS; the order
+        of sums depends on shapes and dtypes alone. From its three terms on, the bits of
+        ``assembled_ref``.
+    """
+    if dense.is_meta:
+        return square.new_empty(len(dense), dtype=_computed_in(dense))
+    if scaling == 0 or not _takes_kernel(dense):
+        return row_norm_ref(dense, square, a, b, scaling, budget)
+    from poros.kernels import row_norm_gpu
+
+    return row_norm_gpu.row_norm(dense.detach(), square, a.detach(), b.detach(), scaling)
+
+
+@torch.no_grad()
+def row_norm_ref(
+    dense: torch.Tensor,
+    square: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    budget: int = BUDGET,
+) -> torch.Tensor:
+    """``row_norm`` in plain PyTorch; on a GPU its products are in TF32 if PyTorch's may be."""
+    dtype = _computed_in(dense)
+    square = square.to(dtype)
+    if scaling == 0:
+        return _root(square)
+    with torch.autocast(dense.device.type, enabled=False):
+        product = dense.new_zeros(b.shape, dtype=dtype)
+        gram = a.new_zeros(len(a), len(a), dtype=dtype)
+        for part in _parts(dense, budget):
+            own = a[:, part].to(dtype)
+            product.addmm_(dense[:, part].to(dtype), own.t())
+            gram.addmm_(own, own.t())
+        b = b.to(dtype)
+        cross = product.mul_(b).sum(1)
+        return assembled_ref(square, cross, b.mm(gram).mul_(b).sum(1), scaling)
+
+
+def assembled_ref(
+    square: torch.Tensor, cross: torch.Tensor, gram: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """The norm from its three terms (equation 5), every step rounded; a NaN stays one."""
+    return _root((square + 2 * scaling * cross + scaling * scaling * gram).clamp_min(0))
+
+
+@torch.no_grad()
+def scale_of(magnitude: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale g of each row: DoRA's magnitude by the norm (equation 6).
+
+    Args:
+        magnitude: Of ``norm``'s number of elements, in any dtype.
+        norm: As ``row_norm`` gave it.
+        dtype: Of the weight: it says which norm is the least to divide by.
+
+    Returns:
+        In the dtype and shape of ``norm``.
+    """
+    return magnitude.to(norm.dtype).view(norm.shape) / divisor_of(norm, dtype)
+
+
+def divisor_of(norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """By what a magnitude is divided: ``norm``, but not by next to nothing; a NaN stays one."""
+    return norm.clamp_min(1e-6 if dtype in (torch.bfloat16, torch.float16) else 1e-12)
+
+
+def _root(square: torch.Tensor) -> torch.Tensor:
+    """Rounded correctly, which PyTorch's of float32 is not on every CPU."""
+    return square.double().sqrt().to(square.dtype)
+
+
+def _parts(dense: torch.Tensor, budget: int) -> Iterator[slice]:
+    """Columns of it that take no more than the budget."""
+    rows, columns = dense.shape
+    of_column = max(1, rows) * _computed_in(dense).itemsize
+    width = max(_ALIGNED, budget // of_column // _ALIGNED * _ALIGNED)
+    for first in range(0, columns, width):
+        yield slice(first, first + width)
+
+
+def _computed_in(dense: torch.Tensor) -> torch.dtype:
+    return torch.float64 if dense.dtype == torch.float64 else torch.float32
+
+
+def _takes_kernel(dense: torch.Tensor) -> bool:
+    return dense.dtype != torch.float64 and runs_triton(dense.device)

@@ -1,0 +1,448 @@
+"""DoRA's composition: references, tiers, and the kernels in Triton's interpreter.
+
+The interpreter rounds float32 and float16 as a GPU does, but not bfloat16: that is for tests/gpu.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from poros.errors import PolicyError
+from poros.kernels import compose as module
+from poros.kernels.compose import (
+    TIER_VARIABLE,
+    compose,
+    compose_backward,
+    compose_backward_ref,
+    compose_ref,
+    tier_of,
+)
+from tests.support import interpreted, same_bits
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+U = {FP64: 2.0**-53, FP32: 2.0**-24, FP16: 2.0**-11, BF16: 2.0**-8}
+"""Of rounding to nearest, relative: half of the last of 53, 24, 11 and 8 bits."""
+TIERS = ["fused", "forward", "eager"]
+SHAPES = [(2, 7, 48), (70, 300), (33, 1), (5,), (1, 513), (0, 8), (3, 0), (2, 0, 5)]
+SCALING = 2 / 3
+CPU = torch.device("cpu")
+
+
+def tensors(
+    shape: tuple[int, ...], dtype: torch.dtype, lora_dtype: torch.dtype = FP32, near: float = 1e-3
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(len(shape))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    exact = FP64 if FP64 in (dtype, lora_dtype) else FP32
+    return {
+        "result": normal(*shape).to(dtype),
+        "base": normal(*shape).to(dtype),
+        "lora": normal(*shape).to(lora_dtype),
+        "g": (1 + near * normal(shape[-1])).to(exact),
+        "bias": normal(shape[-1]).to(dtype),
+    }
+
+
+def forms(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """With a base; without, with a bias; and without either."""
+    return [{**given, "bias": None}, {**given, "base": None}, {**given, "base": None, "bias": None}]
+
+
+def run(given: dict[str, Any], tier: Any, wants_inner: bool = True) -> list[torch.Tensor | None]:
+    """The sum, inner and gradients."""
+    return both(given, arriving(given["result"]), tier, wants_inner)
+
+
+def arriving(result: torch.Tensor) -> torch.Tensor:
+    return torch.randn(result.shape, generator=torch.Generator().manual_seed(9)).to(result.dtype)
+
+
+def both(
+    given: dict[str, Any], gradient: torch.Tensor, tier: Any, wants_inner: bool
+) -> list[torch.Tensor | None]:
+    sum_, inner = compose(**given, scaling=SCALING, wants_inner=wants_inner, tier=tier)
+    backward = compose_backward(
+        *(gradient, given["g"], SCALING, inner),
+        has_base=given["base"] is not None,
+        result_dtype=given["result"].dtype,
+        lora_dtype=given["lora"].dtype,
+        tier=tier,
+    )
+    return [sum_, inner, *backward]
+
+
+def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return same_bits(left, right)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels, which the operators take for tensors of a CPU too."""
+    kernels = interpreted("poros.kernels.compose_gpu")
+    monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    return kernels
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP32), (FP16, FP16), (FP32, FP16)])
+def test_tiers_have_the_same_bits(
+    gpu: Any, dtypes: tuple[torch.dtype, torch.dtype], shape: tuple[int, ...]
+) -> None:
+    for given in forms(tensors(shape, *dtypes)):
+        expected = run(given, "eager")
+        for tier in ("fused", "forward"):
+            found = run(given, tier)
+            assert all(map(same, found[:4], expected[:4]))
+            assert found[4] is not None and expected[4] is not None
+            assert found[4].dtype == expected[4].dtype == FP32
+            assert found[4].shape == expected[4].shape
+            torch.testing.assert_close(found[4], expected[4], rtol=1e-4, atol=1e-4)
+        plain = run(given, "fused", wants_inner=False)
+        assert plain[1] is plain[4] is None
+        assert same(plain[0], expected[0]) and all(map(same, plain[2:4], expected[2:4]))
+
+
+@pytest.mark.parametrize("step", ["g", "scaling", "bias", "inner"])
+def test_control_a_step_left_out_is_seen(gpu: Any, step: str) -> None:
+    given = {**tensors((2, 7, 48), FP32), "base": None}
+    expected = run(given, "eager")
+    if step == "inner":
+        assert not same(expected[1], run({**given, "bias": None}, "fused")[1])
+        return
+    changed = {
+        "g": {**given, "g": torch.ones(48)},
+        "scaling": {**given, "lora": given["lora"] * 1.0001},
+        "bias": {**given, "bias": None},
+    }
+    assert not same(expected[0], run(changed[step], "fused")[0])
+
+
+def test_blocks_of_the_forward_change_no_bit(gpu: Any) -> None:
+    given = tensors((21, 70), FP16)
+    expected = compose_ref(**given, scaling=SCALING, wants_inner=True)
+    for blocks in (gpu.Blocks(8, 4, 64, 4), gpu.Blocks(1, 1, 128, 4), gpu.Blocks(16, 16, 32, 8)):
+        values = [given[name] for name in ("result", "base", "lora", "g")]
+        found = gpu.compose(*values, SCALING, None, True, blocks)
+        assert all(map(same, found, expected))
+
+
+def exact(given: dict[str, Any], gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sum and gradients of the plain formula in float64, by autograd."""
+    leaves = {
+        name: None if each is None else each.double().requires_grad_()
+        for name, each in given.items()
+    }
+    base, bias = leaves["base"], leaves["bias"]
+    if base is None:
+        base = leaves["result"] if bias is None else leaves["result"] - bias
+    term = SCALING * leaves["lora"]
+    sum_ = leaves["result"] + (leaves["g"] - 1) * base + leaves["g"] * term
+    wanted = {"base" if given["base"] is not None else "result": None, "lora": None, "g": None}
+    found = torch.autograd.grad(sum_, [leaves[name] for name in wanted], gradient.double())
+    inner = (base + term).detach()
+    return {"sum": sum_.detach(), **dict(zip(wanted, found, strict=True)), "inner": inner}
+
+
+def sum_bound(given: dict[str, Any], naive: bool = False) -> torch.Tensor:
+    """Of the distance of the sum from the exact one, for each element.
+
+    With u of float32: base without bias has error u|base|, and s * lora, rounded and with a
+    rounded s, 2u|t|. (g - 1) * base has then at most 3u|d||base|, for d = g - 1, g * t 3u|g||t|;
+    their sum adds u of itself, and the last one u of the sum; products of errors are below another
+    u of everything. The result's dtype rounds the sum once, and a float16 may be subnormal.
+    """
+    values = {name: None if each is None else each.double() for name, each in given.items()}
+    base, dtype = values["base"], given["result"].dtype
+    whole = values["result"].abs()
+    if base is None:
+        base = whole + (0 if values["bias"] is None else values["bias"].abs())
+    distance, term = (values["g"] - 1).abs(), (SCALING * values["lora"]).abs()
+    parts = distance * base.abs() + values["g"].abs() * term
+    within = (6 * parts + 2 * (whole + parts)) * U[FP32]
+    final = 0.0 if dtype == FP32 else U[dtype]
+    total = whole + parts
+    return within + final * (total + within) + (2.0**-25 if dtype == FP16 else 0.0)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP32), (FP16, FP16)])
+def test_sum_is_within_its_bound(gpu: Any, dtypes: Any, tier: Any) -> None:
+    for given in forms(tensors((70, 300), *dtypes)):
+        found = run(given, tier)[0]
+        expected = exact(given, torch.zeros_like(given["result"]))["sum"]
+        assert found is not None
+        assert bool(((found.double() - expected).abs() <= sum_bound(given)).all())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_near_one_the_stable_form_is_closer_than_the_naive(dtype: torch.dtype) -> None:
+    """What DoRA adds, delta, with g within 2^-10 of 1, so 1 in bfloat16, where g - 1 is lost.
+
+    Delta is computed in float32 and rounded once: its error is at most
+    8u(|g - 1||base| + |g||t|), as in ``sum_bound``, and the rounding of the low precision. The
+    naive form loses in the low precision half a unit of base + t, which is far larger than delta.
+    """
+    given = tensors((64, 256), dtype, near=2.0**-12)
+    given["lora"] *= 2.0**-12
+    base, term = given["base"].double(), SCALING * given["lora"].double()
+    distance = given["g"].double() - 1
+    expected = distance * base + given["g"].double() * term
+    zero = torch.zeros_like(given["result"])
+    found, _ = compose_ref(zero, given["base"], given["lora"], given["g"], SCALING)
+    g, low = given["g"].to(dtype), (SCALING * given["lora"]).to(dtype)
+    naive = g * (low + given["base"]) - given["base"]
+    parts = distance.abs() * base.abs() + term.abs() * given["g"].double().abs()
+    bound = (8 * U[FP32] + U[dtype]) * 1.01 * parts + 2.0**-25
+    error = (found.double() - expected).abs()
+    of_naive = (naive.double() - expected).abs()
+    assert bool((error <= bound).all())
+    assert not bool((of_naive <= bound).all())
+    assert float(of_naive.norm()) > 16 * float(error.norm())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP32), (FP32, FP16), (FP16, FP16)])
+def test_gradients_are_within_their_bounds_of_autograd(gpu: Any, dtypes: Any, tier: Any) -> None:
+    """Against float64 autograd of the plain formula.
+
+    With u of float32 and v of a gradient's dtype: g * (s * x) rounds s, two products and, once, to
+    the dtype: 3u + v. (g - 1) * x: two roundings (the difference of numbers near 1 is exact, but
+    not in general); with x added, 3u of |x| + |(g - 1) x|. The gradient of g is a sum of n products
+    x * inner; inner is off by its own rounding v (and 4u of its parts), a product by u, and a sum
+    of n numbers in any order by (n - 1)u of the sum of their sizes. The factor 1.01 is for products
+    of errors, and float16 has subnormal numbers of 2^-24.
+    """
+    u = U[FP32]
+    for given in forms(tensors((70, 300), *dtypes, near=0.1)):
+        gradient = arriving(given["result"])
+        expected = exact(given, gradient)
+        _, _, of_base, of_lora, of_g = run(given, tier)
+        assert of_base is not None and of_lora is not None and of_g is not None
+        size, g = gradient.double().abs(), given["g"].double()
+        tiny = {FP16: 2.0**-25}
+        finals = [0.0 if each == FP32 else U[each] for each in dtypes]
+        bound = (3 * u + finals[1]) * 1.01 * expected["lora"].abs() + tiny.get(dtypes[1], 0.0)
+        assert bool(((of_lora.double() - expected["lora"]).abs() <= bound).all())
+        name = "base" if given["base"] is not None else "result"
+        parts = (g - 1).abs() * size + (0 if name == "base" else size)
+        bound = (3 * u + finals[0]) * 1.01 * parts + tiny.get(dtypes[0], 0.0)
+        assert bool(((of_base.double() - expected[name]).abs() <= bound).all())
+        whole = given["result" if given["base"] is None else "base"].double().abs()
+        bias = 0 if given["bias"] is None else given["bias"].double().abs()
+        parts = whole + bias + (SCALING * given["lora"].double()).abs()
+        off = (4 * u + finals[0]) * parts + tiny.get(dtypes[0], 0.0)
+        bound = 1.01 * (size * (off + len(gradient) * u * parts)).sum(0)
+        assert bool(((of_g.double() - expected["g"]).abs() <= bound).all())
+        # Certain to be seen: one token more or less.
+        without = of_g.double() - (gradient[0].double() * expected["inner"][0])
+        assert not bool(((without - expected["g"]).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_plain_formula_in_float32(gpu: Any, tier: Any) -> None:
+    """A sum that can be done in the head: every number is exact."""
+    given = {
+        "result": torch.tensor([[3.0, 5.0]]),
+        "base": None,
+        "lora": torch.tensor([[2.0, -4.0]]),
+        "g": torch.tensor([1.5, 0.5]),
+        "bias": torch.tensor([1.0, 1.0]),
+    }
+    sum_, inner = compose(**given, scaling=0.5, wants_inner=True, tier=tier)
+    assert sum_.tolist() == [[3 + 0.5 * 2 + 1.5 * 1, 5 - 0.5 * 4 - 0.5 * 2]]
+    assert inner is not None and inner.tolist() == [[3.0, 2.0]]
+
+
+def test_float64_is_computed_in_float64() -> None:
+    given = forms(tensors((5, 9), FP64, FP32))[1]
+    sum_, inner = compose(**given, scaling=SCALING, wants_inner=True)
+    expected = exact(given, torch.ones(5, 9))
+    assert sum_.dtype == FP64 and inner is not None and inner.dtype == FP64
+    assert bool(((sum_ - expected["sum"]).abs() < 1e-14).all())
+    of_g = run(given, None)[4]
+    assert of_g is not None and of_g.dtype == FP64
+
+
+def test_a_hundred_times_the_same(gpu: Any) -> None:
+    given = forms(tensors((40, 70), FP16))[1]
+    expected = run(given, "fused")
+    for _ in range(100):
+        assert all(map(same, run(given, "fused"), expected))
+
+
+# ------------------------------------------------------------------- tiers
+
+
+def test_a_tier_is_chosen_by_shape_and_device(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = module._LEAST_FORWARD, module._LEAST_BACKWARD
+    assert 1 < forward <= backward
+    assert tier_of(forward - 1, 1, CPU) == "eager"
+    assert tier_of(1, forward, CPU) == ("fused" if forward == backward else "forward")
+    assert tier_of(backward, 1, CPU) == "fused"
+    assert tier_of(backward, 1, CPU, "eager") == "eager"
+    monkeypatch.setattr(module, "runs_triton", lambda device: False)
+    assert tier_of(backward, 1, CPU) == "eager"
+
+
+@pytest.mark.parametrize("asked", [None, *TIERS])
+@pytest.mark.parametrize("number", [15, 16, 31, 32])
+def test_a_tier_does_not_depend_on_whether_gradients_are_wanted(
+    gpu: Any, number: int, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both sides of each crossover."""
+    monkeypatch.setattr(module, "_LEAST_FORWARD", 16)
+    monkeypatch.setattr(module, "_LEAST_BACKWARD", 32)
+    launched = []
+    for name in ("compose", "backward"):
+        genuine = getattr(gpu, name)
+        note = lambda *args, name=name, run=genuine: (launched.append(name), run(*args))[1]  # noqa: E731
+        monkeypatch.setattr(gpu, name, note)
+    given, journals, outcomes = tensors((number, 1), FP32), [], []
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        launched.clear()
+        for wants in (False, True):
+            for each in given.values():
+                each.requires_grad_(wants and mode is not torch.inference_mode)
+            with mode():
+                outcomes.append(run({**given, "base": None}, asked))
+        half = len(launched) // 2
+        assert launched[:half] == launched[half:]
+        journals.append(list(launched))
+    assert journals[0] == journals[1] == journals[2]
+    expected = asked or ("eager" if number < 16 else "forward" if number < 32 else "fused")
+    of_tier = {"eager": [], "forward": ["compose"], "fused": ["compose", "backward"]}
+    assert journals[0] == 2 * of_tier[expected]
+    assert all(all(map(same, each, outcomes[0])) for each in outcomes)
+
+
+def test_the_environment_forces_a_tier(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tier in TIERS:
+        monkeypatch.setenv(TIER_VARIABLE, tier)
+        assert tier_of(1, 1, CPU) == tier
+        assert tier_of(1, 1, CPU, "eager") == "eager"  # the caller is nearer
+    monkeypatch.setenv(TIER_VARIABLE, "")
+    assert tier_of(1, 1, CPU) == "eager"
+    monkeypatch.setenv(TIER_VARIABLE, "fast")
+    with pytest.raises(
+        PolicyError, match=r"POROS_DORA_TIER: expected one of fused, .* found 'fast'"
+    ):
+        compose(**tensors((2, 3), FP32), scaling=1.0)
+
+
+def test_what_is_no_tier_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"tier: expected one of .* found 'Fused'"):
+        tier_of(1, 1, CPU, "Fused")
+    with pytest.raises(PolicyError, match=r"tier: expected one of .* found ''"):
+        tier_of(1, 1, CPU, "")
+
+
+@pytest.mark.parametrize("tier", ["fused", "forward"])
+def test_without_triton_a_kernel_cannot_be_forced(tier: Any) -> None:
+    with pytest.raises(PolicyError, match='tier: expected "eager" on cpu'):
+        compose(**tensors((2, 3), FP32), scaling=1.0, tier=tier)
+
+
+def test_what_a_kernel_cannot_read_is_left_to_pytorch(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LEAST_FORWARD", 0)
+    monkeypatch.setattr(module, "_LEAST_BACKWARD", 0)
+    given = {**tensors((6, 8), FP32), "base": None}
+    expected = run(given, "eager")
+    strided = {**given, "lora": given["lora"].t().contiguous().t()}
+    assert all(map(same, run(strided, None)[:4], expected[:4]))
+    double = {**given, "g": given["g"].double()}
+    assert compose(**double, scaling=SCALING)[0].dtype == FP32
+    for refused in (strided, double):
+        with pytest.raises(PolicyError, match='tier: expected "eager" for tensors of float64 or'):
+            compose(**refused, scaling=SCALING, tier="fused")
+    monkeypatch.setenv(TIER_VARIABLE, "forward")
+    with pytest.raises(PolicyError, match='POROS_DORA_TIER: expected "eager"'):
+        compose(**strided, scaling=SCALING)
+
+
+def test_an_expanded_gradient_takes_the_same_kernel(gpu: Any) -> None:
+    given = tensors((6, 8), FP32)
+    ones = torch.ones(()).expand(6, 8)
+    how = {"has_base": True, "result_dtype": FP32, "lora_dtype": FP32, "tier": "fused"}
+    both = [
+        compose_backward(each, given["g"], SCALING, given["base"], **how)
+        for each in (ones, ones.contiguous())
+    ]
+    assert all(map(same, *both))
+
+
+# ------------------------------------------------------------------- meta device and compiling
+
+
+@pytest.mark.parametrize("tier", [None, *TIERS])
+def test_on_the_meta_device_tensors_have_their_form(tier: Any) -> None:
+    for dtype, lora_dtype in ((BF16, FP32), (FP32, BF16), (FP64, FP32)):
+        given = forms(tensors((2, 3, 8), dtype, lora_dtype))[1]
+        on_meta = {name: None if each is None else each.to("meta") for name, each in given.items()}
+        sum_, inner = compose(**on_meta, scaling=1.0, wants_inner=True, tier=tier)
+        how = {"has_base": False, "result_dtype": dtype, "lora_dtype": lora_dtype}
+        found = [sum_, inner, *compose_backward(sum_, on_meta["g"], 1.0, inner, **how, tier=tier)]
+        for each, expected in zip(found, run(given, None), strict=True):
+            assert each is not None and expected is not None and each.is_meta
+            assert (each.shape, each.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.parametrize("wants_inner", [False, True], ids=["", "inner"])
+def test_compiles_into_one_graph(wants_inner: bool) -> None:
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        from torch._dynamo.backends.debugging import aot_eager
+
+        return aot_eager(graph, inputs)
+
+    for given in forms(tensors((6, 8), BF16)):
+        torch._dynamo.reset()
+
+        gradient = arriving(given["result"])
+        compiled = torch.compile(both, fullgraph=True, backend=backend)
+        found = compiled(given, gradient, None, wants_inner)
+        expected = both(given, gradient, None, wants_inner)
+        assert all(map(same, found, expected))
+    assert any("dora_compose" in name for name in seen)
+    assert any("dora_compose_backward" in name for name in seen)
+
+
+@pytest.mark.parametrize("has_inner", [False, True])
+def test_operators_are_what_they_say(has_inner: bool) -> None:
+    given = tensors((4, 8), FP32)
+    values = [given[name] for name in ("result", "base", "lora", "g")]
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.poros.dora_compose, (*values, 0.5, None, has_inner, None), test_utils=utils
+    )
+    inner = given["base"] if has_inner else None
+    torch.library.opcheck(
+        torch.ops.poros.dora_compose_backward,
+        (given["result"], given["g"], 0.5, inner, False, FP32, BF16, None),
+        test_utils=utils,
+    )
+
+
+def test_references_agree_with_autograd_through_themselves() -> None:
+    """``compose_backward_ref`` is what autograd makes of ``compose_ref``."""
+    given = forms(tensors((5, 9), FP64, FP64))[0]
+    leaves = {name: each if each is None else each.requires_grad_() for name, each in given.items()}
+    sum_, inner = compose_ref(**leaves, scaling=SCALING, wants_inner=True)
+    gradient = torch.ones_like(sum_)
+    wanted = [leaves["base"], leaves["lora"], leaves["g"]]
+    expected = torch.autograd.grad(sum_, wanted, gradient)
+    found = compose_backward_ref(
+        *(gradient, given["g"], SCALING, inner), has_base=True, result_dtype=FP64, lora_dtype=FP64
+    )
+    for each, other in zip(found, expected, strict=True):
+        assert each is not None
+        torch.testing.assert_close(each, other)

@@ -1,0 +1,393 @@
+"""The norm of rows under LoRA: the reference, and the kernels in Triton's interpreter.
+
+The interpreter cannot multiply bfloat16, so parts of numbers are multiplied as float32, which is
+exact as well; it cuts parts off where a GPU rounds them, so three still make up a float32.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from poros.kernels import row_norm as module
+from poros.kernels.row_norm import (
+    assembled_ref,
+    row_norm,
+    row_norm_ref,
+    scale_of,
+    square_of_rows,
+    square_of_rows_ref,
+)
+from tests.support import interpreted, same_bits
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+U = 2.0**-24
+RANKS = [1, 5, 16, 130]
+SHAPES = [(70, 200), (64, 512), (5, 1100), (130, 33), (1, 1)]
+SCALING = 2 / 3
+WAYS = ["reference", "kernel"]
+
+
+@pytest.fixture
+def gpu() -> Any:
+    return interpreted("poros.kernels.row_norm_gpu")
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether ``row_norm`` takes the kernels, for tensors of a CPU too."""
+    if request.param == "kernel":
+        import triton.language as tl
+
+        kernels = interpreted("poros.kernels.row_norm_gpu")
+        monkeypatch.setattr(kernels, "_MULTIPLIED_AS", tl.float32)
+        monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    return str(request.param)
+
+
+both_ways = pytest.mark.parametrize("way", WAYS, indirect=True)
+
+
+def tensors(
+    shape: tuple[int, int], rank: int, dtype: torch.dtype = FP32, of_adapters: torch.dtype = FP32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    a = normal(rank, shape[1]) * shape[1] ** -0.5
+    return normal(*shape).to(dtype), a.to(of_adapters), normal(shape[0], rank).to(of_adapters)
+
+
+def found_norm(
+    dense: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float = SCALING
+) -> torch.Tensor:
+    return row_norm(dense, square_of_rows(dense), a, b, scaling)
+
+
+def exact_norm(
+    dense: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float = SCALING
+) -> torch.Tensor:
+    product = b.double() @ a.double()
+    norm: torch.Tensor = torch.linalg.norm(dense.double() + scaling * product, dim=1)
+    return norm
+
+
+def norm_bound(
+    dense: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float = SCALING
+) -> torch.Tensor:
+    """Of the distance of the norm from the exact one, for each row.
+
+    A float32 sum of n products is off by at most n u times the sum of their sizes, in any order
+    (Higham 2002, Accuracy and Stability, section 3.1), u being 2^-24; 4u more are for products that
+    are made of parts, of which those below 2^-23 are left out. For a row of c columns and rank r:
+    |W|^2 by (c + 4)u |W|^2, the cross term by (c + r + 4)u of |B| |A| |W|, and the last one by
+    (c + 2r + 8)u of |B| |A| |A^T| |B|. The scalars and the two sums add 4u of the sizes of all.
+    With e the error of the square, the root is off by at most e / norm, and by the square root
+    of e; it is rounded once more. 1.01 is for products of errors.
+    """
+    w, a, b = dense.double().abs(), a.double().abs(), b.double().abs()
+    rank, columns = a.shape
+    square = (w * w).sum(1)
+    cross = 2 * abs(scaling) * ((w @ a.T) * b).sum(1)
+    gram = scaling**2 * (((b @ a) @ a.T) * b).sum(1)
+    error = (columns + 8) * square + (columns + rank + 8) * cross + (columns + 2 * rank + 12) * gram
+    return 1.01 * U * error
+
+
+def is_within(found: torch.Tensor, exact: torch.Tensor, of_square: torch.Tensor) -> bool:
+    bound = torch.minimum(of_square / exact, of_square.sqrt()) + 2 * U * exact
+    return bool(((found.double() - exact).abs() <= bound).all())
+
+
+@both_ways
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+def test_within_the_bound_of_float32(
+    way: str, dtype: torch.dtype, shape: tuple[int, int], rank: int
+) -> None:
+    given = tensors(shape, rank, dtype)
+    found = found_norm(*given)
+    assert found.dtype == FP32 and found.shape == shape[:1]
+    assert is_within(found, exact_norm(*given), norm_bound(*given))
+
+
+@both_ways
+@pytest.mark.parametrize("of_adapters", [BF16, FP16, FP64])
+def test_adapters_of_any_dtype(way: str, of_adapters: torch.dtype) -> None:
+    given = tensors((70, 200), 5, BF16, of_adapters)
+    assert is_within(found_norm(*given), exact_norm(*given), norm_bound(*given))
+
+
+@pytest.mark.parametrize("of_adapters", [BF16, FP16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("way", ["kernel"], indirect=True)
+def test_products_keep_every_bit(
+    gpu: Any, way: str, dtype: torch.dtype, of_adapters: torch.dtype
+) -> None:
+    """Of one column and rank 1: three parts make up what is multiplied by a power of two."""
+    x = torch.randn(90, 1, generator=torch.Generator().manual_seed(0)).to(dtype)
+    y = torch.tensor([[4.0]], dtype=of_adapters)
+    ones = torch.ones(90, 1, dtype=of_adapters)
+    assert same_bits(gpu._weighted(x, y, ones), 4 * x[:, 0].float())
+    y, ones = x.to(of_adapters), torch.ones(1, 90, dtype=of_adapters)
+    found = [gpu._weighted(torch.ones(1, 1, dtype=dtype), each[None], ones[:, :1])[0] for each in y]
+    assert same_bits(torch.stack(found), y[:, 0].float())
+
+
+def test_control_parts_left_out_are_seen(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.language as tl
+
+    x = torch.full((1, 1), 1 + 2.0**-9 + 2.0**-18)
+    for num_parts in (1, 2):
+        monkeypatch.setattr(gpu, "_MULTIPLIED_AS", tl.float32)
+        monkeypatch.setitem(gpu._PARTS, FP32, num_parts)
+        assert gpu._weighted(x, torch.ones(1, 1), torch.ones(1, 1)) != x
+
+
+@both_ways
+@pytest.mark.parametrize("term", ["cross", "gram", "a row of A", "a column"])
+def test_control_a_term_left_out_is_seen(way: str, term: str) -> None:
+    dense, a, b = tensors((70, 200), 5)
+    bound, exact = norm_bound(dense, a, b), exact_norm(dense, a, b)
+    wrong = {
+        "cross": lambda: (
+            found_norm(dense, a, b).square() / 2 + found_norm(dense, a, -b).square() / 2
+        ).sqrt(),
+        "gram": lambda: (
+            (found_norm(dense, a, b).square() - (SCALING * b @ a).square().sum(1))
+            .clamp_min(0)
+            .sqrt()
+        ),
+        "a row of A": lambda: found_norm(dense, a[:-1], b[:, :-1]),
+        "a column": lambda: found_norm(dense[:, :-1], a[:, :-1], b),
+    }
+    assert is_within(found_norm(dense, a, b), exact, bound)
+    assert not is_within(wrong[term](), exact, bound)
+
+
+@both_ways
+def test_zeros(way: str) -> None:
+    dense, a, b = tensors((70, 200), 16)
+    square = square_of_rows(dense)
+    root = square.double().sqrt().float()
+    assert same_bits(found_norm(dense, a, 0 * b.abs()), root)
+    assert same_bits(found_norm(dense, a, b, 0.0), root)
+    # Nothing else is looked at.
+    nothing = torch.full_like(a, float("nan")), torch.full_like(b, float("nan"))
+    assert same_bits(row_norm(dense, square, *nothing, 0.0), root)
+    assert found_norm(0 * dense, 0 * a, b).tolist() == [0.0] * 70
+
+
+@both_ways
+def test_what_is_not_a_number_reaches_its_row(way: str) -> None:
+    dense, a, b = tensors((70, 200), 5)
+    for tensor, rows in ((dense, [3]), (b, [3]), (a, range(70))):
+        changed = tensor.clone()
+        changed[3, 1] = float("nan")
+        given = [changed if each is tensor else each for each in (dense, a, b)]
+        found = found_norm(*given)
+        assert found.isnan().nonzero().flatten().tolist() == list(rows)
+    assert not found_norm(dense, a, b).isnan().any()
+
+
+@both_ways
+def test_a_square_below_zero_is_zero(way: str) -> None:
+    """B A takes W away, and what float32 leaves of it may be negative."""
+    _, a, b = tensors((300, 64), 5)
+    dense = (-SCALING * b.double() @ a.double()).float()
+    square = square_of_rows(dense)
+    found = row_norm(dense, square, a, b, SCALING)
+    assert not found.isnan().any() and bool((found == 0).any())
+    assert is_within(found, exact_norm(dense, a, b), norm_bound(dense, a, b))
+
+
+@both_ways
+def test_strides_of_any_order(way: str) -> None:
+    dense, a, b = tensors((70, 200), 5)
+    expected = found_norm(dense, a, b)
+    turned = [each.t().contiguous().t() for each in (dense, a, b)]
+    assert not any(each.is_contiguous() for each in turned)
+    torch.testing.assert_close(found_norm(*turned), expected, rtol=1e-6, atol=0.0)
+
+
+@both_ways
+def test_a_hundred_times_the_same(way: str) -> None:
+    given = tensors((70, 600), 5, BF16)
+    expected = found_norm(*given)
+    assert all(
+        same_bits(found_norm(*given), expected) for _ in range(20 if way == "kernel" else 100)
+    )
+
+
+@both_ways
+def test_no_graph_and_no_autocast(way: str) -> None:
+    given = [each.requires_grad_() for each in tensors((70, 200), 16)]
+    with torch.no_grad():
+        expected = found_norm(*given)
+    with torch.autocast("cpu", dtype=BF16):
+        found = found_norm(*given)
+    assert not found.requires_grad and not found_norm(*given, scaling=0.0).requires_grad
+    assert same_bits(found, expected)
+
+
+def test_float64_is_computed_in_float64() -> None:
+    given = tensors((70, 200), 5, FP64)
+    found = found_norm(*given)
+    assert found.dtype == square_of_rows(given[0]).dtype == FP64
+    torch.testing.assert_close(found, exact_norm(*given), rtol=1e-13, atol=0.0)
+
+
+def test_assembly_has_the_same_bits(gpu: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    terms = [torch.randn(1000, generator=generator) for _ in range(3)]
+    terms[0][:3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    terms[1][5] = float("nan")
+    for scaling in (SCALING, -1.7, 1e-3):
+        found, expected = (run(*terms, scaling) for run in (gpu.assembled, assembled_ref))
+        assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().sum() == 2
+        assert same_bits(found.nan_to_num(), expected.nan_to_num())
+        assert bool((found == 0).any())
+    other = gpu.assembled(terms[0], terms[1], terms[2] * (1 + 2 * U), SCALING)
+    expected = assembled_ref(*terms, SCALING)
+    assert not same_bits(other.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_squares_are_within_their_bound(
+    gpu: Any, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """A sum of n squares, each rounded: n u of itself."""
+    dense = tensors(shape, 1, dtype)[0]
+    exact = dense.double().square().sum(1)
+    budgets = [64, 2**14, 2**26]
+    found = [gpu.square_of_rows(dense), *(square_of_rows_ref(dense, each) for each in budgets)]
+    for each in found:
+        assert each.dtype == FP32
+        assert bool(((each.double() - exact).abs() <= 1.01 * shape[1] * U * exact).all())
+    if shape[1] > 1:
+        one_less = gpu.square_of_rows(dense[:, :-1])
+        assert not bool(((one_less.double() - exact).abs() <= 1.01 * shape[1] * U * exact).all())
+
+
+# ------------------------------------------------------------------- memory
+
+
+class Watch(TorchDispatchMode):
+    """The largest tensor that an operator made, in bytes; views are not made."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.known = {each.untyped_storage().data_ptr() for each in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in [made] if isinstance(made, torch.Tensor) else []:
+            if each.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, each.untyped_storage().nbytes())
+        return made
+
+
+def largest(run: Callable[[], Any], *known: torch.Tensor) -> int:
+    with Watch(*known) as watch:
+        run()
+    return watch.largest
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_the_reference_keeps_to_its_budget(dtype: torch.dtype) -> None:
+    rows, columns, rank = 256, 1024, 4
+    dense, a, b = given = tensors((rows, columns), rank, dtype)
+    square = square_of_rows_ref(dense)
+    whole = rows * columns * 4
+    for budget in (whole // 16, whole // 4, whole):
+        found = largest(
+            partial(row_norm_ref, *(dense, square, a, b, SCALING, budget)), *given, square
+        )
+        assert found <= budget
+        # Of what is float32 no copy is made: but for it, the budget is used.
+        assert dtype == FP32 or found > budget // 2
+        assert budget // 2 < largest(partial(square_of_rows_ref, dense, budget), dense) <= budget
+    assert largest(lambda: row_norm_ref(dense, square, a, b, 0.0), *given) <= rows * 8
+
+
+def test_control_the_dense_product_is_seen() -> None:
+    dense, a, b = tensors((256, 1024), 4)
+    assert largest(lambda: torch.linalg.norm(dense + b @ a, dim=1), dense, a, b) == 256 * 1024 * 4
+
+
+def test_least_width_is_sixty_four_columns() -> None:
+    dense = tensors((256, 1024), 1)[0]
+    assert largest(lambda: square_of_rows_ref(dense, 1), dense) == 256 * 64 * 4
+
+
+@pytest.mark.parametrize("rank", [1, 16, 64, 65, 130, 300])
+@pytest.mark.parametrize("shape", [(64, 300), (5, 1100), (200, 64)], ids=str)
+def test_extra_bytes_are_what_the_kernels_allocate(
+    gpu: Any, shape: tuple[int, int], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor counts until the end, so this is no less than the peak."""
+    monkeypatch.setattr(gpu, "_launch", lambda x, y, weights, parts, blocks: parts.zero_())
+    dense, a, b = given = tensors(shape, rank, BF16)
+    square, sizes = square_of_rows_ref(dense), {}
+    known = {each.untyped_storage().data_ptr() for each in (*given, square)}
+
+    class Sum(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            storage = made.untyped_storage()
+            if storage.data_ptr() not in known:
+                sizes[storage.data_ptr()] = made
+            return made
+
+    with Sum():
+        gpu.row_norm(dense, square, a, b, SCALING)
+    total = sum(each.untyped_storage().nbytes() for each in sizes.values())
+    assert 0 < total <= gpu.num_extra_bytes(*shape, rank)
+
+
+# ------------------------------------------------------------------- the rest
+
+
+def test_on_the_meta_device_tensors_have_their_form() -> None:
+    for dtype, expected in ((BF16, FP32), (FP64, FP64)):
+        dense, a, b = (each.to("meta") for each in tensors((7, 9), 2, dtype))
+        square = square_of_rows(dense)
+        norm = row_norm(dense, square, a, b, SCALING)
+        g = scale_of(torch.empty(7, device="meta"), norm, dtype)
+        for each in (square, norm, g):
+            assert each.is_meta and each.shape == (7,) and each.dtype == expected
+
+
+@both_ways
+def test_of_no_rows(way: str) -> None:
+    assert found_norm(*tensors((0, 9), 2)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(FP32, 1e-12), (FP64, 1e-12), (BF16, 1e-6), (FP16, 1e-6)]
+)
+def test_the_scale_of_each_row(dtype: torch.dtype, least: float) -> None:
+    norm = torch.tensor([2.0, 0.0, float("nan"), float("inf")])
+    magnitude = torch.tensor([3.0, 1.0, 1.0, 1.0], dtype=BF16).requires_grad_()
+    g = scale_of(magnitude, norm, dtype)
+    assert g.dtype == FP32 and not g.requires_grad
+    assert g[0] == 1.5 and g[1] == torch.ones(()) / torch.tensor(least)
+    assert g[2].isnan() and g[3] == 0
+    assert scale_of(magnitude, norm.double(), dtype).dtype == FP64
+
+
+def test_at_the_start_every_scale_is_one() -> None:
+    """B is zero and the magnitude is the norm, as DoRA begins."""
+    dense, a, b = tensors((70, 200), 16, BF16)
+    norm = found_norm(dense, a, torch.zeros_like(b))
+    assert scale_of(norm, found_norm(dense, a, torch.zeros_like(b)), BF16).tolist() == [1.0] * 70

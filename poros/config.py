@@ -13,6 +13,7 @@ LEAST_BUDGET = 200_000
 SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
 ADAPTER_KERNELS = ("fused", "peft")
+DORA_TIERS = (None, "fused", "forward", "eager")
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
     f"{letter}ib": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", start=1)
 }
@@ -54,7 +55,13 @@ class StreamingPolicy:
             brings all of it for as long as that takes.
         adapter_kernels: ``"fused"`` adds what LoRA adds by one operator per projection (see
             ``poros.kernels.lora``), with the bits of PEFT's modules, in less time and memory; what
-            it does not know runs as PEFT has it. ``"peft"`` keeps PEFT's modules everywhere.
+            it does not know runs as PEFT has it. DoRA over linear modules runs in factored form
+            (see ``poros.kernels.dora``): not the bits of PEFT's modules, within rounding of them,
+            and bit for bit those of a resident run with ``poros.use_adapter_kernels``. ``"peft"``
+            keeps PEFT's modules everywhere.
+        dora_tier: Which kernels compose DoRA: ``"fused"`` has one for forward and one for backward,
+            ``"forward"`` one for forward, ``"eager"`` takes PyTorch's operators. None chooses by
+            device and size. The environment variable POROS_DORA_TIER does so for all models.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
         allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
@@ -76,6 +83,7 @@ class StreamingPolicy:
     loss: str = "chunked"
     stream_head: bool | None = None
     adapter_kernels: str = "fused"
+    dora_tier: str | None = None
     device: str | None = None
     allow_unvalidated: bool = False
     self_check: str = "strict"
@@ -103,6 +111,11 @@ class StreamingPolicy:
             raise PolicyError(
                 f"adapter_kernels: expected one of {', '.join(ADAPTER_KERNELS)}, found "
                 f"{self.adapter_kernels!r}"
+            )
+        if self.dora_tier not in DORA_TIERS:
+            raise PolicyError(
+                f"dora_tier: expected one of {', '.join(map(str, DORA_TIERS))}, found "
+                f"{self.dora_tier!r}"
             )
         if self.self_check not in SELF_CHECKS:
             raise PolicyError(

@@ -1,18 +1,21 @@
-"""LoRA modules of PEFT that add what they add by one operator of ours.
+"""LoRA and DoRA modules of PEFT that run by one operator of ours.
 
 The adapters are read from PEFT's modules at each call, so activating, disabling, merging, scaling
-and deleting them stays PEFT's business. Whatever the operator does not know runs as PEFT has it,
-module by module and call by call; both give the same bits.
+and deleting them stays PEFT's business. Whatever the operators do not know runs as PEFT has it,
+module by module and call by call. LoRA gives the same bits either way; DoRA does not.
 """
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
+from poros.kernels.compose import Tier
+from poros.kernels.dora import Dora, RowNorms, dora_linear, frozen_of
 from poros.kernels.forwards import Forward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
 from poros.kernels.lora import Added, add_lora, add_lora_ref, multiply_and_add
@@ -23,26 +26,42 @@ _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
 
 
 class Tally:
-    """How often adapted modules ran which way.
+    """How adapted modules run, and how often they ran which way.
+
+    Args:
+        moves: Whether frozen weights lie elsewhere at each visit, and somebody else sees to their
+            bytes.
+        dora_tier: As in ``poros.kernels.compose``.
 
     Attributes:
-        num_fused: Calls that took the operator.
+        num_fused: Calls that took an operator of ours.
         unfused: Calls that ran as PEFT has them, by reason.
         num_left_out: Calls in recomputations whose result nobody needed.
+        is_again: Whether what runs is a recomputation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moves: bool = False, dora_tier: Tier | None = None) -> None:
+        self.moves = moves
+        self.dora_tier = dora_tier
         self.num_fused = 0
         self.unfused: Counter[str] = Counter()
         self.num_left_out = 0
+        self.is_again = False
         self._left_out: list[tuple[_Forward, Unformed]] | None = None
 
-    def begin(self) -> None:
-        """A recomputation whose result is there already: what only adds to it may be left out."""
-        self._left_out = []
+    def begin(self, leaves_out: bool = True) -> None:
+        """A recomputation begins.
+
+        Args:
+            leaves_out: Whether its result is there already, so that what only adds to it may be
+                left out.
+        """
+        self.is_again = True
+        self._left_out = [] if leaves_out else None
 
     def end(self) -> None:
         """It is over: what was left out can no longer be computed."""
+        self.is_again = False
         left_out, self._left_out = self._left_out, None
         forget([tensor for _, tensor in left_out or ()])
 
@@ -68,6 +87,8 @@ class _Lora(NamedTuple):
     bias: torch.Tensor | None
     scaling: float
     dropout: float
+    magnitude: torch.Tensor | None
+    """DoRA's; None if it is LoRA."""
 
 
 class _Forward(Forward):
@@ -81,6 +102,13 @@ class _Forward(Forward):
         """Whether its result goes into that of the layer by sums alone."""
         self.is_read = False
         """Whether it was read all the same."""
+        self._norms = RowNorms(tally.moves)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what it gives has the bits of the module's own forward: not with DoRA."""
+        module = self._module()
+        return not any(name in module.lora_variant for name in module.active_adapters)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(), self._tally, self._is_4bit)
@@ -96,6 +124,8 @@ class _Forward(Forward):
                 self._tally.unfused[lora] += 1
             own: torch.Tensor = self.own(module, input, *args, **kwargs)
             return own
+        if lora.magnitude is not None:
+            return self._run_dora(module, input, lora, lora.magnitude)
         a, b, bias = lora[:3]
         # Of a 4-bit module PEFT leaves dtypes to autocast, and asks for that of a GPU wherever the
         # module runs.
@@ -125,6 +155,35 @@ class _Forward(Forward):
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_
+
+    def _run_dora(
+        self, module: Any, input: torch.Tensor, lora: _Lora, magnitude: torch.Tensor
+    ) -> torch.Tensor:
+        base = module._modules["base_layer"]
+        frozen = frozen_of(base)
+        autocast = autocast_dtype(input.device)
+        of_result = input.dtype if self._is_4bit else autocast or input.dtype
+        of_base = autocast or (base.compute_dtype if self._is_4bit else None) or input.dtype
+        if frozen is None or (frozen.state is None and frozen.dtype != of_base and not autocast):
+            self._tally.unfused["DoRA over another kind of linear module"] += 1
+            own: torch.Tensor = self.own(module, input)
+            return own
+        casts = getattr(module, "cast_input_dtype_enabled", True)
+        # As PEFT has it: under autocast its 4-bit modules leave the sum in the magnitude's dtype.
+        stays = self._is_4bit and torch.is_autocast_enabled("cuda")
+        how = Dora(
+            scaling=lora.scaling,
+            dropout=lora.dropout,
+            dtype=lora.a.dtype if casts and not stays else input.dtype,
+            of_products=autocast or lora.a.dtype,
+            of_base=of_base,
+            of_sum=torch.promote_types(of_result, magnitude.dtype) if stays else of_result,
+            tier=self._tally.dora_tier,
+        )
+        self._tally.num_fused += 1
+        return dora_linear(
+            frozen, input, lora.a, lora.b, magnitude, how, self._norms, self._tally.is_again
+        )
 
 
 def note_last(results: Iterable[torch.Tensor]) -> None:
@@ -177,8 +236,11 @@ def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
     if len(active) > 1:
         return "several active adapters"
     (name,) = active
-    if name in module.lora_variant:
-        return type(module.lora_variant[name]).__name__
+    variant, magnitude = module.lora_variant.get(name), None
+    if variant is not None:
+        magnitude = _magnitude_of(module, name, variant)
+        if magnitude is None:
+            return type(variant).__name__
     first, second, dropout = all_a[name], all_b[name], all_dropout[name]
     if not (
         type(first) is nn.Linear
@@ -198,8 +260,19 @@ def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
     a: Any = first._parameters.get("weight")
     b: Any = second._parameters.get("weight")
     bias: Any = second._parameters.get("bias")
-    for tensor in (input, a, b) if bias is None else (input, a, b, bias):
-        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+    tensors = (input, a, b) if bias is None else (input, a, b, bias)
+    if magnitude is not None:
+        if bias is not None:
+            return "DoRA with a bias"
+        tensors = (*tensors, magnitude)
+    for tensor in tensors:
+        kind = type(tensor)
+        # DoRA's operator casts by itself, so it does not matter if casts are watched.
+        if (
+            kind is not torch.Tensor
+            and kind is not nn.Parameter
+            and (magnitude is None or not hasattr(tensor, "is_watched"))
+        ):
             # That may be because each use of a parameter is looked at, this once.
             return "" if hasattr(tensor, "is_watched") else f"a {type(tensor).__name__}"
         if tensor.device != input.device or not tensor.dtype.is_floating_point:
@@ -213,13 +286,39 @@ def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
     scaling = module.scaling[name]
     if not isinstance(scaling, int | float):
         return "a scaling that is no number"
-    if autocast_dtype(input.device) is not None:
+    if autocast_dtype(input.device) is not None and magnitude is None:
         if torch.is_autocast_cache_enabled() and not torch.is_grad_enabled():
             return ""  # autocast keeps its casts for whoever comes next in its region
         if input.is_leaf and input.requires_grad:
             # Its cast would be shared with the other modules that get it.
             return "an input that is a leaf, under autocast"
-    return _Lora(a, b, bias, scaling, p)
+    return _Lora(a, b, bias, scaling, p, magnitude)
+
+
+def _magnitude_of(module: Any, name: str, variant: Any) -> Any:
+    """The magnitude of a DoRA adapter of PEFT's linear modules; None if it is something else."""
+    kind, vector_kind = dora_classes()
+    vectors = module._modules.get("lora_magnitude_vector")
+    vector = None if vectors is None else vectors._modules.get(name)
+    if (
+        type(variant) is not kind
+        or type(vector) is not vector_kind
+        or not (has_own_forward(kind) and has_own_forward(vector_kind))
+        or vector.fan_in_fan_out
+        or getattr(module, "fan_in_fan_out", False)
+        or has_hooks(vector)
+    ):
+        return None
+    return vector._parameters.get("weight")
+
+
+@cache
+def dora_classes() -> tuple[type, type[nn.Module]]:
+    """PEFT's variant of LoRA that is DoRA over a linear module, and what holds its magnitude."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+    from peft.tuners.lora.variants import DoraLinearVariant
+
+    return DoraLinearVariant, DoraLinearLayer
 
 
 def _as_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -46,6 +46,17 @@ class Forward:
         """What the module itself does."""
         return self._known(module, *args, **kwargs)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it gives the bits of the module's own forward."""
+        return True
+
+    def afresh(self, module: nn.Module) -> "Forward":
+        """One that remembers nothing."""
+        kind, (_, *others) = self.__reduce__()
+        made: Forward = kind(module, *others)
+        return made
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the module gets one that is its own.
         return type(self), (self._module(),)
@@ -82,22 +93,35 @@ def replace(
             module.__dict__["forward"] = forward
 
 
-def hand_back(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Have modules run their own forwards.
+def use_others(modules: Iterable[nn.Module], are_own: bool) -> Callable[[], None]:
+    """Have modules run what ours are to be compared with.
+
+    Args:
+        are_own: Whether that is the modules' own forwards, where ours give the same bits. Ours that
+            do not are compared with new ones of their kind.
 
     Returns:
         What gives them ours again.
     """
-    taken = [
-        (module.__dict__, module.__dict__["forward"])
-        for module in modules
-        if isinstance(module.__dict__.get("forward"), Forward)
-    ]
-    for owner, _ in taken:
-        del owner["forward"]
+    taken = []
+    for module in modules:
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, Forward):
+            taken.append((module.__dict__, forward))
+            if not forward.is_exact:
+                module.__dict__["forward"] = forward.afresh(module)
+            elif are_own:
+                del module.__dict__["forward"]
 
     def undo() -> None:
         for owner, forward in taken:
             owner["forward"] = forward
 
     return undo
+
+
+def hand_back(modules: Iterable[nn.Module]) -> None:
+    """Have modules run their own forwards."""
+    for module in modules:
+        if isinstance(module.__dict__.get("forward"), Forward):
+            del module.__dict__["forward"]

@@ -171,7 +171,7 @@ class _AddLora(torch.autograd.Function):
             a, b = a.t(), b.t()
         # Before the others, as PEFT has it: one at a time needs memory.
         formed = result if product is None or leaves_out else product.of(input)
-        dropped, mask = _dropout(input.to(how.dtype), how.dropout)
+        dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
         hidden = times(dropped.to(a.dtype), a)
         del dropped
         parts = parts_of(input)
@@ -234,7 +234,7 @@ class _AddLora(torch.autograd.Function):
         return of_result, of_input, of_bias, of_b, of_a, of_again, None
 
 
-def _dropout(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+def dropout_of(input: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``nn.functional.dropout`` in training, and by what it has multiplied."""
     if not p:
         return input, None

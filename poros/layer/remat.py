@@ -91,8 +91,8 @@ class RematerializeLayer(torch.autograd.Function):
             # A mode that sees operators would see tensors without values.
             leaves_out = call.is_unwatched and not torch._C._len_torch_dispatch_stack()
             try:
-                if tally is not None and leaves_out:
-                    tally.begin()
+                if tally is not None:
+                    tally.begin(leaves_out)
                 with nullcontext() if watching is None else watching():
                     results = call.recompute(inputs)
                 if tally is not None:

@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
 from poros.kernels.adapters import Tally
+from poros.kernels.compose import Tier
 from poros.layer.body import ModelContext
 from poros.layer.call import LayerCall
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
@@ -102,7 +103,11 @@ class Runtime:
         )
         self.host, self.is_adopted = host_store(inventory, policy.block_size)
         self.digests = SourceDigests() if policy.self_check != "off" else None
-        self.tally = Tally() if policy.adapter_kernels == "fused" else None
+        self.tally = (
+            Tally(moves=True, dora_tier=cast(Tier | None, policy.dora_tier))
+            if policy.adapter_kernels == "fused"
+            else None
+        )
         self._attachment = Attachment(model, inventory, self.device, self.host, self.tally)
         with ExitStack() as undo:
             undo.callback(self.host.unpin)

@@ -28,12 +28,15 @@ from poros.errors import UnsupportedModelError
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.kernels.adapters import Tally
-from poros.kernels.forwards import hand_back
+from poros.kernels.forwards import hand_back, use_others
 from poros.kernels.use import take_over
 from poros.model.inspect import find_layers
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
 from poros.planning.meta_model import Recipe, base_of, shapes_of
 from poros.planning.request import PlanRequest
+
+_CHECK = "check"
+"""As kernels of adapters: those that the self-check compares with."""
 
 
 class CostModel:
@@ -50,7 +53,7 @@ class CostModel:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
         cost = self.cost(request.batch_size, request.seq_len, request.loss, request.adapter_kernels)
         if request.self_check and request.adapter_kernels != "peft":
-            plain = self.cost(request.batch_size, request.seq_len, request.loss)
+            plain = self.cost(request.batch_size, request.seq_len, request.loss, _CHECK)
             cost = replace(cost, checked=plain.layers)
         return plan_for(self.shapes, cost, request)
 
@@ -100,9 +103,11 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
 def adapter_kernels_as(kernels: str, layers: Sequence[nn.Module]) -> Iterator[None]:
     """Within it, adapters in ``layers`` run as a policy says."""
     try:
-        if kernels == "fused":
+        if kernels != "peft":
             for layer in layers:
                 take_over(layer, torch.device("meta"), Tally())
+                if kernels == _CHECK:
+                    use_others(layer.modules(), are_own=True)
         yield
     finally:
         for layer in layers:

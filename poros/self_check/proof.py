@@ -22,7 +22,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
-from poros.kernels.forwards import hand_back
+from poros.kernels.forwards import use_others
 from poros.layer.call import LayerCall
 from poros.layer.frozen import LayerBindings, bind_block
 from poros.layer.remat import RematerializeLayer
@@ -233,8 +233,8 @@ class Runs:
         self._visits.end_all()
         with self._visits.begin(streamed_layer(layer).name, undo):
             # 4-bit products are bitsandbytes' own, adapters PEFT's, if there is room for them.
-            if self._sizer.check_kernels == "peft":
-                taken_back.append(hand_back(layer.modules()))
+            are_own = self._sizer.check_kernels == "peft"
+            taken_back.append(use_others(layer.modules(), are_own))
             bindings.swap_in()
             for _, owner, key, parameter in places:
                 owner[key] = proxies[id(parameter)]

@@ -16,7 +16,7 @@ from poros.errors import ParityError
 from poros.gates import tiny
 from poros.head.loss import sliced_cross_entropy
 from poros.kernels.dequantize import dequantize, has_kernel
-from poros.kernels.forwards import hand_back
+from poros.kernels.forwards import hand_back, use_others
 from poros.kernels.linear4bit import linear_4bit, take_over, takes_fused_kernel
 from poros.kernels.online_softmax import Running, add_logits, add_logits_ref
 
@@ -92,7 +92,7 @@ def test_modules_are_taken_over_and_given_back() -> None:
     take_over([module, torch.nn.Linear(3, 3)])
     assert module.forward != own
     input = torch.randn(2, 300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    again = hand_back([module])
+    again = use_others([module], are_own=True)
     assert module.forward == own
     expected = module(input)
     again()

@@ -1,0 +1,268 @@
+"""What DoRA makes of a linear module: one autograd node, and nothing of the size of the weight.
+
+For a frozen weight W, matrices A and B, a scaling s and a magnitude m (Liu et al. 2024, DoRA,
+equations 5 and 11)
+
+    y = W x + bias + (g - 1) * W x' + g * s * B(A x')        g = m / |W + s B A|, row by row
+
+where x' is x after dropout; without dropout both products are one. PEFT forms B A, its sum with W
+and, under dropout, a second dense product in the dtype of the adapters, in each forward. Here the
+norm comes from its terms (``poros.kernels.row_norm``), everything takes the one dense weight that
+is there for W x, and the sum is one kernel (``poros.kernels.compose``). As in PEFT the norm is a
+constant for the gradient (section 4.3 of the paper).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from poros.kernels.compose import Tier, compose, compose_backward
+from poros.kernels.dequantize import dequantize
+from poros.kernels.forwards import has_own_forward
+from poros.kernels.gated import parts_of, refuse_second_order
+from poros.kernels.linear4bit import module_class, times
+from poros.kernels.lora import drop, drop_backward, dropout_of
+from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
+from poros.nf4 import state_of
+
+
+class Frozen(NamedTuple):
+    """The frozen weight below an adapter."""
+
+    weight: Any
+    state: Any
+    """The ``QuantState`` of a 4-bit weight; None if it is dense."""
+    bias: torch.Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.weight.dtype if self.state is None else self.state.dtype
+        return found
+
+    def dense(self) -> torch.Tensor:
+        """Of shape (rows, columns), in ``dtype``."""
+        if self.state is None:
+            found: torch.Tensor = self.weight
+            return found
+        return dequantize(self.weight, self.state, self.state.dtype)
+
+
+def frozen_of(module: Any) -> Frozen | None:
+    """The weight of a linear module; None if it is another kind, or trained."""
+    kind = type(module)
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if any(each is not None and each.requires_grad for each in (weight, bias)):
+        return None
+    if kind is nn.Linear:
+        state, is_known = None, type(weight) is nn.Parameter
+    else:
+        state = state_of(weight)
+        is_known = state is not None and kind is module_class() and module.compute_type_is_set
+    return Frozen(weight, state, bias) if is_known and has_own_forward(kind) else None
+
+
+class RowNorms:
+    """The norms of one module's rows: of its weight once, with the adapter in each forward.
+
+    Args:
+        moves: Whether the weight lies elsewhere each time, and somebody else sees to its bytes.
+    """
+
+    def __init__(self, moves: bool) -> None:
+        self._moves = moves
+        self._squares: tuple[Any, torch.Tensor] | None = None
+        self._last: tuple[Any, torch.Tensor] | None = None
+
+    def of(
+        self,
+        frozen: Frozen,
+        dense: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scaling: float,
+        is_again: bool,
+    ) -> torch.Tensor:
+        """The norm of each row of ``dense + scaling * b @ a``, float32, of shape (rows,).
+
+        Args:
+            is_again: Whether this is a recomputation: the norms of the forward are taken, unless
+                its adapters were others.
+        """
+        weight = frozen.weight
+        place = None if self._moves or weight.is_meta else weight.data_ptr()
+        of_weight = (weight._version, place, dense.dtype, dense.device)
+        if self._squares is None or self._squares[0] != of_weight:
+            self._squares, self._last = (of_weight, square_of_rows(dense)), None
+        state = (a.data_ptr(), a._version, b.data_ptr(), b._version, scaling)
+        if is_again and self._last is not None and self._last[0] == state:
+            return self._last[1]
+        norm = row_norm(dense, self._squares[1], a, b, scaling)
+        self._last = state, norm
+        return norm
+
+
+class Dora(NamedTuple):
+    """How one module does it."""
+
+    scaling: float
+    dropout: float
+    """Probability; 0 where there is none, or outside of training."""
+    dtype: torch.dtype
+    """Of the input as dropout sees it."""
+    of_products: torch.dtype
+    """Of those with A and B."""
+    of_base: torch.dtype
+    """Of those with the frozen weight."""
+    of_sum: torch.dtype
+    tier: Tier | None
+    """As in ``poros.kernels.compose``."""
+
+
+def dora_linear(
+    frozen: Frozen,
+    input: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitude: torch.Tensor,
+    how: Dora,
+    norms: RowNorms,
+    is_again: bool = False,
+) -> torch.Tensor:
+    """The result of a linear module with DoRA.
+
+    Args:
+        frozen: Its weight, of shape (rows, columns).
+        input: Of shape (..., columns), contiguous, not empty. Gets a gradient, as the next three.
+        a: Of shape (rank, columns), in any float dtype.
+        b: Of shape (rows, rank), likewise.
+        magnitude: Of shape (rows,), likewise.
+        how: See there.
+        norms: Of this module.
+        is_again: Whether this is a recomputation.
+
+    Returns:
+        Of shape (..., rows), in ``how.of_sum``.
+
+    Streams:
+        Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
+        are ``input``, A, B, the product with A, the mask of dropout, the norms, and if the
+        magnitude is trained one tensor of the shape and dtype of the result. Of an input that is a
+        gated activation (``poros.kernels.gated``) gate and up are kept, and it is made again.
+
+    Exactness:
+        Equal bits for equal inputs, resident or streamed. Not the bits of PEFT's modules: within
+        rounding of them, and closer to exact arithmetic where g is close to 1.
+    """
+    # Neither a 4-bit weight nor an adapter that is watched has to pass through Python.
+    with torch._C.DisableTorchFunctionSubclass():
+        sum_: torch.Tensor = _Dora.apply(input, b, a, magnitude, frozen, how, norms, is_again)
+    return sum_
+
+
+class _Dora(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        magnitude: torch.Tensor,
+        frozen: Frozen,
+        how: Dora,
+        norms: RowNorms,
+        is_again: bool,
+    ) -> torch.Tensor:
+        dense = frozen.dense()
+        norm = norms.of(frozen, dense, a, b, how.scaling, is_again)
+        divisor = divisor_of(norm, frozen.dtype)
+        g = magnitude.to(divisor.dtype) / divisor
+        dense = dense.to(how.of_base)
+        result = times(input.to(how.of_base), dense, _cast(frozen.bias, how.of_base))
+        dropped, mask = dropout_of(input.to(how.dtype), how.dropout)
+        base = None if mask is None else times(dropped.to(how.of_base), dense)
+        del dense
+        hidden = times(dropped.to(how.of_products), a.to(how.of_products))
+        del dropped
+        lora = times(hidden, b.to(how.of_products))
+        sum_, inner = compose(
+            result.to(how.of_sum),
+            None if base is None else base.to(how.of_sum),
+            lora,
+            g,
+            how.scaling,
+            frozen.bias,
+            ctx.needs_input_grad[3],
+            how.tier,
+        )
+        parts = parts_of(input)
+        sources = (input,) if parts is None else (parts.gate, parts.up)
+        ctx.making = None if parts is None else parts.making
+        ctx.save_for_backward(b, a, hidden, mask, g, divisor, inner, *sources)
+        ctx.how, ctx.frozen, ctx.magnitude_dtype = how, frozen, magnitude.dtype
+        ctx.input_form = input.shape, input.dtype
+        ctx.set_materialize_grads(False)
+        return sum_
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 8
+        refuse_second_order()
+        with torch._C.DisableTorchFunctionSubclass():
+            return (*_backward(ctx, gradient), None, None, None, None)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of input, B, A and the magnitude."""
+    b, a, hidden, mask, g, divisor, inner, *sources = ctx.saved_tensors
+    how: Dora = ctx.how
+    shape, dtype = ctx.input_form
+    wants_input, wants_b, wants_a, wants_magnitude, *_ = ctx.needs_input_grad
+    of_input = of_b = of_a = of_magnitude = None
+    of_base, of_lora, of_g = compose_backward(
+        gradient,
+        g,
+        how.scaling,
+        inner if wants_magnitude else None,
+        has_base=mask is not None,
+        result_dtype=how.of_base,
+        lora_dtype=how.of_products,
+        tier=how.tier,
+    )
+    if of_g is not None:
+        of_magnitude = (of_g / divisor).to(ctx.magnitude_dtype)
+    of_lora, of_base = _rows(of_lora), _rows(of_base)
+    if wants_b:
+        of_b = of_lora.t().mm(_rows(hidden)).to(b.dtype)
+    if wants_a or wants_input:
+        of_hidden = of_lora.mm(b.to(how.of_products))
+        del of_lora
+        if wants_a:
+            input = sources[0] if ctx.making is None else ctx.making.again(*sources)
+            dropped = drop(input, mask, how.dropout, how.dtype, how.of_products)
+            del input
+            of_a = of_hidden.t().mm(_rows(dropped)).to(a.dtype)
+            del dropped
+    if wants_input:
+        dense = ctx.frozen.dense().to(how.of_base)
+        of_dropped = of_hidden.mm(a.to(how.of_products))
+        of_dropped = of_dropped.to(torch.promote_types(how.of_products, how.of_base))
+        of_dropped += of_base.mm(dense)
+        of_dropped = of_dropped.view(shape)
+        if mask is None:
+            of_input = of_dropped.to(dtype)
+        else:
+            of_input = drop_backward(of_dropped, mask, how.dropout, how.dtype, dtype)
+            of_result = _rows(gradient.to(how.of_base)).mm(dense)
+            of_input = of_input + of_result.view(shape).to(dtype)
+    return of_input, of_b, of_a, of_magnitude
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _cast(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

@@ -1,0 +1,224 @@
+"""Streamed DoRA beside resident DoRA with ``poros.use_adapter_kernels``: equal bits.
+
+And beside PEFT's modules: within rounding, in one file format.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+import poros
+from poros.errors import ParityError
+from poros.kernels.dora import RowNorms
+from tests.exact.adapter_arms import Found, adapted, step
+from tests.exact.arms import Bases
+from tests.support import same_bits
+
+Model = Any
+BF16, FP32 = torch.bfloat16, torch.float32
+autocast = partial(torch.autocast, "cpu", dtype=BF16)
+
+
+def dora(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
+    """With DoRA whose B is not zero, and whose magnitudes are not the norms."""
+    model = adapted(bases, architecture, **{"use_dora": True, "lora_alpha": 2, **options})
+    generator = torch.Generator().manual_seed(4)
+    for name, module in model.named_modules():
+        if name.endswith("lora_magnitude_vector"):
+            for vector in module.values():
+                noise = torch.rand(vector.weight.shape, generator=generator)
+                vector.weight.data = (3 + noise).to(vector.weight.dtype)
+    return model
+
+
+def resident(model: Model, around: Callable[[], Any] = nullcontext) -> Found:
+    poros.use_adapter_kernels(model)
+    found = step(model, around)
+    poros.restore(model)
+    return found
+
+
+def streamed(
+    model: Model, around: Callable[[], Any] = nullcontext, steps: int = 2, **policy: Any
+) -> list[Found]:
+    poros.prepare(model, loss="reference", **policy)
+    found = [step(model, around) for _ in range(steps)]
+    runtime = poros.runtime(model)
+    assert runtime.self_check["status"] in ("passed", "off")
+    stats = runtime.stats()
+    assert stats["num_fused_adapters"] > 0 and stats["num_unfused_adapters"] == 0
+    poros.restore(model)
+    return found
+
+
+def differences(left: Found, right: Found) -> list[str]:
+    names = [
+        name
+        for name in {**left.facts, **right.facts}
+        if name not in left.facts
+        or name not in right.facts
+        or not same_bits(left.facts[name], right.facts[name])
+    ]
+    return names + (["order"] if left.order != right.order else [])
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "two slots": {"slots": 2},
+    "one kept": {"slots": 2, "keep_last": 1},
+    "all kept": {"slots": 2, "keep_last": 2},
+    "a budget": {"vram_budget": "100MB"},
+    "inputs on the host": {"slots": 2, "offload_boundaries": True},
+    "two layers a block": {"block_size": 2},
+}
+
+
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_streamed_equals_resident(
+    policy: str, dropout: float, quantize: bool, bases: Bases
+) -> None:
+    model = dora(bases, lora_dropout=dropout, quantize=quantize)
+    expected = resident(model)
+    for found in streamed(model, **POLICIES[policy]):
+        assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "options",
+    [{"adapters": BF16}, {"use_rslora": True}, {"r": 1}, {"r": 96}, {"lora_dropout": 0.1}],
+    ids=str,
+)
+def test_no_choice_of_dora_changes_a_bit(
+    options: dict[str, Any], dtype: torch.dtype, around: Any, bases: Bases
+) -> None:
+    model = dora(bases, dtype=dtype, **options)
+    expected = resident(model, around)
+    for found in streamed(model, around):
+        assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3"])
+def test_other_architectures(architecture: str, bases: Bases) -> None:
+    targets = {"target_modules": "all-linear"} if architecture == "phi3" else {}
+    model = dora(bases, architecture, lora_dropout=0.1, **targets)
+    expected = resident(model)
+    for found in streamed(model):
+        assert differences(found, expected) == []
+
+
+def test_dora_and_lora_side_by_side(bases: Bases) -> None:
+    """Each module as its adapter says; those of LoRA are checked against PEFT's own."""
+    from peft import LoraConfig
+
+    model = dora(bases, target_modules=["q_proj", "down_proj"])
+    model.add_adapter("plain", LoraConfig(r=4, target_modules=["k_proj", "o_proj"]))
+    model.base_model.set_adapter(["default", "plain"])
+    expected = resident(model)
+    for found in streamed(model):
+        assert differences(found, expected) == []
+
+
+def test_peft_modules_are_a_choice_with_the_bits_of_plain_peft(bases: Bases) -> None:
+    model = dora(bases)
+    expected = step(model)
+    poros.prepare(model, loss="reference", adapter_kernels="peft")
+    found = step(model)
+    assert differences(found, expected) == []
+
+
+def test_control_ours_and_those_of_peft_are_not_the_same_bits(bases: Bases) -> None:
+    model = dora(bases)
+    assert differences(resident(model), step(model))
+
+
+@pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+def test_a_step_is_within_rounding_of_peft(quantize: bool, around: Any, bases: Bases) -> None:
+    """In float32: a forward and backward of two layers is some hundred roundings deep."""
+    model = dora(bases, dtype=FP32, quantize=quantize)
+    expected, found = step(model, around), resident(model, around)
+    unit = 2.0**-8 if around is autocast else 2.0**-24
+    for name, value in expected.facts.items():
+        distance = (found.facts[name].double() - value.double()).abs().max()
+        assert distance <= 512 * unit * value.double().abs().max() + 1e-12, name
+
+
+def test_what_is_saved_is_loaded_by_plain_peft(bases: Bases, tmp_path: Path) -> None:
+    """The same bytes as plain PEFT saves, and results within rounding."""
+    model = dora(bases, dtype=FP32)
+    model.save_pretrained(tmp_path / "plain")
+    tokens = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(2))
+    poros.prepare(model, loss="reference")
+    model.eval()
+    with torch.no_grad():
+        expected = model(input_ids=tokens, use_cache=False).logits
+    model.save_pretrained(tmp_path / "ours")
+    for path in (tmp_path / "plain").iterdir():
+        if path.suffix == ".safetensors":
+            assert (tmp_path / "ours" / path.name).read_bytes() == path.read_bytes()
+    base = bases.base("qwen2", num_layers=2, dropout=0.0, dtype=FP32)
+    plain = PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    with torch.no_grad():
+        logits = plain(input_ids=tokens, use_cache=False).logits
+    distance = (logits.double() - expected.double()).abs().max()
+    assert 0 < distance <= 512 * 2.0**-24 * expected.double().abs().max()
+
+
+def test_norms_are_those_of_the_adapters_as_they_are_now(bases: Bases) -> None:
+    """Across steps of an optimizer, and after weights were swapped behind version counters."""
+    model = dora(bases)
+
+    def train(model: Model) -> list[Found]:
+        found = []
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True)
+        for number in range(3):
+            found.append(step(model))
+            for each in trained:
+                each.grad = torch.ones_like(each)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                for each in trained:
+                    each.data = each.data * 1.5  # as averaged weights are swapped in
+        return found
+
+    start = {name: each.detach().clone() for name, each in model.named_parameters()}
+    poros.use_adapter_kernels(model)
+    expected = train(model)
+    poros.restore(model)
+    for name, each in model.named_parameters():
+        if each.requires_grad:
+            each.data = start[name].clone()
+    poros.prepare(model, loss="reference")
+    for found, wanted in zip(train(model), expected, strict=True):
+        assert differences(found, wanted) == []
+    assert differences(expected[0], expected[1]) and differences(expected[1], expected[2])
+
+
+def test_the_self_check_sees_a_norm_that_is_not_the_weights(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that only the streamed layers remember: those it compares with start anew."""
+    model = dora(bases)
+    poros.prepare(model, loss="reference", self_check="strict")
+    layer = model.base_model.model.model.layers[0]
+    forward = layer.mlp.up_proj.__dict__["forward"]
+    own = RowNorms.of
+
+    def wrong(self: RowNorms, *args: Any, **kwargs: Any) -> torch.Tensor:
+        norm = own(self, *args, **kwargs)
+        return norm * 2 if self is forward._norms else norm
+
+    monkeypatch.setattr(RowNorms, "of", wrong)
+    with pytest.raises(ParityError):
+        step(model)

@@ -1,0 +1,331 @@
+"""DoRA by one node: against exact arithmetic and against PEFT's modules, within derived bounds.
+
+Note: Bounds
+    Of a sum of n products in a float format of unit roundoff u, each product and partial sum
+    rounded, the error is at most n * u times the sum of the products' absolute values (Higham 2002,
+    Accuracy and Stability of Numerical Algorithms, section 3.1). So the bounds here are the same
+    formula in float64 of absolute values, times a unit and the number of terms on the longest way
+    to the result; what is computed in the model's dtype has its unit, the rest float32's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from poros.kernels.adapters import Tally
+from poros.kernels.forwards import hand_back
+from poros.kernels.use import take_over
+from tests.support import same_bits
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+UNITS = {BF16: 2.0**-8, torch.float16: 2.0**-11, FP32: 2.0**-24}
+TOKENS = (2, 5)
+
+
+class Model(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.linear = module
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return self.linear(input)
+
+
+def adapted(
+    rows: int = 24,
+    columns: int = 40,
+    *,
+    dtype: torch.dtype = FP32,
+    quantize: bool = False,
+    bias: bool = True,
+    rank: int = 4,
+    scaling: float = 0.5,
+    dropout: float = 0.0,
+    zero_b: bool = False,
+    nudge: float = 0.2,
+) -> Any:
+    """A module of PEFT's with DoRA, whose magnitude is not the norm."""
+    torch.manual_seed(0)
+    base: nn.Module = nn.Linear(columns, rows, bias=bias, dtype=dtype)
+    if quantize:
+        weight = base.state_dict()
+        base = Linear4bit(columns, rows, bias=bias, compute_dtype=dtype, quant_type="nf4")
+        base.load_state_dict(weight)
+        base = base.to(dtype).to("cpu")
+        base.compute_type_is_set = True
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=scaling * rank,
+        lora_dropout=dropout,
+        target_modules=["linear"],
+        use_dora=True,
+    )
+    module = get_peft_model(Model(base), config).base_model.model.linear
+    with torch.no_grad():
+        if not zero_b:
+            module.lora_B.default.weight.normal_(0, 0.1)
+        magnitude = module.lora_magnitude_vector.default.weight
+        magnitude.data = (magnitude.float() * (1 + nudge * torch.rand(rows))).to(FP32)
+    return module.train()
+
+
+def dense_of(module: Any) -> torch.Tensor:
+    from peft.utils.integrations import dequantize_module_weight
+
+    weight: torch.Tensor = dequantize_module_weight(module.base_layer).detach()
+    return weight
+
+
+def trained(module: Any) -> list[torch.Tensor]:
+    return [
+        module.lora_A.default.weight,
+        module.lora_B.default.weight,
+        module.lora_magnitude_vector.default.weight,
+    ]
+
+
+def input_of(module: Any, tokens: tuple[int, ...] = TOKENS) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(*tokens, module.in_features, generator=generator)
+    dtype = module.base_layer.compute_dtype if hasattr(module.base_layer, "compute_dtype") else None
+    return values.to(dtype or module.base_layer.weight.dtype)
+
+
+def outcome(run: Callable[[torch.Tensor], torch.Tensor], module: Any) -> list[torch.Tensor]:
+    """The sum, and the gradients of input, A, B and the magnitude."""
+    input = input_of(module).requires_grad_()
+    torch.manual_seed(3)
+    sum_ = run(input)
+    arriving = torch.randn(sum_.shape, generator=torch.Generator().manual_seed(2)).to(sum_.dtype)
+    wanted = [each for each in (input, *trained(module)) if each.requires_grad]
+    return [sum_.detach(), *torch.autograd.grad(sum_, wanted, arriving)]
+
+
+def ours(module: Any) -> list[torch.Tensor]:
+    tally = Tally()
+    take_over(module, torch.device("cpu"), tally)
+    try:
+        found = outcome(module, module)
+    finally:
+        hand_back(module.modules())
+    assert tally.num_fused == 1 and not tally.unfused
+    return found
+
+
+def formula(module: Any, input: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """All of it in the dtype of the input."""
+    a, b, magnitude = (each.to(input.dtype) for each in trained(module))
+    weight, scaling = dense_of(module).to(input.dtype), module.scaling["default"]
+    norm = (weight + scaling * b @ a).norm(dim=1).detach()
+    g = magnitude / norm
+    dropped = input if mask is None else input * mask
+    result = input @ weight.t()
+    bias = module.base_layer.bias
+    if bias is not None:
+        result = result + bias.to(input.dtype)
+    delta = (g - 1) * (dropped @ weight.t()) + g * scaling * (dropped @ a.t() @ b.t())
+    return result + delta
+
+
+def exact(module: Any, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """``outcome`` in float64."""
+    input = input_of(module).double().requires_grad_()
+    leaves = trained(module)
+    sum_ = formula(module, input, mask)
+    dtype = input_of(module).dtype
+    arriving = torch.randn(sum_.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    wanted = [each for each in (input, *leaves) if each.requires_grad]
+    return [sum_.detach(), *torch.autograd.grad(sum_, wanted, arriving.double())]
+
+
+def bounds(module: Any, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """How far rounding may take each part of ``outcome`` from ``exact``: see the module."""
+    unit = UNITS[input_of(module).dtype]
+    weight, input = dense_of(module).double().abs(), input_of(module).double().abs()
+    a, b, magnitude = (each.detach().double().abs() for each in trained(module))
+    scaling = abs(module.scaling["default"])
+    signed = dense_of(module).double() + module.scaling["default"] * (
+        trained(module)[1].detach().double() @ trained(module)[0].detach().double()
+    )
+    norm = signed.norm(dim=1)
+    # Squares of the norm's terms: what cancels in them is part of the norm's own error.
+    terms = (weight + scaling * b @ a).norm(dim=1)
+    num_terms = sum(weight.shape) + len(a) + 16
+    of_norm = num_terms * UNITS[FP32] * (terms / norm) ** 2
+    g = magnitude / norm
+    dropped = input if mask is None else input * mask
+    product, lora = dropped @ weight.t(), scaling * (dropped @ a.t() @ b.t())
+    bias = module.base_layer.bias
+    result = input @ weight.t() + (0 if bias is None else bias.detach().double().abs())
+    share = num_terms * UNITS[FP32] + 4 * unit
+    of_g = g * (of_norm + share)
+    of_sum = share * (result + (g - 1).abs() * product + g * lora) + of_g * (product + lora)
+    dtype = input_of(module).dtype
+    arriving = torch.randn(of_sum.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    arriving = arriving.double().abs().reshape(-1, len(weight))
+    rows = dropped.reshape(-1, weight.shape[1])
+    more = 2 * share + of_norm
+    of_lora = g * scaling * arriving
+    times = 1 if mask is None else mask.abs().max()
+    back = arriving @ weight + times * ((arriving * (g - 1).abs()) @ weight + of_lora @ b @ a)
+    of_input = ((arriving * more) @ weight) + times * (
+        ((arriving * g * more) @ weight) + (of_lora * more) @ b @ a
+    )
+    of_input = (of_input + share * back).view(input.shape)
+    of_a = b.t() @ (of_lora * more).t() @ rows
+    of_b = (of_lora * more).t() @ rows @ a.t()
+    inner = (product + lora).reshape(-1, len(weight))
+    of_magnitude = ((arriving * more) * inner).sum(0) / norm
+    found = [of_sum, of_input, of_a, of_b, of_magnitude]
+    return [each * 1.5 + 1e-300 for each in found]
+
+
+def require_within(found: list[torch.Tensor], module: Any, mask: Any = None) -> None:
+    for number, (value, wanted, bound) in enumerate(
+        zip(found, exact(module, mask), bounds(module, mask), strict=True)
+    ):
+        worst = ((value.double() - wanted).abs() / bound).max()
+        assert worst <= 1, (number, float(worst))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"dtype": BF16},
+    "fp16": {"dtype": torch.float16},
+    "nf4": {"dtype": BF16, "quantize": True, "columns": 64},
+    "no bias": {"bias": False},
+    "rank 1": {"rank": 1},
+    "more ranks than columns": {"rank": 48},
+    "rank 768": {"rank": 768, "dtype": BF16},
+    "wide": {"rows": 8, "columns": 160},
+    "tall": {"rows": 160, "columns": 8},
+    "zero B": {"zero_b": True},
+    "zero scaling": {"scaling": 0.0},
+    "near one": {"nudge": 1e-4, "dtype": BF16},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_within_rounding_of_exact_arithmetic(kind: str) -> None:
+    module = adapted(**KINDS[kind])
+    require_within(ours(module), module)
+
+
+def test_control_a_scaling_that_is_off_is_not_within_rounding() -> None:
+    module = adapted()
+    found = ours(module)
+    module.scaling["default"] *= 1.01
+    with pytest.raises(AssertionError):
+        require_within(found, module)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "nf4"])
+def test_dropout_has_both_products_of_what_it_leaves(kind: str) -> None:
+    module = adapted(**KINDS[kind], dropout=0.3)
+    found = ours(module)
+    torch.manual_seed(3)
+    input = input_of(module)
+    ones = torch.ones(input.shape, dtype=FP32)
+    mask = nn.functional.dropout(ones, 0.3)
+    assert 0 < int((mask == 0).sum()) < mask.numel()
+    require_within(found, module, mask.double())
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "nf4", "rank 768"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_is_within_rounding_of_peft(kind: str, dropout: float) -> None:
+    """PEFT's own distance from exact arithmetic is bounded alike; its norm is a 16-bit number."""
+    module = adapted(**KINDS[kind], dropout=dropout)
+    expected, found = outcome(module, module), ours(module)
+    torch.manual_seed(3)
+    mask = nn.functional.dropout(torch.ones(input_of(module).shape), dropout).double()
+    unit = 8 * UNITS[input_of(module).dtype]
+    for ours_, theirs, bound, true in zip(
+        found, expected, bounds(module, mask), exact(module, mask), strict=True
+    ):
+        assert ours_.dtype == theirs.dtype and ours_.shape == theirs.shape
+        distance = (ours_.double() - theirs.double()).abs()
+        assert bool((distance <= 3 * bound + unit * true.abs()).all())
+
+
+def test_is_nearer_than_peft_where_the_magnitude_is_near_the_norm() -> None:
+    """With adapters in bfloat16: there PEFT's g - 1 is nought or a multiple of 2**-8."""
+    module = adapted(64, 64, dtype=BF16, nudge=1e-3, bias=False)
+    for parameter in trained(module):
+        parameter.data = parameter.data.to(BF16)
+    true, found, theirs = exact(module)[0], ours(module)[0], outcome(module, module)[0]
+    worst = [float((each.double() - true).abs().mean()) for each in (found, theirs)]
+    assert worst[0] < 0.9 * worst[1]
+
+
+def test_a_frozen_magnitude_keeps_no_result() -> None:
+    module = adapted(nudge=0.3)
+    module.lora_magnitude_vector.default.weight.requires_grad_(False)
+    found, (sum_, *true), limit = ours(module), exact(module), bounds(module)
+    assert len(found) == 4
+    for value, wanted, bound in zip(found, [sum_, *true], limit[:4], strict=True):
+        assert bool(((value.double() - wanted).abs() <= bound).all())
+
+
+def test_what_is_not_a_number_reaches_the_result() -> None:
+    module = adapted()
+    with torch.no_grad():
+        module.base_layer.weight[3, 5] = float("nan")
+    sum_ = ours(module)[0]
+    assert bool(sum_[..., 3].isnan().all()) and not bool(sum_[..., :3].isnan().any())
+
+
+def test_equal_inputs_give_equal_bits_with_and_without_a_graph() -> None:
+    module = adapted(dtype=BF16, dropout=0.3)
+    first, second = ours(module), ours(module)
+    assert all(map(same_bits, first, second))
+    take_over(module, torch.device("cpu"), Tally())
+    torch.manual_seed(3)
+    with torch.no_grad():
+        assert same_bits(module(input_of(module)), first[0])
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensors that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        if not func.is_view:
+            self.sizes += [each.numel() for each in made]
+        return result
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_nothing_is_as_large_as_the_weight_but_the_weight(dropout: float) -> None:
+    """Forward and backward make one dense projection each; PEFT makes many."""
+    module = adapted(512, 640, dtype=BF16, quantize=True, dropout=dropout)
+    size = 512 * 640
+    tally = Tally()
+    take_over(module, torch.device("cpu"), tally)
+    # The norm of the weight alone is taken once, in parts; it is there afterwards.
+    module(input_of(module))
+    with Largest() as watcher:
+        outcome(module, module)
+    dense = [each for each in watcher.sizes if each >= size]
+    # bitsandbytes' unpacking on a CPU makes several of them, one after the other.
+    per_call = len(dense) // 2
+    with Largest() as unpacking:
+        dense_of(module)
+    allowed = len([each for each in unpacking.sizes if each >= size])
+    hand_back(module.modules())
+    with Largest() as theirs:
+        outcome(module, module)
+    assert per_call <= allowed + 1, (per_call, allowed)
+    assert len([each for each in theirs.sizes if each >= size]) > len(dense)

@@ -139,9 +139,16 @@ def _fill(model: Any) -> None:
 
 
 def with_lora(
-    model: Any, rank: int = 16, dropout: float = 0.0, targets: Sequence[str] = TARGETS
+    model: Any,
+    rank: int = 16,
+    dropout: float = 0.0,
+    targets: Sequence[str] = TARGETS,
+    use_dora: bool = False,
 ) -> Any:
-    """LoRA in fp32 on the seven projections, or on ``targets``, with both factors random."""
+    """LoRA in fp32 on the seven projections, or on ``targets``, with both factors random.
+
+    With DoRA the base has to be where its norms are quickly computed.
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -153,6 +160,7 @@ def with_lora(
             lora_dropout=dropout,
             target_modules=list(targets),
             task_type="CAUSAL_LM",
+            use_dora=use_dora,
         ),
     )
     with torch.no_grad():

@@ -1,0 +1,144 @@
+"""DoRA of models on a GPU: streamed equals resident to the bit; PEFT's modules within rounding."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.gates import tiny
+from poros.kernels.adapters import Tally
+from poros.kernels.compose import TIER_VARIABLE
+from poros.kernels.forwards import hand_back
+from poros.kernels.use import take_over
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Model = Any
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    as_bytes = [each.detach().contiguous().flatten().view(torch.uint8) for each in (left, right)]
+    return left.dtype == right.dtype and torch.equal(*as_bytes)
+
+
+def model_of(
+    folder: Path,
+    architecture: str = "qwen2",
+    *,
+    quantize: bool = True,
+    dropout: float = 0.0,
+    dtype: torch.dtype = BF16,
+    hidden_size: int = 256,
+    rank: int = 16,
+) -> Model:
+    from peft import LoraConfig, get_peft_model
+
+    config = tiny.small_config(architecture, num_layers=3, hidden_size=hidden_size)
+    tiny.write_checkpoint(config, folder / "checkpoint", dtype=dtype)
+    base = tiny.load_base(folder / "checkpoint", dtype=dtype, quantize=quantize, device="cuda")
+    adapters = LoraConfig(
+        r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules="all-linear", use_dora=True
+    )
+    model = get_peft_model(base, adapters).train()
+    generator = torch.Generator("cuda").manual_seed(1)
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            each.data.normal_(0, 0.02, generator=generator)
+    return model
+
+
+def gradients(model: Model, autocast: bool = False, num_tokens: int = 300) -> dict[str, Any]:
+    torch.manual_seed(5)
+    tokens = torch.randint(0, 100, (2, num_tokens), device="cuda")
+    with torch.autocast("cuda", dtype=BF16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return {"loss": loss.detach(), "random": torch.cuda.get_rng_state(), **found}
+
+
+@pytest.fixture(params=["fused", "forward", "eager"])
+def tier(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv(TIER_VARIABLE, request.param)
+    yield request.param
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_streamed_equals_resident(
+    dtype: torch.dtype, dropout: float, quantize: bool, autocast: bool, tier: str, tmp_path: Path
+) -> None:
+    model = model_of(tmp_path, quantize=quantize, dropout=dropout, dtype=dtype)
+    poros.use_adapter_kernels(model)
+    expected = gradients(model, autocast)
+    assert all(same(expected[name], each) for name, each in gradients(model, autocast).items())
+    poros.restore(model)
+    for policy in ({"slots": 2}, {"slots": 2, "keep_last": 2}):
+        poros.prepare(model, loss="reference", **policy)
+        for _ in range(2):
+            found = gradients(model, autocast)
+            assert found.keys() == expected.keys()
+            assert [name for name in expected if not same(found[name], expected[name])] == []
+        assert poros.runtime(model).self_check["status"] == "passed"
+        assert poros.runtime(model).stats()["num_unfused_adapters"] == 0
+        poros.restore(model)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3"])
+def test_other_architectures(architecture: str, tmp_path: Path) -> None:
+    model = model_of(tmp_path, architecture, dropout=0.1)
+    poros.use_adapter_kernels(model)
+    expected = gradients(model)
+    poros.restore(model)
+    poros.prepare(model, loss="reference", slots=2)
+    for _ in range(2):
+        found = gradients(model)
+        assert [name for name in expected if not same(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_step_is_within_rounding_of_peft(dropout: float, quantize: bool, tmp_path: Path) -> None:
+    """In float32, with PyTorch's products in full: three layers are some hundred roundings deep."""
+    model = model_of(tmp_path, quantize=quantize, dropout=dropout, dtype=FP32)
+    expected = gradients(model)
+    poros.use_adapter_kernels(model)
+    found = gradients(model)
+    assert same(found["random"], expected["random"])
+    for name in expected.keys() - {"random"}:
+        distance = (found[name].double() - expected[name].double()).abs().max()
+        assert distance <= 2048 * 2.0**-24 * expected[name].double().abs().max() + 1e-10, name
+
+
+def peak(model: Model, num_tokens: int) -> int:
+    gradients(model, num_tokens=num_tokens)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients(model, num_tokens=num_tokens)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_nothing_is_as_large_as_the_weight_but_one_weight(dropout: float, tmp_path: Path) -> None:
+    """With few tokens: the peak beyond the gradients is one dense projection and small change."""
+    model = model_of(tmp_path, hidden_size=2048, dropout=dropout)
+    largest = max(
+        module.weight.quant_state.shape.numel()
+        for module in model.modules()
+        if type(module).__name__ == "Linear4bit"
+    )
+    of_gradients = sum(4 * each.numel() for each in model.parameters() if each.requires_grad)
+    theirs = peak(model, 8)
+    take_over(model, torch.device("cuda"), Tally())
+    ours = peak(model, 8)
+    hand_back(model.modules())
+    assert ours < of_gradients + 2 * largest + 16 * 2**20
+    assert theirs > ours + 3 * largest

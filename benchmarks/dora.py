@@ -67,7 +67,9 @@ def measure(
     """
     most = max(num_bytes for _, num_bytes in arms.values())
     source, into = (torch.empty(most // 2, dtype=torch.uint8, device=device) for _ in range(2))
-    every = {**arms, "copy": (lambda: into.copy_(source), 2 * (most // 2))}
+    every = dict(arms)
+    if most:
+        every["copy"] = (lambda: into.copy_(source)), 2 * (most // 2)
     times: dict[str, list[float]] = {name: [] for name in every}
     peaks: dict[str, int] = {}
     for number in range(passes + 3):
@@ -76,7 +78,7 @@ def measure(
             if number >= 3:
                 times[name].append(elapsed)
     medians = {name: statistics.median(found) for name, found in times.items()}
-    of_copy = every["copy"][1] / medians["copy"]
+    of_copy = every["copy"][1] / medians["copy"] if most else 1.0
     for name, (_, num_bytes) in every.items():
         speed = num_bytes / medians[name]
         print(
@@ -86,9 +88,9 @@ def measure(
                     "arm": name,
                     "ms": round(medians[name], 4),
                     "peak_mb": round(peaks[name] / 1e6, 2),
-                    "bytes": num_bytes,
-                    "gb_per_s": round(speed / 1e6, 1),
-                    "share_of_copy": round(speed / of_copy, 3),
+                    **({"bytes": num_bytes} if num_bytes else {}),
+                    **({"gb_per_s": round(speed / 1e6, 1)} if num_bytes else {}),
+                    **({"share_of_copy": round(speed / of_copy, 3)} if num_bytes else {}),
                 }
             ),
             flush=True,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher
+from poros.kernels.launching import Launcher, ceil_div
 
 _NUM_BYTES = 2048
 """Packed bytes of a program: none of 512 to 4096 was faster at large shapes on an H100."""
@@ -59,7 +59,7 @@ def launch(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor
     weight = packed.new_empty(state.shape, dtype=dtype)
     nested = state.state2 if state.nested else state
     _DEQUANTIZE(
-        -(-weight.numel() // (2 * _NUM_BYTES)),
+        ceil_div(weight.numel(), 2 * _NUM_BYTES),
         packed,
         state.absmax,
         nested.absmax,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from poros.kernels.launching import Launcher
+from poros.kernels.launching import Launcher, ceil_div
 
 _SIZE = 2048
 """Elements of a program."""
@@ -68,4 +68,4 @@ def silu_mul_backward(
 
 
 def _num_programs(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() // _SIZE)
+    return ceil_div(tensor.numel(), _SIZE)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from poros.kernels.launching import Launcher
+from poros.kernels.launching import Launcher, ceil_div
 
 if TYPE_CHECKING:
     from poros.kernels.lora import Added
@@ -95,4 +95,4 @@ def masked(
 
 def _launch(kernel: Launcher, *arguments: Any, **constants: Any) -> None:
     num_elements = arguments[0].numel()
-    kernel(-(-num_elements // _SIZE), *arguments, num_elements, **constants, SIZE=_SIZE)
+    kernel(ceil_div(num_elements, _SIZE), *arguments, num_elements, **constants, SIZE=_SIZE)

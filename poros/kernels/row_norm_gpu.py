@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from poros.kernels.launching import Launcher, ceil_div
+
 
 class Blocks(NamedTuple):
     """What a program multiplies. All but the last two are the order of sums: they are not tuned."""
@@ -159,17 +161,22 @@ def _assemble(square, cross, gram, norm, twice, squared, rows, SIZE: tl.constexp
     tl.store(norm + row, tl.sqrt_rn(total), mask=inside)
 
 
+_MULTIPLY = Launcher(_multiply, enable_fp_fusion=False)
+_SQUARE = Launcher(_square, enable_fp_fusion=False)
+_ASSEMBLE = Launcher(_assemble, enable_fp_fusion=False)
+
+
 def square_of_rows(dense: torch.Tensor) -> torch.Tensor:
     """``row_norm.square_of_rows`` on a GPU."""
     rows, columns = dense.shape
     square = dense.new_empty(rows, dtype=torch.float32)
     if rows:
-        _square[(triton.cdiv(rows, _SQUARE_ROWS),)](
+        _SQUARE(
+            ceil_div(rows, _SQUARE_ROWS),
             *(dense, square, rows, columns, *dense.stride()),
             ROWS=_SQUARE_ROWS,
             WIDTH=_SQUARE_WIDTH,
-            num_warps=4,
-            enable_fp_fusion=False,
+            options={"num_warps": 4},
         )
     return square
 
@@ -190,18 +197,18 @@ def assembled(
     norm = torch.empty_like(square)
     rows = len(norm)
     if rows:
-        _assemble[(triton.cdiv(rows, _ASSEMBLY),)](
+        _ASSEMBLE(
+            ceil_div(rows, _ASSEMBLY),
             *(square, cross, gram, norm, 2 * scaling, scaling * scaling, rows),
             SIZE=_ASSEMBLY,
-            num_warps=4,
-            enable_fp_fusion=False,
+            options={"num_warps": 4},
         )
     return norm
 
 
 def num_extra_bytes(rows: int, columns: int, rank: int) -> int:
     """What ``row_norm`` allocates at once, at most, of contiguous A and B in known dtypes."""
-    gram = rank * rank * (triton.cdiv(columns, _gram_blocks(columns, rank).columns_in_all) + 1)
+    gram = rank * rank * (ceil_div(columns, _gram_blocks(columns, rank).columns_in_all) + 1)
     of_cross = _num_parts(columns, rank, _blocks(rank, is_exact=False))
     of_gram = _num_parts(rank, rank, _blocks(rank, is_exact=False))
     return 4 * (gram + rows * (of_cross + of_gram + 4))
@@ -226,7 +233,7 @@ def _gram(a: torch.Tensor) -> torch.Tensor:
     """``a @ a.T`` in float32."""
     rank, columns = a.shape
     blocks = _gram_blocks(columns, rank)
-    num_sections = triton.cdiv(columns, blocks.columns_in_all)
+    num_sections = ceil_div(columns, blocks.columns_in_all)
     parts = a.new_empty(num_sections, rank, rank, dtype=torch.float32)
     _launch(a, a, None, parts, blocks)
     return parts[0] if num_sections == 1 else parts.sum(0)
@@ -240,12 +247,13 @@ def _launch(
     blocks: Blocks,
 ) -> None:
     rows, columns = x.shape
-    num_others = triton.cdiv(len(y), blocks.others)
-    num_sections = triton.cdiv(columns, blocks.columns_in_all)
-    grid = triton.cdiv(rows, blocks.rows) * num_others * num_sections
-    if not grid:
+    num_others = ceil_div(len(y), blocks.others)
+    num_sections = ceil_div(columns, blocks.columns_in_all)
+    num_programs = ceil_div(rows, blocks.rows) * num_others * num_sections
+    if not num_programs:
         return
-    _multiply[(grid,)](
+    _MULTIPLY(
+        num_programs,
         # What is not there is not looked at.
         *(x, y, y if weights is None else weights, parts, rows, len(y), columns, *x.stride()),
         WEIGHTED=weights is not None,
@@ -256,9 +264,7 @@ def _launch(
         OTHERS=blocks.others,
         COLUMNS=blocks.columns,
         COLUMNS_IN_ALL=blocks.columns_in_all,
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
-        enable_fp_fusion=False,
+        options={"num_warps": blocks.num_warps, "num_stages": blocks.num_stages},
     )
 
 
@@ -270,18 +276,22 @@ def _blocks(rank: int, is_exact: bool) -> Blocks:
     """
     if rank > _SMALL_RANK:
         return Blocks(128, 64, 32, 1024, 8, 3 if is_exact else 2)
-    others = max(_LEAST, triton.next_power_of_2(rank))
+    others = max(_LEAST, _power_of_2(rank))
     columns = 128 // (1 if is_exact else 2) // (2 if others > 32 else 1)
     return Blocks(64, others, columns, 512, 4, 3)
 
 
 def _gram_blocks(columns: int, rank: int) -> Blocks:
-    size = min(64, max(_LEAST, triton.next_power_of_2(rank)))
-    num_blocks = triton.cdiv(rank, size) ** 2
-    num_sections = max(1, min(triton.cdiv(columns, 1024), _MOST_GRAM_BLOCKS // num_blocks))
-    of_section = triton.cdiv(columns, num_sections)
-    return Blocks(size, size, 32, triton.cdiv(of_section, 64) * 64, 4, 3)
+    size = min(64, max(_LEAST, _power_of_2(rank)))
+    num_blocks = ceil_div(rank, size) ** 2
+    num_sections = max(1, min(ceil_div(columns, 1024), _MOST_GRAM_BLOCKS // num_blocks))
+    of_section = ceil_div(columns, num_sections)
+    return Blocks(size, size, 32, ceil_div(of_section, 64) * 64, 4, 3)
 
 
 def _num_parts(columns: int, rank: int, blocks: Blocks) -> int:
-    return int(triton.cdiv(columns, blocks.columns_in_all) * triton.cdiv(rank, blocks.others))
+    return ceil_div(columns, blocks.columns_in_all) * ceil_div(rank, blocks.others)
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()

@@ -102,6 +102,17 @@ class RowNorms:
         return norm
 
 
+def norms_num_bytes(model: nn.Module) -> int:
+    """Bytes that ``RowNorms`` of all modules of ``model`` with DoRA keep on the device."""
+    vectors = [
+        vector
+        for module in model.modules()
+        for vector in (module._modules.get("lora_magnitude_vector") or nn.ModuleDict()).children()
+    ]
+    float32 = torch.float32.itemsize
+    return sum(2 * float32 * own.numel() for vector in vectors for own in vector.parameters())
+
+
 class Dora(NamedTuple):
     """How one module does it."""
 

@@ -39,6 +39,7 @@ def compare_arms(
     repeat_resident: bool = True,
     is_control: bool = False,
     expected_loads: "Callable[[Runtime], int] | None" = None,
+    as_resident: Prepare | None = None,
 ) -> ParityReport:
     """Run both arms and fill the report.
 
@@ -52,6 +53,7 @@ def compare_arms(
             the first.
         is_control: The second arm is not streamed, on purpose.
         expected_loads: Block loads that the second arm makes if it streams as the walk says.
+        as_resident: What is done to the first model before it is run; None is nothing.
 
     Returns:
         ``report``. A failure is in it, as differences or as ``error``; it is not raised.
@@ -65,7 +67,7 @@ def compare_arms(
         report.environment = environment(_device_of(model))
         start = start_digests(model)
         report.hashes["start"] = hash_digests(start)
-        resident = run_arm(model)
+        resident = run_arm(model if as_resident is None else as_resident(model))
     except PorosError:
         raise  # the request is wrong
     except Exception as error:
@@ -96,7 +98,8 @@ def compare_arms(
         report.add(*comparison)
     report.error = _vacuity(resident) or unstreamed
     if report.num_differences and repeat_resident:
-        again = run_arm(make_model())
+        model = make_model()
+        again = run_arm(model if as_resident is None else as_resident(model))
         report.resident_repeats = all(c.difference is None for c in compare_steps(resident, again))
     return report
 

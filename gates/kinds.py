@@ -47,6 +47,8 @@ class Kind:
     """Whether PEFT trains it on a 4-bit base."""
     without_autocast: bool = True
     """Whether PEFT trains it on a bfloat16 base outside autocast."""
+    has_own_bits: bool = False
+    """Whether our kernels compute it otherwise than PEFT; then the resident arm takes them too."""
 
 
 _TOKENS = {"num_virtual_tokens": 4}
@@ -63,7 +65,7 @@ _LORA = ("linears", "lora_dropout", "r")
 
 KINDS: dict[str, Kind] = {
     "lora": Kind("LoraConfig", {}, *_LORA),
-    "dora": Kind("LoraConfig", {"use_dora": True}, *_LORA),
+    "dora": Kind("LoraConfig", {"use_dora": True}, *_LORA, has_own_bits=True),
     "bdlora": Kind("LoraConfig", {"use_bdlora": _BLOCKS}, *_LORA, on_4bit=False),
     "velora": Kind(
         "LoraConfig",

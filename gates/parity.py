@@ -17,9 +17,11 @@ from poros.devices import default_device
 from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
 from poros.gates import tiny
 from poros.gates.arms import Prepare, compare_arms, poros_prepare
-from poros.gates.kinds import attach, kind_of
+from poros.gates.kinds import Kind, attach, kind_of
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport, plain, render
+from poros.kernels.adapters import Tally
+from poros.kernels.use import take_over
 from poros.loaders.header import shown
 from poros.slots.schedule import count, training_visits, walk
 
@@ -39,6 +41,7 @@ def run_parity(
     settings: Mapping[str, Any] | None = None,
     repeat_resident: bool = True,
     is_control: bool = False,
+    as_resident: Prepare | None = None,
 ) -> ParityReport:
     """Train a model resident and streamed from the same bytes and compare the runs bit for bit.
 
@@ -54,6 +57,7 @@ def run_parity(
         repeat_resident: After a difference, train a third model resident and report whether it
             equals the first.
         is_control: The second arm is not streamed, on purpose; else that is a failure.
+        as_resident: What is done to the resident model before it is trained; None is nothing.
 
     Returns:
         The report. A failure is in it, as differences or as ``error``; it is not raised.
@@ -79,6 +83,7 @@ def run_parity(
         repeat_resident=repeat_resident,
         is_control=is_control,
         expected_loads=expected_loads,
+        as_resident=as_resident,
     )
 
 
@@ -98,6 +103,7 @@ def check_architecture(
     adapter: str = "lora",
     quantize: bool | None = None,
     prepare: Prepare | None = None,
+    resident_kernels: bool = False,
     **policy: Any,
 ) -> ParityReport:
     """Run the parity gate on a small random model of an architecture.
@@ -119,6 +125,8 @@ def check_architecture(
         quantize: Whether the base is NF4; None makes it dense for adapters that need that.
         prepare: As in ``run_parity``; gets ``allow_unvalidated=True``, ``device`` and ``policy``
             as keywords.
+        resident_kernels: Compare with a resident model that runs our adapter kernels instead of a
+            streamed one.
         **policy: Fields of ``StreamingPolicy``, such as ``block_size`` and ``slots``.
 
     Raises:
@@ -142,11 +150,13 @@ def check_architecture(
     spec = TrainingSpec(
         num_steps=num_steps, accumulation=accumulation, autocast_dtype=autocast_dtype, seed=seed
     )
-    return run_parity(
+    return _run(
         partial(tiny.make_model, name, **build),  # type: ignore[arg-type]
         tiny.make_batches(num_steps * accumulation, num_tokens=num_tokens, seed=seed),
         spec,
         _with_policy(prepare, device, policy),
+        row,
+        resident_kernels,
         subject=name if adapter == "lora" else f"{name} with {adapter}",
         settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
     )
@@ -165,6 +175,7 @@ def check_model_dir(
     seed: int = 0,
     adapter: str = "lora",
     prepare: Prepare | None = None,
+    resident_kernels: bool = False,
     **policy: Any,
 ) -> ParityReport:
     """Run the parity gate on a checkpoint of the user, with random tokens from its vocabulary.
@@ -185,6 +196,7 @@ def check_model_dir(
         seed: Of adapters, data and training.
         adapter: As in ``check_architecture``.
         prepare: As in ``check_architecture``.
+        resident_kernels: As in ``check_architecture``.
         **policy: Fields of ``StreamingPolicy``.
 
     Raises:
@@ -248,17 +260,55 @@ def check_model_dir(
         autocast_dtype=autocast_dtype,
         seed=seed,
     )
-    return run_parity(
+    return _run(
         make_model,
         batches,
         spec,
         _with_policy(prepare, device, policy),
+        row,
+        resident_kernels,
         subject=str(path) if adapter == "lora" else f"{path} with {adapter}",
         settings=plain({**build, "num_tokens": num_tokens, "policy": policy}),
     )
 
 
-def _with_policy(prepare: Prepare | None, device: str, policy: Mapping[str, Any]) -> Prepare:
+def _run(
+    make_model: Callable[[], torch.nn.Module],
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    spec: TrainingSpec,
+    prepare: partial[Any],
+    kind: Kind,
+    resident_kernels: bool,
+    **described: Any,
+) -> ParityReport:
+    """``run_parity`` where our kernels have a say in what is compared."""
+    from poros.api import use_adapter_kernels
+
+    if resident_kernels and kind.has_own_bits:
+        raise UnsupportedModelError(
+            "expected a kind of adapter whose bits are PEFT's with our kernels, found "
+            f"{described['settings']['adapter']!r}, whose bits are within rounding of them; its "
+            "streamed run is compared with a resident one that takes them"
+        )
+    if resident_kernels:
+        tally = Tally()
+        report = run_parity(
+            make_model, batches, spec, partial(_with_kernels, tally), is_control=True, **described
+        )
+        if report.error is None and not tally.num_fused:
+            report.error = "no call of an adapter took our kernels, so equal bits prove nothing"
+        return report
+    takes_kernels = kind.has_own_bits and prepare.keywords.get("adapter_kernels") != "peft"
+    as_resident = use_adapter_kernels if takes_kernels else None
+    return run_parity(make_model, batches, spec, prepare, as_resident=as_resident, **described)
+
+
+def _with_kernels(tally: Tally, model: torch.nn.Module) -> torch.nn.Module:
+    take_over(model, next(model.parameters()).device, tally)
+    return model
+
+
+def _with_policy(prepare: Prepare | None, device: str, policy: Mapping[str, Any]) -> partial[Any]:
     # Named, because the default device of a policy may not be that of the resident arm.
     options = {"allow_unvalidated": True, "device": device, "loss": "reference", **policy}
     return partial(prepare or poros_prepare(), **options)

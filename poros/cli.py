@@ -5,25 +5,20 @@ Whatever is slow to import is imported inside the command that needs it.
 """
 
 import json
-import logging
 import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from poros import commands
+from poros.commands import NOT_HELD, quieten_libraries, readable_errors
 from poros.config import MIN_SLOTS, StreamingPolicy
-from poros.errors import PorosError, quoted
+from poros.errors import quoted
 from poros.output import require_file
 
 if TYPE_CHECKING:
     from poros.loaders.limits import Limits
-
-NOT_HELD = 1
-BAD_INPUT = 2
 
 _POLICY = StreamingPolicy()
 
@@ -90,11 +85,11 @@ def demo(
     from poros.examples.demo import DemoSettings, run_demo
     from poros.examples.demo_report import render
 
-    _quieten_libraries()
+    quieten_libraries()
     settings = DemoSettings()
     if steps is not None:
         settings = replace(settings, num_steps=steps)
-    with _readable_errors():
+    with readable_errors():
         out_dir = out or Path(tempfile.mkdtemp(prefix="poros-demo-"))
         report = run_demo(out_dir, settings=settings, device=device)
     render(report)
@@ -130,6 +125,13 @@ def check(
         bool,
         typer.Option("--fuzz", help="Draw training programs and run each resident and streamed."),
     ] = False,
+    resident_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--resident-kernels",
+            help="Compare with a resident run with our adapter kernels, not a streamed one.",
+        ),
+    ] = False,
     minutes: Annotated[
         float | None, typer.Option(help="With --fuzz: for how long.", show_default="10")
     ] = None,
@@ -152,15 +154,17 @@ def check(
     if registered:
         if record or any(option is not None for option in (model_dir, architecture, adapter)):
             raise typer.BadParameter("--registered lists what is on record and takes no other")
-        _list_registered()
+        commands.list_registered()
     if fuzz:
         if record or model_dir is not None or architecture is not None or steps is not None:
             raise typer.BadParameter("--fuzz draws its models, and takes --minutes, --seed, --out")
-        _fuzz(10.0 if minutes is None else minutes, seed or 0, out)
+        commands.fuzz(10.0 if minutes is None else minutes, seed or 0, out)
     if minutes is not None or seed is not None:
         raise typer.BadParameter("--minutes and --seed go with --fuzz")
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
+    if resident_kernels and record:
+        raise typer.BadParameter("--resident-kernels checks one mode, and records nothing")
     if record:
         chosen = (slots, block_size) != (_POLICY.slots or MIN_SLOTS, _POLICY.block_size)
         if architecture is None or steps is not None or out is not None or chosen:
@@ -168,18 +172,19 @@ def check(
                 "--record takes --architecture NAME (and --adapter KIND) alone: the registry "
                 "sets the modes"
             )
-        _record(architecture, adapter)
+        commands.record(architecture, adapter)
 
     from poros.gates import parity
     from poros.gates.report import render
 
-    _quieten_libraries()
+    quieten_libraries()
     settings: dict[str, Any] = {"slots": slots, "block_size": block_size}
+    settings["resident_kernels"] = resident_kernels
     if steps is not None:
         settings["num_steps"] = steps
     if adapter is not None:
         settings["adapter"] = adapter
-    with _readable_errors():
+    with readable_errors():
         # Inside the gate a policy that cannot work would count as a failure of streaming.
         StreamingPolicy(slots=slots, block_size=block_size)
         if out is not None:
@@ -190,7 +195,7 @@ def check(
             report = parity.check_architecture(str(architecture), **settings)
     render(report)
     if out is not None:
-        with _readable_errors():
+        with readable_errors():
             report.write(out)
         typer.echo(f"report: {out}")
     raise typer.Exit(0 if report.exact else NOT_HELD)
@@ -229,8 +234,8 @@ def load(
     said = {name: value for name, value in options.items() if value is not None}
     if verify and said:
         raise typer.BadParameter(f"--verify takes no --{', --'.join(said)}: nothing is quantized")
-    _quieten_libraries()
-    with _readable_errors():
+    quieten_libraries()
+    with readable_errors():
         if verify:
             from poros.loaders.store import open_store
 
@@ -307,7 +312,7 @@ def plan(
     limit: _Limit = None,
 ) -> None:
     """Say what a training step needs, before anything is downloaded."""
-    _quieten_libraries()  # what follows imports them
+    quieten_libraries()  # what follows imports them
     from poros.planning.planner import Planner, render
     from poros.planning.request import PlanRequest, Speeds
 
@@ -318,7 +323,7 @@ def plan(
     if device is not None and not measure:
         raise typer.BadParameter("--device is where to --measure")
     speeds = None
-    with _readable_errors():
+    with readable_errors():
         planner = Planner(
             model,
             rank=rank,
@@ -363,28 +368,6 @@ def _dtype(option: str, name: str | None) -> Any:
     return None if name is None else DTYPES[name]
 
 
-def _list_registered() -> NoReturn:
-    from poros.gates.registry import read_registry
-    from poros.gates.registry_table import render
-
-    with _readable_errors():
-        raise typer.Exit(0 if render(read_registry()) else NOT_HELD)
-
-
-def _record(architecture: str, adapter: str | None) -> NoReturn:
-    from poros.gates.registry import read_registry
-    from poros.gates.report import render
-    from poros.gates.sweep import make_record
-
-    _quieten_libraries()
-    with _readable_errors():
-        record = make_record(architecture, adapter=adapter, on_report=render)
-        # Read after the runs: another command may have recorded something meanwhile.
-        read_registry().including(record).write()
-    typer.echo(f"recorded: {record.key} {record.outcome} {record.reason or ''}".rstrip())
-    raise typer.Exit(0 if record.outcome == "exact" else NOT_HELD)
-
-
 def _limits(values: list[str] | None) -> "Limits | None":
     """From ``NAME=NUMBER``."""
     from dataclasses import fields
@@ -404,43 +387,3 @@ def _limits(values: list[str] | None) -> "Limits | None":
             )
         chosen[name] = int(number)
     return Limits(**chosen)
-
-
-def _fuzz(minutes: float, seed: int, out: Path | None) -> NoReturn:
-    from rich.console import Console
-
-    from poros.gates.fuzz import campaign
-
-    _quieten_libraries()
-    with _readable_errors():
-        if out is not None:
-            require_file(out, "--out")
-        tally = campaign.fuzz(minutes, seed)
-    Console().print(campaign.render(tally))
-    if out is not None:
-        with _readable_errors():
-            campaign.write(tally, out)
-        typer.echo(f"report: {out}")
-    raise typer.Exit(NOT_HELD if tally.ends["failed"] else 0)
-
-
-@contextmanager
-def _readable_errors() -> Iterator[None]:
-    """Print an error that Poros raises on purpose as one message, without a traceback."""
-    try:
-        yield
-    except (PorosError, OSError) as error:
-        # Paths that a user gave may hold anything, and so may what a system or a library says.
-        lines = (quoted(line, is_bare=True, limit=4000) for line in str(error).split("\n"))
-        typer.echo("error: " + "\n".join(lines), err=True)
-        raise typer.Exit(BAD_INPUT) from error
-
-
-def _quieten_libraries() -> None:
-    """Silence what no reader of these commands can act on.
-
-    Without an optional package bitsandbytes warns that it uses its own CPU kernel, and PEFT asks
-    transformers for a property by the name it had before.
-    """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)

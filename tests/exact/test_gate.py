@@ -269,3 +269,27 @@ def test_check_model_dir_refuses_what_is_no_causal_model(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedModelError, match="configuration"):
         check_model_dir(tmp_path, prepare=same)
+
+
+def test_a_resident_run_with_our_kernels_is_an_arm() -> None:
+    small = {"num_steps": 2, "num_layers": 2, "hidden_size": 64}
+    report = check_architecture("qwen2", resident_kernels=True, **small)
+    assert report.exact, report.error
+    # Kernels that know nothing of the adapters prove nothing.
+    report = check_architecture("qwen2", adapter="vera", resident_kernels=True, **small)
+    assert not report.exact and "no call" in str(report.error)
+    with pytest.raises(UnsupportedModelError, match="within rounding"):
+        check_architecture("qwen2", adapter="dora", resident_kernels=True, **small)
+
+
+def test_dora_is_compared_with_a_resident_run_that_takes_our_kernels() -> None:
+    small = {"adapter": "dora", "num_steps": 2, "num_layers": 2, "hidden_size": 64}
+    for kernels in ("fused", "peft"):
+        report = check_architecture("qwen2", adapter_kernels=kernels, **small)
+        assert report.exact, report.error
+
+    def without_ours(model: Any, **policy: Any) -> Any:
+        return poros.prepare(model, **{**policy, "adapter_kernels": "peft", "slots": 2})
+
+    report = check_architecture("qwen2", prepare=without_ours, **small)
+    assert not report.exact and report.num_differences > 0 and report.resident_repeats

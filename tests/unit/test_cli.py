@@ -13,7 +13,8 @@ import typer
 import poros
 import poros.api
 import poros.examples.demo
-from poros.cli import BAD_INPUT, app
+from poros.cli import app
+from poros.commands import BAD_INPUT
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.examples.demo import DemoSettings
 from poros.examples.demo_report import DemoReport

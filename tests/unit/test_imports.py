@@ -28,6 +28,7 @@ LAYERS = [
     {"planning", "self_check"},
     {"api"},
     {"telemetry"},
+    {"commands"},
     {"cli"},
     {"gates"},
     {"examples"},

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_HASHED = {
     f"{package}.{module}"
     for package, modules in {
-        "poros": "api cli config devices digests errors labels output reads telemetry",
+        "poros": "api cli commands config devices digests errors labels output reads telemetry",
         "poros.host": "disk limits mapped",
         "poros.kernels": "compose_gpu dequantize_gpu gated_gpu launching lora_gpu "
         "online_softmax_gpu row_norm_gpu",

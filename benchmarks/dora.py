@@ -8,7 +8,8 @@ Arms take turns, on the same random tensors: what PEFT computes, and what Poros 
 for each has the median time, the peak beyond its inputs, the bytes that have to be read and written
 at least, and how fast they would be: a share of 1 is as fast as a copy of as many bytes, measured
 in the same run. The weight is in bfloat16 and the adapters in float32, as in QLoRA. ``model`` times
-forward and backward of a resident model over an NF4 base, with DoRA on the seven projections.
+forward and backward of a resident model over an NF4 base, with DoRA on the seven projections and a
+loss of the last 64 tokens.
 """
 
 import argparse
@@ -176,17 +177,23 @@ def norm(shape: tuple[int, int], rank: int, device: torch.device, passes: int) -
     measure({"shape": f"{rows}x{columns}", "rank": rank}, arms, device, passes)
 
 
-def model(name: str, layers: int, rank: int, tokens: int, dropout: float, passes: int) -> None:
+def model(options: Any, rank: int, tokens: int) -> None:
     """Loss and gradients of a resident model: PEFT's modules, and ours."""
+    name, layers, dropout = options.model, options.layers, options.dropout
     torch.manual_seed(0)
     config = config_of(name, layers)
     config._attn_implementation = "sdpa"
     adapted = with_lora(random_model(config).cuda(), rank, dropout, use_dora=True).train()
     given = torch.randint(0, 1000, (1, tokens), device="cuda")
     trained = [each for each in adapted.parameters() if each.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.to(getattr(torch, options.adapters))
 
     def gradients() -> Any:
-        loss = adapted(input_ids=given, labels=given).loss
+        # Of the last tokens alone, or the head would be most of what is measured.
+        last = given[:, -64:]
+        logits = adapted(input_ids=given, logits_to_keep=64).logits
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), last.flatten())
         return torch.autograd.grad(loss, trained)
 
     def with_ours(tier: Tier) -> Arm:
@@ -203,7 +210,8 @@ def model(name: str, layers: int, rank: int, tokens: int, dropout: float, passes
     tiers: list[Tier] = ["eager", "fused"]
     arms |= {f"ours, {tier}": (with_ours(tier), 0) for tier in tiers}
     facts = {"model": name, "layers": layers, "rank": rank, "tokens": tokens, "dropout": dropout}
-    measure(facts, arms, torch.device("cuda"), passes)
+    facts["adapters"] = options.adapters
+    measure(facts, arms, torch.device("cuda"), options.passes)
 
 
 def main() -> None:
@@ -216,6 +224,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen2.5-7b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--adapters", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -230,7 +239,7 @@ def main() -> None:
     if options.what == "model":
         for tokens in options.tokens:
             for rank in options.ranks:
-                model(options.model, options.layers, rank, tokens, options.dropout, options.passes)
+                model(options, rank, tokens)
         return
     for rows, columns in shapes:
         for rank in options.ranks:

@@ -105,7 +105,7 @@ def compare_arms(
 
 
 def poros_prepare() -> Prepare:
-    """Return ``poros.prepare`` with two slots and the model's own loss, if nobody says otherwise.
+    """Return ``poros.prepare`` with two slots and the bits of plain transformers.
 
     The other arm is plain transformers. With the free memory of a GPU planned for it a small model
     would not stream at all. The gates are loaded without the runtime until an arm needs it.
@@ -113,7 +113,7 @@ def poros_prepare() -> Prepare:
     from poros.api import prepare
     from poros.config import MIN_SLOTS
 
-    return partial(prepare, slots=MIN_SLOTS, loss="reference")
+    return partial(prepare, slots=MIN_SLOTS, loss="reference", adapter_kernels="exact")
 
 
 def _failed(report: ParityReport, arm: str, error: Exception) -> ParityReport:

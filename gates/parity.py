@@ -28,6 +28,9 @@ from poros.slots.schedule import count, training_visits, walk
 if TYPE_CHECKING:
     from poros.model.runtime import Runtime
 
+AS_COMPARED = {"loss": "reference", "adapter_kernels": "fused"}
+"""Policy fields of the streamed arm; the resident one takes the kernels too where bits differ."""
+
 __all__ = ["ParityReport", "check_architecture", "check_model_dir", "render", "run_parity"]
 
 
@@ -298,7 +301,7 @@ def _run(
         if report.error is None and not tally.num_fused:
             report.error = "no call of an adapter took our kernels, so equal bits prove nothing"
         return report
-    takes_kernels = kind.has_own_bits and prepare.keywords.get("adapter_kernels") != "peft"
+    takes_kernels = kind.has_own_bits and prepare.keywords["adapter_kernels"] == "fused"
     as_resident = use_adapter_kernels if takes_kernels else None
     return run_parity(make_model, batches, spec, prepare, as_resident=as_resident, **described)
 
@@ -310,5 +313,5 @@ def _with_kernels(tally: Tally, model: torch.nn.Module) -> torch.nn.Module:
 
 def _with_policy(prepare: Prepare | None, device: str, policy: Mapping[str, Any]) -> partial[Any]:
     # Named, because the default device of a policy may not be that of the resident arm.
-    options = {"allow_unvalidated": True, "device": device, "loss": "reference", **policy}
+    options = {"allow_unvalidated": True, "device": device, **AS_COMPARED, **policy}
     return partial(prepare or poros_prepare(), **options)

@@ -9,7 +9,7 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.devices import default_device, library_workspace, usable_device
-from poros.errors import PreparedModelError
+from poros.errors import PolicyError, PreparedModelError, quoted
 from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back
 from poros.kernels.use import are_used, take_over
@@ -175,11 +175,12 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
     return estimate
 
 
-def use_adapter_kernels(model: ModelT) -> ModelT:
+def use_adapter_kernels(model: ModelT, kernels: str = "fused") -> ModelT:
     """Have a resident model run the kernels that ``prepare`` uses, without streaming.
 
-    What LoRA adds becomes one operator per projection, gated activations are made again in backward
-    instead of being kept, and on a GPU 4-bit products are ours (see ``poros.kernels``). Adapters
+    What LoRA adds becomes one operator per projection, DoRA too, and takes no tensor of the size of
+    the weight but the one dense weight (see ``poros.kernels.dora``); gated activations are made
+    again in backward instead of being kept, and on a GPU 4-bit products are ours. Adapters
     that are added later need another call. Gradients of gradients are refused, and so is an input
     that was written to after its projection. Copy such a model by ``copy.deepcopy``; one that is
     copied shallowly, as ``nn.DataParallel`` does, would run the original's modules. ``restore``
@@ -187,24 +188,30 @@ def use_adapter_kernels(model: ModelT) -> ModelT:
 
     Args:
         model: A PEFT model, wherever it is. Changed in place, but for parameters and names.
+        kernels: ``"fused"``, or ``"exact"`` to leave DoRA to PEFT; as ``adapter_kernels`` of
+            ``StreamingPolicy``.
 
     Returns:
         ``model``, the same object.
 
     Exactness:
         Losses, gradients and random states are bit for bit those of PEFT's own modules, on the same
-        machine and software.
+        machine and software; with DoRA and ``"fused"`` within rounding of them, and bit for bit
+        those of a prepared model.
 
     Raises:
+        PolicyError: If there are no such kernels.
         PreparedModelError: If the model is prepared: then it runs them already.
     """
+    if kernels not in ("fused", "exact"):
+        raise PolicyError(f"kernels: expected one of fused, exact, found {quoted(kernels)}")
     if find_runtime(model) is not None:
         raise PreparedModelError(
             "expected a resident model, found one that is prepared, which runs these kernels by "
             'itself unless adapter_kernels="peft"'
         )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    take_over(model, device, Tally())
+    take_over(model, device, Tally(is_exact=kernels == "exact"))
     return model
 
 

@@ -291,7 +291,8 @@ def plan(
         ),
     ] = None,
     adapter_kernels: Annotated[
-        str, typer.Option(help="fused: one operator per adapted projection; peft: PEFT's modules.")
+        str,
+        typer.Option(help="fused: one operator per projection; exact: but for DoRA; peft: PEFT's."),
     ] = "fused",
     self_check: Annotated[
         bool, typer.Option(help="Plan for the first step too, which is checked.")

@@ -12,7 +12,7 @@ LEAST_BUDGET = 200_000
 """Bytes. No model trains in less; a number below it was meant in another unit."""
 SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
-ADAPTER_KERNELS = ("fused", "peft")
+ADAPTER_KERNELS = ("fused", "exact", "peft")
 DORA_TIERS = (None, "fused", "forward", "eager")
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
     f"{letter}ib": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", start=1)
@@ -57,7 +57,8 @@ class StreamingPolicy:
             ``poros.kernels.lora``), with the bits of PEFT's modules, in less time and memory; what
             it does not know runs as PEFT has it. DoRA over linear modules runs in factored form
             (see ``poros.kernels.dora``): not the bits of PEFT's modules, within rounding of them,
-            and bit for bit those of a resident run with ``poros.use_adapter_kernels``. ``"peft"``
+            and bit for bit those of a resident run with ``poros.use_adapter_kernels``. ``"exact"``
+            takes only operators with the bits of PEFT's modules, so DoRA is PEFT's. ``"peft"``
             keeps PEFT's modules everywhere.
         dora_tier: Which kernels compose DoRA: ``"fused"`` has one for forward and one for backward,
             ``"forward"`` one for forward, ``"eager"`` takes PyTorch's operators. None chooses by

@@ -16,11 +16,14 @@ from poros.config import StreamingPolicy
 from poros.gates.adversary import AdversarialStreams
 from poros.slots.schedule import Action
 
+AS_PLAIN = {"loss": "reference", "adapter_kernels": "exact"}
+"""Policy fields with which what trains has the bits of a plain model."""
+
 
 def prepare_plain(model: Any, policy: StreamingPolicy | None = None, **overrides: Any) -> Any:
-    """``poros.prepare`` with the model's own loss: what trains is compared with a plain model."""
+    """``poros.prepare`` such that what trains can be compared with a plain model."""
     if policy is None:
-        overrides = {"loss": "reference", **overrides}
+        overrides = {**AS_PLAIN, **overrides}
     return poros.prepare(model, policy, **overrides)
 
 
@@ -34,7 +37,7 @@ class AdversarialPrepare:
     def __call__(self, model: Any, **overrides: Any) -> Any:
         # Off: the faults that tests plant have to show in what is trained. It is compared with
         # plain transformers.
-        policy = StreamingPolicy(self_check="off", loss="reference").override(**overrides)
+        policy = StreamingPolicy(self_check="off", **AS_PLAIN).override(**overrides)
         return prepare_with(model, policy, streams=self.streams, journal=self.journal)
 
     @contextmanager

@@ -173,6 +173,7 @@ def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
                 stream_embedding=policy.stream_embedding,
                 stream_head=policy.stream_head,
                 loss=policy.loss,
+                adapter_kernels="exact",
                 self_check=policy.self_check,
                 allow_unvalidated=True,
                 device="cpu",

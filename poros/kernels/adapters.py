@@ -32,6 +32,7 @@ class Tally:
         moves: Whether frozen weights lie elsewhere at each visit, and somebody else sees to their
             bytes.
         dora_tier: As in ``poros.kernels.compose``.
+        is_exact: Whether only operators with the bits of PEFT's modules may run.
 
     Attributes:
         num_fused: Calls that took an operator of ours.
@@ -40,9 +41,12 @@ class Tally:
         is_again: Whether what runs is a recomputation.
     """
 
-    def __init__(self, moves: bool = False, dora_tier: Tier | None = None) -> None:
+    def __init__(
+        self, moves: bool = False, dora_tier: Tier | None = None, is_exact: bool = False
+    ) -> None:
         self.moves = moves
         self.dora_tier = dora_tier
+        self.is_exact = is_exact
         self.num_fused = 0
         self.unfused: Counter[str] = Counter()
         self.num_left_out = 0
@@ -108,7 +112,9 @@ class _Forward(Forward):
     def is_exact(self) -> bool:
         """Whether what it gives has the bits of the module's own forward: not with DoRA."""
         module = self._module()
-        return not any(name in module.lora_variant for name in module.active_adapters)
+        return self._tally.is_exact or not any(
+            name in module.lora_variant for name in module.active_adapters
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(), self._tally, self._is_4bit)
@@ -118,7 +124,7 @@ class _Forward(Forward):
         if torch.compiler.is_compiling():
             lora = "compiled"
         elif not args and not kwargs:
-            lora = _lora_of(module, input)
+            lora = _lora_of(module, input, self._tally.is_exact)
         if not isinstance(lora, _Lora):
             if lora:
                 self._tally.unfused[lora] += 1
@@ -221,8 +227,11 @@ def take_over(modules: Iterable[nn.Module], tally: Tally) -> None:
     replace(modules, forward_of)
 
 
-def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
+def _lora_of(module: Any, input: torch.Tensor, is_exact: bool) -> _Lora | str:
     """What ``module`` adds to the result of its linear module.
+
+    Args:
+        is_exact: Whether variants whose bits are not PEFT's are left to PEFT.
 
     Returns:
         Or why the operator cannot; nothing said if nothing is added.
@@ -238,7 +247,7 @@ def _lora_of(module: Any, input: torch.Tensor) -> _Lora | str:
     (name,) = active
     variant, magnitude = module.lora_variant.get(name), None
     if variant is not None:
-        magnitude = _magnitude_of(module, name, variant)
+        magnitude = None if is_exact else _magnitude_of(module, name, variant)
         if magnitude is None:
             return type(variant).__name__
     first, second, dropout = all_a[name], all_b[name], all_dropout[name]

@@ -225,6 +225,7 @@ class _AddLora(torch.autograd.Function):
             if wants_input:
                 of_dropped = of_hidden.mm(a).view(shape)
                 of_input = drop_backward(of_dropped, mask, how.dropout, how.dtype, dtype)
+                del of_dropped  # before a weight is there
         of_result = gradient.to(ctx.result_dtype) if wants_result or wants_again else None
         if wants_again:
             of_again, of_result = ctx.product.gradient(of_result), None

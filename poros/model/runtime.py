@@ -104,8 +104,12 @@ class Runtime:
         self.host, self.is_adopted = host_store(inventory, policy.block_size)
         self.digests = SourceDigests() if policy.self_check != "off" else None
         self.tally = (
-            Tally(moves=True, dora_tier=cast(Tier | None, policy.dora_tier))
-            if policy.adapter_kernels == "fused"
+            Tally(
+                moves=True,
+                dora_tier=cast(Tier | None, policy.dora_tier),
+                is_exact=policy.adapter_kernels == "exact",
+            )
+            if policy.adapter_kernels != "peft"
             else None
         )
         self._attachment = Attachment(model, inventory, self.device, self.host, self.tally)

@@ -35,9 +35,6 @@ from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
 from poros.planning.meta_model import Recipe, base_of, shapes_of
 from poros.planning.request import PlanRequest
 
-_CHECK = "check"
-"""As kernels of adapters: those that the self-check compares with."""
-
 
 class CostModel:
     """A model on the meta device, its decoder layers and sizes, and its costs, once per shape."""
@@ -47,13 +44,14 @@ class CostModel:
         self.model: Any = recipe.make()
         self.shapes = shapes_of(self.model)
         _, self.layers = find_layers(self.model)
-        self._costs: dict[tuple[int, int, str, str], StepCost] = {}
+        self._costs: dict[tuple[int, int, str, str, bool], StepCost] = {}
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
         cost = self.cost(request.batch_size, request.seq_len, request.loss, request.adapter_kernels)
         if request.self_check and request.adapter_kernels != "peft":
-            plain = self.cost(request.batch_size, request.seq_len, request.loss, _CHECK)
+            kernels = request.adapter_kernels
+            plain = self.cost(request.batch_size, request.seq_len, request.loss, kernels, True)
             cost = replace(cost, checked=plain.layers)
         return plan_for(self.shapes, cost, request)
 
@@ -63,18 +61,26 @@ class CostModel:
         seq_len: int,
         loss: str = "reference",
         adapter_kernels: str = "peft",
+        is_check: bool = False,
     ) -> StepCost:
         """What one micro-batch costs, with loss and kernels as in ``StreamingPolicy``.
+
+        Args:
+            batch_size: Rows.
+            seq_len: Tokens of each.
+            loss: As there.
+            adapter_kernels: As there.
+            is_check: Whether layers run what the self-check compares with.
 
         Raises:
             UnsupportedModelError: If the model cannot be run on the meta device.
         """
-        shape = batch_size, seq_len, loss, adapter_kernels
+        shape = batch_size, seq_len, loss, adapter_kernels, is_check
         if shape not in self._costs:
             try:
                 with (
                     _loss_as(loss, self.model),
-                    adapter_kernels_as(adapter_kernels, self.layers),
+                    adapter_kernels_as(adapter_kernels, self.layers, is_check),
                 ):
                     self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
             except (RuntimeError, NotImplementedError) as error:
@@ -100,13 +106,15 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def adapter_kernels_as(kernels: str, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it, adapters in ``layers`` run as a policy says."""
+def adapter_kernels_as(
+    kernels: str, layers: Sequence[nn.Module], is_check: bool = False
+) -> Iterator[None]:
+    """Within it, adapters in ``layers`` run as a policy says, or as what that is compared with."""
     try:
         if kernels != "peft":
             for layer in layers:
-                take_over(layer, torch.device("meta"), Tally())
-                if kernels == _CHECK:
+                take_over(layer, torch.device("meta"), Tally(is_exact=kernels == "exact"))
+                if is_check:
                     use_others(layer.modules(), are_own=True)
         yield
     finally:

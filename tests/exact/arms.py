@@ -20,6 +20,7 @@ from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_diges
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
+from tests.support import AS_PLAIN
 
 Model = Any
 Program = Callable[[Model], object]
@@ -157,7 +158,7 @@ def narrow_slices(patch: pytest.MonkeyPatch) -> None:
 
 def streamed(model: Model, **policy: Any) -> Model:
     """Prepared, also if its architecture is not promised; with the loss of plain transformers."""
-    usual = {"device": "cpu", "allow_unvalidated": True, "loss": "reference"}
+    usual = {"device": "cpu", "allow_unvalidated": True, **AS_PLAIN}
     return poros.prepare(model, **{**usual, **policy})
 
 

@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 
 import poros
-from poros.errors import ParityError
+from poros.errors import ParityError, PolicyError
 from poros.kernels.dora import RowNorms
 from tests.exact.adapter_arms import Found, adapted, step
 from tests.exact.arms import Bases
@@ -127,12 +127,37 @@ def test_dora_and_lora_side_by_side(bases: Bases) -> None:
         assert differences(found, expected) == []
 
 
-def test_peft_modules_are_a_choice_with_the_bits_of_plain_peft(bases: Bases) -> None:
+@pytest.mark.parametrize("kernels", ["exact", "peft"])
+def test_peft_modules_are_a_choice_with_the_bits_of_plain_peft(kernels: str, bases: Bases) -> None:
     model = dora(bases)
     expected = step(model)
-    poros.prepare(model, loss="reference", adapter_kernels="peft")
+    poros.prepare(model, loss="reference", adapter_kernels=kernels)
     found = step(model)
     assert differences(found, expected) == []
+    assert poros.runtime(model).stats()["num_fused_adapters"] == 0
+
+
+def test_a_resident_model_may_leave_dora_to_peft(bases: Bases) -> None:
+    model = dora(bases)
+    expected = step(model)
+    poros.use_adapter_kernels(model, kernels="exact")
+    assert differences(step(model), expected) == []
+    poros.restore(model)
+    with pytest.raises(PolicyError, match="fused, exact"):
+        poros.use_adapter_kernels(model, kernels="peft")
+    with pytest.raises(PolicyError, match="dora_tier: expected one of"):
+        poros.prepare(model, dora_tier="fast")
+
+
+@pytest.mark.parametrize("tier", ["fused", "forward"])
+def test_a_tier_that_is_forced_and_cannot_be_is_an_error(tier: str, bases: Bases) -> None:
+    model = dora(bases)
+    poros.prepare(model, loss="reference", dora_tier=tier, device="cpu")
+    with pytest.raises(PolicyError, match="expected"):
+        step(model)
+    poros.restore(model)
+    poros.prepare(model, loss="reference", dora_tier="eager")
+    step(model)
 
 
 def test_control_ours_and_those_of_peft_are_not_the_same_bits(bases: Bases) -> None:

@@ -127,9 +127,12 @@ def several(model: Model) -> None:
     model.base_model.set_adapter(["default", "other"])
 
 
-def dora(model: Model) -> None:
+def dora_with_hooks(model: Model) -> None:
     model.add_adapter("dora", LoraConfig(r=4, target_modules=SEVEN, use_dora=True))
     model.set_adapter("dora")
+    for name, module in model.named_modules():
+        if name.endswith("lora_magnitude_vector.dora"):
+            module.register_forward_hook(lambda module, given, result: result * 1.5)
 
 
 def hooked(model: Model) -> None:
@@ -175,7 +178,7 @@ def scaled_by_a_tensor(model: Model) -> None:
 # What makes PEFT's modules run as they are: how, why, and in which context.
 FALLBACKS: dict[str, tuple[Callable[[Model], None], str, Any]] = {
     "several": (several, "several active adapters", nullcontext),
-    "dora": (dora, "DoraLinearVariant", nullcontext),
+    "DoRA with hooks": (dora_with_hooks, "DoraLinearVariant", nullcontext),
     "hooks": (hooked, "hooks in the adapter", nullcontext),
     "another class": (of_another_class, "modules of other classes in the adapter", nullcontext),
     "own forward": (with_a_forward_of_its_own, "hooks in the adapter", nullcontext),

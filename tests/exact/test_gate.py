@@ -183,7 +183,8 @@ def test_check_architecture_passes_the_policy_on() -> None:
     assert report.exact and report.subject == "llama"
     assert seen.pop("device") == report.settings["device"]
     # The other arm is plain transformers.
-    assert seen == {"allow_unvalidated": True, "loss": "reference", "block_size": 2}
+    compared = {"loss": "reference", "adapter_kernels": "fused"}
+    assert seen == {"allow_unvalidated": True, "block_size": 2, **compared}
     assert report.settings["policy"] == {"block_size": 2}
 
 

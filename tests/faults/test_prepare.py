@@ -27,7 +27,7 @@ from tests.snapshots import (
     picture,
     run,
 )
-from tests.support import prepare_plain, same_bits
+from tests.support import AS_PLAIN, prepare_plain, same_bits
 
 STATS = {
     "num_loads",
@@ -61,7 +61,7 @@ def test_prepare_returns_the_same_object() -> None:
 def test_prepare_again_with_an_equal_policy_does_nothing() -> None:
     model = prepare_plain(build(), block_size=2)
     runtime, before = poros.runtime(model), picture(model)
-    same = poros.StreamingPolicy(block_size=2, loss="reference")
+    same = poros.StreamingPolicy(block_size=2, **AS_PLAIN)
     assert prepare_plain(model, same) is model
     assert poros.runtime(model) is runtime
     assert changes(before, picture(model)) == {}

@@ -17,7 +17,7 @@ from poros.gates import tiny
 from poros.host.store import HostSlab
 from poros.streams import EagerStreams
 from tests.snapshots import assert_same_run, batches, build, changes, layers_of, picture, run
-from tests.support import prepare_plain, same_bits
+from tests.support import AS_PLAIN, prepare_plain, same_bits
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -85,7 +85,7 @@ def test_restore_then_prepare_again_with_other_options() -> None:
     model, twin = build(), build()
     for options in ({"block_size": 1}, {"block_size": 3}, {"block_size": 2, "slots": 3}, {}):
         prepare_plain(model, **options)
-        assert poros.runtime(model).policy == poros.StreamingPolicy(loss="reference", **options)
+        assert poros.runtime(model).policy == poros.StreamingPolicy(**AS_PLAIN, **options)
         assert_same_run(run(twin), run(model))
         poros.restore(model)
     assert_same_run(run(twin), run(model))

@@ -292,7 +292,7 @@ def plan(
     ] = None,
     adapter_kernels: Annotated[
         str,
-        typer.Option(help="fused: one operator per projection; exact: but for DoRA; peft: PEFT's."),
+        typer.Option(help="fused: one operator a projection; exact: not of DoRA; peft: PEFT's."),
     ] = "fused",
     self_check: Annotated[
         bool, typer.Option(help="Plan for the first step too, which is checked.")

@@ -37,8 +37,8 @@ def collect(
         slices of the head that went there for the loss).
 
         Of adapters: ``num_fused_adapters`` and ``num_unfused_adapters`` (calls of LoRA modules that
-        took ``poros.kernels.lora`` or ``.dora``, and that ran as PEFT has them), ``num_left_out_adapters``
-        (those in recomputations whose result nobody needed, and which was not computed).
+        took ``poros.kernels.lora`` or ``.dora``, and that ran as PEFT has them),
+        ``num_left_out_adapters`` (those in recomputations whose result nobody needed, and which was not computed).
 
         ``fallbacks``: one line each.
     """

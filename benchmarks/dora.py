@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import axolotl
 from benchmarks.models import config_of, random_model, with_lora
 from poros.kernels.adapters import Tally
 from poros.kernels.compose import Tier, compose, compose_backward
@@ -209,6 +210,13 @@ def model(options: Any, rank: int, tokens: int) -> None:
     arms: dict[str, tuple[Arm, int]] = {"PEFT": (gradients, 0)}
     tiers: list[Tier] = ["eager", "fused"]
     arms |= {f"ours, {tier}": (with_ours(tier), 0) for tier in tiers}
+
+    def with_others() -> Any:
+        with axolotl.used(adapted):
+            return gradients()
+
+    if axolotl.is_installed():
+        arms["Axolotl"] = with_others, 0
     facts = {"model": name, "layers": layers, "rank": rank, "tokens": tokens, "dropout": dropout}
     facts["adapters"] = options.adapters
     measure(facts, arms, torch.device("cuda"), options.passes)

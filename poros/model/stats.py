@@ -38,7 +38,8 @@ def collect(
 
         Of adapters: ``num_fused_adapters`` and ``num_unfused_adapters`` (calls of LoRA modules that
         took ``poros.kernels.lora`` or ``.dora``, and that ran as PEFT has them),
-        ``num_left_out_adapters`` (those in recomputations whose result nobody needed, and which was not computed).
+        ``num_left_out_adapters`` (those in recomputations whose result nobody needed, and which was
+        not computed).
 
         ``fallbacks``: one line each.
     """

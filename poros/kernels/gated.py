@@ -114,6 +114,12 @@ class _Gated(torch.autograd.Function):
             from poros.kernels import gated_gpu
 
             return *gated_gpu.silu_mul_backward(gradients[0], gate, up), None
+        if type(ctx.activation) in _SILU and gradients[0].dtype == gate.dtype == up.dtype:
+            # In place, so that no more is there than with the kernel.
+            of_up = torch.nn.functional.silu(gate).mul_(gradients[0])
+            of_gate = gradients[0] * up
+            torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+            return of_gate, of_up, None
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
         parts = [_rows(each) for each in (gradients[0], gate, up, of_gate, of_up)]
         for gradient, gate, up, into_gate, into_up in zip(*parts, strict=True):

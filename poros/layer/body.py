@@ -15,6 +15,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 from poros.kernels.adapters import Tally
+from poros.kernels.forwards import hand_back
 from poros.layer.adapters import staying_places
 from poros.layer.audit import GraphAudit
 from poros.layer.casts import is_region_within
@@ -129,6 +130,8 @@ class LayerBody:
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the layer's own forward, as ``nn.Module.compile`` does for a resident layer.
 
+        From then on it runs PEFT's modules and bitsandbytes' kernels.
+
         Raises:
             UnsupportedModelError: If the layer has dropout.
         """
@@ -137,6 +140,8 @@ class LayerBody:
             return
         self.own_forward = CompiledForward(layer, self.name, args, kwargs)
         self.is_compiled = True
+        # The compiler would compile anew for each of our forwards, and reach its limit.
+        hand_back(layer.modules())
 
     @contextmanager
     def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[torch.Tensor]:

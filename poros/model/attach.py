@@ -33,6 +33,7 @@ from poros.layer.streamed import (
     detach_layer,
     is_streamed,
     streamed_class,
+    streamed_layer,
 )
 from poros.model.added_adapters import Initialisation, require_proven
 from poros.model.guards import Guards
@@ -220,7 +221,7 @@ class Attachment:
             UnvalidatedArchitectureError: If nobody has proved a kind of adapters that came.
         """
         require_proven(layer, self._kinds)
-        if is_streamed(layer):
+        if is_streamed(layer) and not streamed_layer(layer).is_compiled:
             take_over(layer, self._device, self._tally)
         known = {id(tensor.tensor) for block in self._blocks for tensor in block}
         known |= {id(part.owner) for part, _ in self._moved if part.owner.device == self._device}

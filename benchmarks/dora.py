@@ -215,7 +215,7 @@ def model(options: Any, rank: int, tokens: int) -> None:
         with axolotl.used(adapted):
             return gradients()
 
-    if axolotl.is_installed():
+    if options.axolotl:
         arms["Axolotl"] = with_others, 0
     facts = {"model": name, "layers": layers, "rank": rank, "tokens": tokens, "dropout": dropout}
     facts["adapters"] = options.adapters
@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--adapters", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--axolotl", action="store_true", help="its kernels as a further arm")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     device = torch.device(options.device)

@@ -10,6 +10,7 @@ from torch import nn
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.devices import default_device, library_workspace, usable_device
 from poros.errors import PolicyError, PreparedModelError, quoted
+from poros.graphs import Recorder
 from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back
 from poros.kernels.use import are_used, take_over
@@ -79,8 +80,9 @@ def prepare_with(
     *,
     streams: StreamContext | None = None,
     journal: list[Action] | None = None,
+    recorder: Recorder | None = None,
 ) -> ModelT:
-    """``prepare`` with the stream context given, and a journal of every action if wanted."""
+    """``prepare`` with streams and recorder given, and a journal of every action if wanted."""
     existing = find_runtime(model)
     if existing is not None:
         if existing.policy == policy:
@@ -99,10 +101,12 @@ def prepare_with(
     with torch.inference_mode(False):
         inventory = take_inventory(model, policy)
         device = streams.device if streams is not None else _choose_device(model, policy)
+        if policy.cuda_graphs and device.type != "cuda" and recorder is None:
+            raise PolicyError(f"cuda_graphs: expected a GPU to record them on, found {device}")
         settle(device)
         estimate = _estimate(model, policy, device)
         runtime = Runtime(
-            model, inventory, policy, streams or streams_for(device), estimate, journal
+            model, inventory, policy, streams or streams_for(device), estimate, journal, recorder
         )
         try:
             _watch(runtime, inventory)

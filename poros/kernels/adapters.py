@@ -6,7 +6,8 @@ module by module and call by call. LoRA gives the same bits either way; DoRA doe
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.compose import Tier
-from poros.kernels.dora import Dora, RowNorms, dora_linear, frozen_of
+from poros.kernels.dora import Dora, Reuse, RowNorms, dora_linear, frozen_of
 from poros.kernels.forwards import Forward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
 from poros.kernels.lora import Added, add_lora, add_lora_ref, multiply_and_add
@@ -39,6 +40,7 @@ class Tally:
         unfused: Calls that ran as PEFT has them, by reason.
         num_left_out: Calls in recomputations whose result nobody needed.
         is_again: Whether what runs is a recomputation.
+        is_recording: Whether what runs is recorded, to be replayed: then it keeps nothing.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Tally:
         self.unfused: Counter[str] = Counter()
         self.num_left_out = 0
         self.is_again = False
+        self.is_recording = False
         self._left_out: list[tuple[_Forward, Unformed]] | None = None
 
     def begin(self, leaves_out: bool = True) -> None:
@@ -68,6 +71,17 @@ class Tally:
         self.is_again = False
         left_out, self._left_out = self._left_out, None
         forget([tensor for _, tensor in left_out or ()])
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it, what runs is recorded and not counted."""
+        counts = self.num_fused, Counter(self.unfused), self.num_left_out
+        self.is_recording = True
+        try:
+            yield
+        finally:
+            self.is_recording = False
+            self.num_fused, self.unfused, self.num_left_out = counts
 
     def settle(self) -> None:
         """The recomputation has run. What it has read after all is not left out again."""
@@ -187,9 +201,9 @@ class _Forward(Forward):
             tier=self._tally.dora_tier,
         )
         self._tally.num_fused += 1
-        return dora_linear(
-            frozen, input, lora.a, lora.b, magnitude, how, self._norms, self._tally.is_again
-        )
+        tally = self._tally
+        reuse: Reuse = "none" if tally.is_recording else "again" if tally.is_again else "keep"
+        return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._norms, reuse)
 
 
 def note_last(results: Iterable[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ is there for W x, and the sum is one kernel (``poros.kernels.compose``). As in P
 constant for the gradient (section 4.3 of the paper).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from poros.kernels.linear4bit import module_class, times
 from poros.kernels.lora import drop, drop_backward, dropout_of
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
 from poros.nf4 import state_of
+
+Reuse = Literal["keep", "again", "none"]
+"""Of a norm from the forward in its recomputation."""
 
 
 class Frozen(NamedTuple):
@@ -81,24 +84,27 @@ class RowNorms:
         a: torch.Tensor,
         b: torch.Tensor,
         scaling: float,
-        is_again: bool,
+        reuse: Reuse,
     ) -> torch.Tensor:
         """The norm of each row of ``dense + scaling * b @ a``, float32, of shape (rows,).
 
         Args:
-            is_again: Whether this is a recomputation: the norms of the forward are taken, unless
-                its adapters were others.
+            reuse: ``"keep"`` computes it and keeps it; ``"again"`` takes the last one, unless its
+                adapters were others; ``"none"`` keeps nothing.
         """
         weight = frozen.weight
         place = None if self._moves or weight.is_meta else weight.data_ptr()
         of_weight = (weight._version, place, dense.dtype, dense.device)
         if self._squares is None or self._squares[0] != of_weight:
+            if reuse == "none":
+                return row_norm(dense, square_of_rows(dense), a, b, scaling)
             self._squares, self._last = (of_weight, square_of_rows(dense)), None
         state = (a.data_ptr(), a._version, b.data_ptr(), b._version, scaling)
-        if is_again and self._last is not None and self._last[0] == state:
+        if reuse == "again" and self._last is not None and self._last[0] == state:
             return self._last[1]
         norm = row_norm(dense, self._squares[1], a, b, scaling)
-        self._last = state, norm
+        if reuse != "none":
+            self._last = state, norm
         return norm
 
 
@@ -138,7 +144,7 @@ def dora_linear(
     magnitude: torch.Tensor,
     how: Dora,
     norms: RowNorms,
-    is_again: bool = False,
+    reuse: Reuse = "keep",
 ) -> torch.Tensor:
     """The result of a linear module with DoRA.
 
@@ -150,7 +156,7 @@ def dora_linear(
         magnitude: Of shape (rows,), likewise.
         how: See there.
         norms: Of this module.
-        is_again: Whether this is a recomputation.
+        reuse: As ``RowNorms.of`` has it.
 
     Returns:
         Of shape (..., rows), in ``how.of_sum``.
@@ -167,7 +173,7 @@ def dora_linear(
     """
     # Neither a 4-bit weight nor an adapter that is watched has to pass through Python.
     with torch._C.DisableTorchFunctionSubclass():
-        sum_: torch.Tensor = _Dora.apply(input, b, a, magnitude, frozen, how, norms, is_again)
+        sum_: torch.Tensor = _Dora.apply(input, b, a, magnitude, frozen, how, norms, reuse)
     return sum_
 
 
@@ -182,10 +188,10 @@ class _Dora(torch.autograd.Function):
         frozen: Frozen,
         how: Dora,
         norms: RowNorms,
-        is_again: bool,
+        reuse: Reuse,
     ) -> torch.Tensor:
         dense = frozen.dense()
-        norm = norms.of(frozen, dense, a, b, how.scaling, is_again)
+        norm = norms.of(frozen, dense, a, b, how.scaling, reuse)
         divisor = divisor_of(norm, frozen.dtype)
         g = magnitude.to(divisor.dtype) / divisor
         dense = dense.to(how.of_base)

@@ -18,6 +18,7 @@ from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back
 from poros.layer.adapters import staying_places
 from poros.layer.audit import GraphAudit
+from poros.layer.captured import Captures
 from poros.layer.casts import is_region_within
 from poros.layer.compiled import CompiledForward
 from poros.layer.frozen import LayerBindings
@@ -51,6 +52,7 @@ class ModelContext:
             and the arguments.
         check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
         watching_graph: Surrounds each recomputation, if set.
+        captures: Visits that are recorded and replayed; None if all of them run.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ModelContext:
         self.check: Callable[[int, Any, Callable[[], Any], tuple[Any, Any]], Any] | None = None
         self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None]] | None = None
+        self.captures: Captures | None = None
 
     def is_model(self, module: object) -> bool:
         """Whether ``module`` is the prepared model itself."""

@@ -18,15 +18,18 @@ autograd.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from poros.errors import RematerializationError
 from poros.layer.args import tree_flatten, tree_unflatten
 from poros.layer.audit import Uses
 from poros.layer.body import LayerBody
+from poros.layer.call_facts import CallFacts
+from poros.layer.captured import Form
 from poros.layer.casts import SharedCasts
 from poros.layer.early import first_casts
 from poros.layer.handover import NotThrough, Repeated, leaves
@@ -96,7 +99,9 @@ class LayerCall:
         self._adapter_state = adapter_state(self._contents.adapter_modules)
         self._attributes = self._contents.attributes.read()
         self._result: Any = None
-        self._result_forms: list[tuple[torch.Size, torch.dtype, bool]] = []
+        self.result_forms: list[tuple[torch.Size, torch.dtype, bool]] = []
+        self.form: Form | None = None
+        """What is recorded of such calls, if they may be replayed."""
         self._rng_end: RngStash | None = None
         self._staying: StayingState | None = None
 
@@ -131,7 +136,112 @@ class LayerCall:
         return tensors[1:] if self.offloaded is not None else tensors
 
     def forward(self) -> list[torch.Tensor]:
-        """The forward: run, and keep what the recomputation must reproduce, values aside."""
+        """The forward, run or replayed; what the recomputation must reproduce is kept."""
+        captures = self.layer.context.captures
+        if captures is None:
+            return self._forward()
+        self.form = captures.form_of(self)
+        if self.form is None:
+            return self._forward()
+        results = captures.forward(self, self.form)
+        if results is None:
+            results = self._forward()
+            captures.note_forward(self, self.form, results)
+            return results
+        facts = self.form.facts
+        self.uses, self.is_unwatched = facts.uses, facts.is_unwatched
+        self.result_forms, self._result = facts.forms, facts.result
+        self._rng_end = RngStash.capture(self.layer.device)
+        self._staying = self.layer.staying()
+        return results
+
+    def obstacle(self) -> str | None:
+        """Why this call is not to be replayed, as far as that can be seen before it."""
+        context = self.layer.context
+        if self.layer.is_compiled:
+            return "compiled layers"
+        if self.has_hooks():
+            return "hooks"
+        if self.shared_casts is not None and self._watches_casts():
+            return "casts that are watched"
+        if self._side_outputs.names:
+            return "tensors that layers share"
+        if self.keeps_recomputed or context.watching_graph is not None:
+            return "a check"
+        if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in self.tensors):
+            return "tensors of other classes"
+        return None
+
+    def _casting_state(self) -> Hashable:
+        """What decides which of its adapters autocast casts first."""
+        return tuple(map(id, self.parameters)), self._adapter_state, self.ambient.training
+
+    def _watches_casts(self) -> bool:
+        return self.layer.audit.early.are_possible(self._casting_state())
+
+    def conditions(self) -> Hashable:
+        """What is fixed in what this call does, but for addresses; equal ones do the same."""
+        return (
+            tuple(self._args),
+            tuple(self._kwargs.items()),
+            tuple(
+                (
+                    *(tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
+                    *(tensor.requires_grad, tensor.is_leaf),
+                )
+                for tensor in self.tensors
+            ),
+            torch.is_autocast_cache_enabled(),
+            self.ambient.autocast,
+            self.ambient.settings,
+            self.ambient.training,
+            self._adapter_state,
+        )
+
+    def addresses(self) -> Any:
+        """Where what it reads lies, besides its arguments."""
+        staying = self.layer.staying().marks
+        return (
+            [(id(p), p.data_ptr(), p.dtype, p.shape) for p in self.parameters],
+            [mark and (*mark[:2], mark[2][2:]) for mark in staying],
+            id(self.layer.weights.bindings),
+        )
+
+    @property
+    def result_template(self) -> Any:
+        """Its result, with places instead of tensors."""
+        return self._result
+
+    @property
+    def attributes(self) -> Any:
+        """The plain attributes of its modules, as they were when it was made."""
+        return self._attributes
+
+    def attributes_since(self, before: Any) -> bool:
+        """Whether plain attributes of its modules are not as they were ``before``."""
+        return bool(self._contents.attributes.changes(before))
+
+    def facts(self) -> CallFacts:
+        """What is known of it, after its forward."""
+        return CallFacts(self)
+
+    def ends_with(self, state: RngStash) -> bool:
+        """Whether its forward has left the random state like this."""
+        return self._rng_end is not None and state.equals(self._rng_end)
+
+    def replaying(self) -> AbstractContextManager[object]:
+        """The state around its forward; afterwards everything is as it was before the body."""
+        return self.ambient.replay(self._contents.modules())
+
+    def require_same_end(self) -> None:
+        """Raise unless random states now are those that the forward has left."""
+        if not self.ends_with(RngStash.capture(self.layer.device)):
+            raise RematerializationError(
+                f"{self.layer.name}: the recomputation drew other random numbers than the forward; "
+                "the layer draws depending on state that is not its input"
+            )
+
+    def _forward(self) -> list[torch.Tensor]:
         is_fixed = not self.has_hooks()
         # Tensors from inside are taken by hooks; a compiler would trace what is done about it too.
         is_open = not is_fixed and not self.layer.is_compiled
@@ -153,7 +263,7 @@ class LayerCall:
         is_watched = False
         # What a compiler makes of a layer does not go through autocast's cache.
         if shares_casts and not self.layer.is_compiled:
-            state = (tuple(map(id, self.parameters)), self._adapter_state, self.ambient.training)
+            state = self._casting_state()
             is_watched = early.are_possible(state)
         num_nodes = -torch._C._autograd._get_sequence_nr()
         with (
@@ -193,7 +303,7 @@ class LayerCall:
             cast = [sources[self.uses.order[place]] for place in self.uses.casts]
             # Autocast keeps its casts of leaves only, as which most inputs do not come.
             self.shared_casts.require_single([source for source in cast if source.is_leaf])
-        self._result_forms = _forms(results)
+        self.result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
         self._staying = self.layer.staying()
@@ -216,18 +326,13 @@ class LayerCall:
         """The recomputation, with its graph; only inside a visit."""
         with self.ambient.replay(self._contents.modules()), torch.enable_grad():
             results = self.run(inputs)
-            rng_end = RngStash.capture(self.layer.device)
-        name = self.layer.name
-        if _forms(results) != self._result_forms:
-            raise RematerializationError(
-                f"{name}: forward gave tensors of form {self._result_forms}, the recomputation "
-                f"{_forms(results)}; the layer depends on state that is not its input"
-            )
-        if self._rng_end is None or not rng_end.equals(self._rng_end):
-            raise RematerializationError(
-                f"{name}: the recomputation drew other random numbers than the forward; the layer "
-                "draws depending on state that is not its input"
-            )
+            if _forms(results) != self.result_forms:
+                raise RematerializationError(
+                    f"{self.layer.name}: forward gave tensors of form {self.result_forms}, the "
+                    f"recomputation {_forms(results)}; the layer depends on state that is not its "
+                    "input"
+                )
+            self.require_same_end()
         return results
 
     @contextmanager

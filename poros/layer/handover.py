@@ -42,6 +42,7 @@ class Repeated:
         self._places = places
         self.terms: list[torch.Tensor | None] = []
         """Of the last backward, until they have been handed over."""
+        self.num_terms = len(places)
 
     def watch(
         self,

@@ -86,35 +86,13 @@ class RematerializeLayer(torch.autograd.Function):
             inputs = leaves(tensors[: call.num_tensors])
             sources = [*inputs, *call.stand_ins]
             wanted = [source for source in sources if source.requires_grad]
-            outgoing: Sequence[torch.Tensor | None] = [None] * len(wanted)
-            watching, tally = call.layer.context.watching_graph, call.layer.context.tally
-            # A mode that sees operators would see tensors without values.
-            leaves_out = call.is_unwatched and not torch._C._len_torch_dispatch_stack()
-            try:
-                if tally is not None:
-                    tally.begin(leaves_out)
-                with nullcontext() if watching is None else watching():
-                    results = call.recompute(inputs)
-                if tally is not None:
-                    tally.settle()
-                if call.keeps_recomputed:
-                    call.recomputed = [values_of(result.detach()) for result in results]
-            finally:
-                if tally is not None:
-                    tally.end()
-            forget(results)
-            # Outside of the replayed state: a resident run takes gradients in the caller's.
-            pairs = [
-                (result, gradient)
-                for result, gradient in zip(results, gradients, strict=True)
-                if result.requires_grad and gradient is not None
-            ]
-            if pairs:
-                ends, starts = zip(*pairs, strict=True)
-                for number, repeated in call.repeated.items():
-                    repeated.watch(results, gradients, sources[number])
-                with call.in_turn():
-                    outgoing = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+            outgoing = _replayed(call, tensors, gradients)
+            if outgoing is None:
+                outgoing = _differentiated(call, inputs, sources, wanted, gradients)
+                captures, form = call.layer.context.captures, call.form
+                if captures is not None and form is not None and _may_replay(call):
+                    own = tensors[: call.num_tensors]
+                    captures.note_backward(call, form, own, gradients, outgoing)
         call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -144,3 +122,73 @@ def rematerialize(call: LayerCall) -> Any:
     # Autograd keeps them from here on, and lets go of them after backward.
     call.tensors = ()
     return call.result(outputs)
+
+
+def _differentiated(
+    call: LayerCall,
+    inputs: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> Sequence[torch.Tensor | None]:
+    """Recompute the layer; the gradients of ``wanted``, and terms where they are kept."""
+    outgoing: Sequence[torch.Tensor | None] = [None] * len(wanted)
+    watching, tally = call.layer.context.watching_graph, call.layer.context.tally
+    # A mode that sees operators would see tensors without values.
+    leaves_out = call.is_unwatched and not torch._C._len_torch_dispatch_stack()
+    try:
+        if tally is not None:
+            tally.begin(leaves_out)
+        with nullcontext() if watching is None else watching():
+            results = call.recompute(inputs)
+        if tally is not None:
+            tally.settle()
+        if call.keeps_recomputed:
+            call.recomputed = [values_of(result.detach()) for result in results]
+    finally:
+        if tally is not None:
+            tally.end()
+    forget(results)
+    # Outside of the replayed state: a resident run takes gradients in the caller's.
+    pairs = [
+        (result, gradient)
+        for result, gradient in zip(results, gradients, strict=True)
+        if result.requires_grad and gradient is not None
+    ]
+    if pairs:
+        ends, starts = zip(*pairs, strict=True)
+        for number, repeated in call.repeated.items():
+            repeated.watch(results, gradients, sources[number])
+        with call.in_turn():
+            outgoing = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+    return outgoing
+
+
+def _replayed(
+    call: LayerCall,
+    tensors: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> Sequence[torch.Tensor | None] | None:
+    """The same from a recording, if there is one that may be taken."""
+    captures, form = call.layer.context.captures, call.form
+    if captures is None or form is None or not _may_replay(call):
+        return None
+    found = captures.backward(call, form, tensors[: call.num_tensors], gradients)
+    if found is None:
+        return None
+    outgoing, terms = found
+    for repeated, own in zip(call.repeated.values(), terms, strict=True):
+        repeated.terms = own
+    return outgoing
+
+
+def _may_replay(call: LayerCall) -> bool:
+    """Whether nobody wants to see what happens within this backward."""
+    context = call.layer.context
+    return (
+        context.captures is not None
+        and call.form is not None
+        and context.watching_graph is None
+        and not call.keeps_recomputed
+        and not torch._C._len_torch_dispatch_stack()
+    )

@@ -11,6 +11,7 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
+from poros.graphs import CudaRecorder, Recorder
 from poros.head.host_matrix import HostMatrix
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
@@ -19,6 +20,7 @@ from poros.kernels.adapters import Tally
 from poros.kernels.compose import Tier
 from poros.layer.body import ModelContext
 from poros.layer.call import LayerCall
+from poros.layer.captured import Captures
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
 from poros.layer.offload import ActivationOffloader
 from poros.layer.staying import SmallTensors
@@ -88,6 +90,7 @@ class Runtime:
         streams: StreamContext,
         estimate: Estimate,
         journal: list[Action] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.policy = policy
         self.device = streams.device
@@ -139,7 +142,7 @@ class Runtime:
             self.manager = BlockManager(self.host, self.ring, streams, journal)
             self.offloader = ActivationOffloader(streams)
             self.sizer = self._make_sizer(estimate)
-            self.context = self._make_context(model, inventory)
+            self.context = self._make_context(model, inventory, recorder)
             self._attachment.attach_layers(
                 self._make_layers(inventory), self.begin, lambda: self.resize(self.room)
             )
@@ -172,7 +175,9 @@ class Runtime:
         """Keep the head on the device if every block is there."""
         self.head.hold(bool(self._sizes.head) and self._sizes.holds_all(room))
 
-    def _make_context(self, model: nn.Module, inventory: Inventory) -> ModelContext:
+    def _make_context(
+        self, model: nn.Module, inventory: Inventory, recorder: Recorder | None
+    ) -> ModelContext:
         context = ModelContext(
             model,
             self.device,
@@ -182,6 +187,10 @@ class Runtime:
             self.sizer.explain,
             self.tally,
         )
+        if recorder is None and self.policy.cuda_graphs and self.device.type == "cuda":
+            recorder = CudaRecorder(self.device)
+        if recorder is not None:
+            context.captures = Captures(recorder, self.device)
         if self.room.offload_inputs:
             context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):
@@ -294,7 +303,12 @@ class Runtime:
             VRAMBudgetError: If a given budget is below what such a step needs; the room is what it
                 was.
         """
-        if not self.sizer.decides or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self.context.captures is not None:
+            self.context.visits.end_all()
+            self.context.captures.record_wanted(list(self._streamed_layers()))
+        if not self.sizer.decides:
             return
         shape = shape_of(args, kwargs)
         if shape is None:
@@ -319,6 +333,8 @@ class Runtime:
             torch.OutOfMemoryError: If the device has not got it; the room is what it was.
         """
         self.context.visits.end_all()
+        if self.context.captures is not None:
+            self.context.captures.forget()  # blocks will lie elsewhere
         layers = list(self._streamed_layers())
         for layer in layers:
             layer.weights.bindings.require_at_rest()

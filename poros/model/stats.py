@@ -41,10 +41,13 @@ def collect(
         ``num_left_out_adapters`` (those in recomputations whose result nobody needed, and which was
         not computed).
 
+        ``num_replayed_visits``: visits of layers that were replayed from a recording.
+
         ``fallbacks``: one line each.
     """
     host, head, rows = runtime.host, runtime.head, runtime.rows
     manager, offloader, tally = runtime.manager, runtime.offloader, runtime.tally
+    captures = runtime.context.captures
     unfused = tally.unfused if tally is not None else {}
     return {
         "num_loads": manager.num_loads,
@@ -66,6 +69,7 @@ def collect(
         "num_fused_adapters": tally.num_fused if tally is not None else 0,
         "num_unfused_adapters": sum(unfused.values()),
         "num_left_out_adapters": tally.num_left_out if tally is not None else 0,
+        "num_replayed_visits": captures.num_replays if captures is not None else 0,
         "fallbacks": host.fallbacks
         + offloader.fallbacks
         + rows.fallbacks

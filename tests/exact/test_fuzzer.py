@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from poros import api, cli
+from poros import api, cli, commands
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.gates.fuzz import campaign
 from poros.gates.fuzz import program as language
@@ -300,4 +300,4 @@ def test_the_command_reports_and_its_exit_code_says_whether_all_held(
     [["--fuzz", "--architecture", "qwen2"], ["--minutes", "1"], ["--fuzz", "--minutes", "0"]],
 )
 def test_options_that_do_not_go_together_are_bad_input(options: list[str]) -> None:
-    assert CliRunner().invoke(cli.app, ["check", *options]).exit_code == cli.BAD_INPUT
+    assert CliRunner().invoke(cli.app, ["check", *options]).exit_code == commands.BAD_INPUT

@@ -18,7 +18,7 @@ MAX_LINES = 450
 # one package may import each other; circles are refused apart.
 LAYERS = [
     {"config", "devices", "digests", "errors", "labels", "layout", "nf4", "output", "reads"},
-    {"streams"},
+    {"graphs", "streams"},
     {"host"},
     {"slots"},
     {"kernels"},

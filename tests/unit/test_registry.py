@@ -36,15 +36,17 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_HASHED = {
     f"{package}.{module}"
     for package, modules in {
-        "poros": "api cli commands config devices digests errors labels output reads telemetry",
+        "poros": "api cli commands config devices digests errors graphs labels output reads "
+        "telemetry",
         "poros.host": "disk limits mapped",
         "poros.kernels": "compose_gpu dequantize_gpu gated_gpu launching lora_gpu "
         "online_softmax_gpu row_norm_gpu",
-        "poros.layer": "refused_calls",
+        # What is recorded is recorded only if that is asked for.
+        "poros.layer": "call_facts captured refused_calls",
         "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing stats",
         "poros.planning": "cost_model formula meta_model planner request speeds",
         "poros.self_check": "attention check evidence proof switches",
-        "poros.gates": "registry registry_table report trainer_parity",
+        "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "
         "program shrink",
     }.items()

@@ -1,0 +1,95 @@
+"""A stand-in for CUDA graphs on a CPU: operators are recorded, and replayed at fixed addresses.
+
+As with a graph, a replay sees nothing of Python: values are those of the recording, tensors are
+read and written where they lay, and random numbers come from the generator's state of now. What a
+recording has computed in between is poisoned as soon as somebody else may have its memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from poros.graphs import Recorder, Recording
+
+_READ_BY_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+class TapeRecorder(Recorder):
+    """Records tapes.
+
+    Attributes:
+        num_replays: Of all tapes.
+        last: The tape that was replayed last.
+    """
+
+    sees_operators = True
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+        self.num_recorded = 0
+        self._last: Tape | None = None
+
+    def record(self, run: Callable[[], None]) -> Recording:
+        tape = Tape(self)
+        with tape:
+            run()
+        self.num_recorded += 1
+        return _TapeRecording(tape)
+
+    def replay(self, tape: "Tape") -> None:
+        """Replay one, after poisoning what the one before has left in memory that they share."""
+        self.num_replays += 1
+        if self._last is not None:
+            self._last.poison()
+        self._last = tape
+        tape.replay()
+
+
+class _TapeRecording(Recording):
+    def __init__(self, tape: "Tape") -> None:
+        self._tape = tape
+
+    def replay(self) -> None:
+        self._tape.recorder.replay(self._tape)
+
+
+class Tape(TorchDispatchMode):
+    """Operators in order, each with what it was called with and what it gave."""
+
+    def __init__(self, recorder: TapeRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self._steps: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self._made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READ_BY_THE_HOST:
+            raise RuntimeError(f"expected nothing that the host waits for, found {func}")
+        result = func(*args, **(kwargs or {}))
+        results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        known = {id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        own = [] if func.is_view else [each for each in results if id(each) not in known]
+        self._steps.append((func, args, kwargs or {}, results))
+        self._made += own
+        return result
+
+    def replay(self) -> None:
+        # Operators below autograd and autocast, which have had their say.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for func, args, kwargs, results in self._steps:
+                if func.is_view:
+                    continue
+                found = tree_leaves(func(*args, **kwargs))
+                again = [each for each in found if isinstance(each, torch.Tensor)]
+                for place, value in zip(results, again, strict=True):
+                    if place is not value:
+                        place.copy_(value)
+
+    def poison(self) -> None:
+        """Overwrite all that the tape itself has made."""
+        with torch.no_grad():
+            for tensor in self._made:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)

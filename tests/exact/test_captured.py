@@ -1,0 +1,250 @@
+"""Recorded visits, replayed by a stand-in that sees nothing of Python: bits of eager ones."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.api import prepare_with
+from poros.errors import PolicyError, RematerializationError
+from poros.gates.tape import TapeRecorder
+from tests.exact.adapter_arms import Found, adapted, step
+from tests.exact.arms import Bases
+from tests.support import same_bits
+
+Model = Any
+STEPS = 6
+autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+
+def differences(left: Found, right: Found) -> list[str]:
+    names = [
+        name
+        for name in {**left.facts, **right.facts}
+        if name not in left.facts
+        or name not in right.facts
+        or not same_bits(left.facts[name], right.facts[name])
+    ]
+    return names + (["order"] if left.order != right.order else [])
+
+
+def recorded(model: Model, **policy: Any) -> tuple[Any, TapeRecorder]:
+    recorder = TapeRecorder()
+    chosen = poros.StreamingPolicy(loss="reference", device="cpu", **policy)
+    prepare_with(model, chosen, recorder=recorder)
+    return poros.runtime(model).context.captures, recorder
+
+
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
+@pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}], ids=str)
+@pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
+def test_replayed_visits_have_the_bits_of_eager_ones(
+    around: Any, policy: dict[str, Any], options: dict[str, Any], quantize: bool, bases: Bases
+) -> None:
+    model = adapted(bases, quantize=quantize, **options)
+    poros.use_adapter_kernels(model)
+    expected = step(model, around)
+    poros.restore(model)
+    captures, recorder = recorded(model, **policy)
+    for _ in range(STEPS):
+        assert differences(step(model, around), expected) == []
+    # Two layers; of the steps one is checked, two are counted, one is compared.
+    assert captures.num_replays >= 2 * 2
+    assert recorder.num_recorded == 4
+    # Under autocast the checked step is watched for casts, too.
+    assert set(captures.eager) <= {"a check", "a form that is new", "casts that are watched"}
+
+
+def trained(model: Model) -> list[torch.nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def train(model: Model, num_steps: int, accumulation: int, change: Any = None) -> list[Any]:
+    """Losses, gradients and adapters of each step; lengths alternate; dropout draws on."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(trained(model), lr=0.01)
+    facts: list[Any] = []
+    generator = torch.Generator().manual_seed(2)
+    for number in range(num_steps):
+        if change is not None:
+            change(model, number)
+        for part in range(accumulation):
+            tokens = torch.randint(0, 100, (2, (12, 20)[part % 2]), generator=generator)
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            (loss / accumulation).backward()
+            facts.append(loss.detach())
+        facts += [each.grad.clone() for each in trained(model) if each.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        facts += [each.detach().clone() for each in trained(model)]
+        facts.append(torch.get_rng_state())
+    return facts
+
+
+def other_rate(model: Model, number: int) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1 if number < 5 else 0.4
+
+
+def other_scaling(model: Model, number: int) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] = 0.5 if number < 5 else 2.0
+
+
+def averaged_weights(model: Model, number: int) -> None:
+    """Swapped in through ``.data``, which no version counts."""
+    if number in (5, 7):
+        for each in trained(model):
+            each.data = each.data * 1.5
+
+
+def edited_norms(model: Model, number: int) -> None:
+    if number >= 5:
+        for name, each in model.named_parameters():
+            if "layernorm" in name:
+                with torch.no_grad():
+                    each.mul_(1.01)
+
+
+def evaluation_between(model: Model, number: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.arange(8)[None])
+    model.train()
+
+
+def a_hook_comes(model: Model, number: int) -> None:
+    if number == 5:
+        mlp = model.base_model.model.model.layers[0].mlp
+        mlp.register_forward_hook(lambda module, given, result: result * 1.5)
+
+
+CHANGES: dict[str, Callable[[Model, int], None] | None] = {
+    "nothing": None,
+    "another rate": other_rate,
+    "another scaling": other_scaling,
+    "averaged weights": averaged_weights,
+    "edited norms": edited_norms,
+    "evaluation between": evaluation_between,
+    "a hook comes": a_hook_comes,
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_training_has_the_bits_of_a_resident_run(
+    change: str, accumulation: int, bases: Bases
+) -> None:
+    expected = train(adapted(bases, lora_dropout=0.1), 9, accumulation, CHANGES[change])
+    model = adapted(bases, lora_dropout=0.1)
+    captures, _ = recorded(model)
+    found = train(model, 9, accumulation, CHANGES[change])
+    assert len(found) == len(expected) and all(map(same_bits, found, expected))
+    assert captures.num_replays > 0
+    changed = train(adapted(bases, lora_dropout=0.1), 9, accumulation, None)
+    assert change in ("nothing", "evaluation between") or not all(map(same_bits, found, changed))
+
+
+def test_a_form_that_never_comes_back_costs_nothing(bases: Bases) -> None:
+    model = adapted(bases)
+    captures, recorder = recorded(model, self_check="off")
+    for length in range(8, 24):
+        tokens = torch.arange(length)[None]
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert recorder.num_recorded == 0 and captures.num_replays == 0
+
+
+def test_a_recording_that_gives_other_bits_is_never_used(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that leaves out an operator."""
+    model = adapted(bases, lora_dropout=0.1)
+    expected = train(adapted(bases, lora_dropout=0.1), 6, 1)
+    captures, recorder = recorded(model)
+    genuine = TapeRecorder.record
+
+    def record(self: TapeRecorder, run: Callable[[], None]) -> Any:
+        recording: Any = genuine(self, run)
+        steps = recording._tape._steps
+        products = [place for place, (func, *_) in enumerate(steps) if "mm" in str(func)]
+        del steps[products[0]]
+        return recording
+
+    monkeypatch.setattr(TapeRecorder, "record", record)
+    assert all(map(same_bits, train(model, 6, 1), expected))
+    assert captures.num_replays == 0 and recorder.num_replays > 0
+    assert any("other bits" in reason for reason in captures.eager)
+
+
+def test_what_the_host_waits_for_is_not_recorded(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(bases)
+    layer = type(model.base_model.model.model.layers[0].mlp)
+    genuine = layer.forward
+
+    def forward(self: Any, given: torch.Tensor) -> Any:
+        assert float(given.detach().abs().max()) >= 0
+        return genuine(self, given)
+
+    monkeypatch.setattr(layer, "forward", forward)
+    expected = train(adapted(bases), 6, 1)
+    captures, _ = recorded(model)
+    assert all(map(same_bits, train(model, 6, 1), expected))
+    assert captures.num_replays == 0
+    assert any(reason.startswith("cannot be recorded") for reason in captures.eager)
+
+
+def test_control_gradients_that_are_not_copied_out_are_overwritten(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd keeps what it is handed as ``.grad``, and the next visit writes there."""
+    from poros.graphs import Fixed
+
+    expected = train(adapted(bases), 8, 1)
+    model = adapted(bases)
+    captures, _ = recorded(model)
+    monkeypatch.setattr(Fixed, "copies", lambda self: self.tensors)
+    found = train(model, 8, 1)
+    assert captures.num_replays > 0 and not all(map(same_bits, found, expected))
+
+
+def test_control_a_random_state_that_is_not_replayed_differs(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it not set, the recomputation would draw other masks; it is an error."""
+    from poros.layer.rng import RngStash
+
+    model = adapted(bases, lora_dropout=0.1)
+    recorded(model)
+    train(model, 6, 1)
+    monkeypatch.setattr(RngStash, "_set", lambda self: None)
+    with pytest.raises(RematerializationError, match="other random numbers"):
+        train(model, 2, 1)
+
+
+def test_restoring_ends_it(bases: Bases) -> None:
+    model = adapted(bases, lora_dropout=0.1)
+    recorded(model)
+    expected = train(adapted(bases, lora_dropout=0.1), 6, 1)
+    train(model, 6, 1)
+    poros.restore(model)
+    again = adapted(bases, lora_dropout=0.1)
+    for name, each in again.named_parameters():
+        if each.requires_grad:
+            model.get_parameter(name).data = each.data.clone()
+    assert all(map(same_bits, train(model, 6, 1), expected))
+
+
+def test_graphs_on_a_cpu_are_an_error(bases: Bases) -> None:
+    model = adapted(bases)
+    with pytest.raises(PolicyError, match="cuda_graphs: expected a GPU"):
+        poros.prepare(model, cuda_graphs=True, device="cpu")
+    assert step(model).facts

@@ -75,6 +75,11 @@ def _asked(options: Any) -> list[arms.Arm]:
     poros_arms += [
         arms.poros_arm(budget, vram_budget=budget, block_size=size) for budget in options.budgets
     ]
+    if options.graphs:
+        slots = options.slots[0]
+        poros_arms.append(
+            arms.poros_arm(f"{slots} slots, graphs", slots=slots, block_size=size, cuda_graphs=True)
+        )
     if options.offload_boundaries:
         poros_arms.append(
             arms.poros_arm(
@@ -231,6 +236,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--keep-last", type=int, nargs="*", default=[])
     parser.add_argument("--budgets", nargs="*", default=[])
     parser.add_argument("--offload-boundaries", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="an arm with recorded visits")
     parser.add_argument("--block-sizes", type=int, nargs="+")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--arms", nargs="*", help="only these of a step or head table, by name")

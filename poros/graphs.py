@@ -5,8 +5,10 @@ who replays it has to know that both are still right. The random state is read w
 and advances then as it did when it was recorded.
 """
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +60,7 @@ class CudaRecorder(Recorder):
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _without_collector():
             # Other threads may use CUDA meanwhile: loaders do, to lock pages.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -67,6 +69,18 @@ class CudaRecorder(Recorder):
                 graph.capture_end()
         current.wait_stream(self._stream)
         return _CudaRecording(graph)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """What Python's collector would free may wait for the device, which cannot be recorded."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _CudaRecording(Recording):

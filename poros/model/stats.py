@@ -41,13 +41,15 @@ def collect(
         ``num_left_out_adapters`` (those in recomputations whose result nobody needed, and which was
         not computed).
 
-        ``num_replayed_visits``: visits of layers that were replayed from a recording.
+        ``num_replayed_visits`` and ``num_eager_visits``: visits of layers, forwards and backwards,
+        that were replayed from a recording, and that ran although visits are recorded.
 
         ``fallbacks``: one line each.
     """
     host, head, rows = runtime.host, runtime.head, runtime.rows
     manager, offloader, tally = runtime.manager, runtime.offloader, runtime.tally
     captures = runtime.context.captures
+    eager = captures.eager if captures is not None else {}
     unfused = tally.unfused if tally is not None else {}
     return {
         "num_loads": manager.num_loads,
@@ -70,8 +72,10 @@ def collect(
         "num_unfused_adapters": sum(unfused.values()),
         "num_left_out_adapters": tally.num_left_out if tally is not None else 0,
         "num_replayed_visits": captures.num_replays if captures is not None else 0,
+        "num_eager_visits": sum(eager.values()),
         "fallbacks": host.fallbacks
         + offloader.fallbacks
         + rows.fallbacks
-        + [f"adapters ran as PEFT has them: {reason}" for reason in unfused],
+        + [f"adapters ran as PEFT has them: {reason}" for reason in unfused]
+        + [f"visits were not replayed: {reason}" for reason in eager],
     }

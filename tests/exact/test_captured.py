@@ -147,7 +147,9 @@ def test_training_has_the_bits_of_a_resident_run(
     captures, _ = recorded(model)
     found = train(model, 9, accumulation, CHANGES[change])
     assert len(found) == len(expected) and all(map(same_bits, found, expected))
-    assert captures.num_replays > 0
+    stats = poros.runtime(model).stats()
+    assert captures.num_replays == stats["num_replayed_visits"] > 0
+    assert stats["num_eager_visits"] == sum(captures.eager.values())
     changed = train(adapted(bases, lora_dropout=0.1), 9, accumulation, None)
     assert change in ("nothing", "evaluation between") or not all(map(same_bits, found, changed))
 

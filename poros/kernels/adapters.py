@@ -142,6 +142,9 @@ class _Forward(Forward):
         if not isinstance(lora, _Lora):
             if lora:
                 self._tally.unfused[lora] += 1
+            if module.merged:
+                # PEFT writes to the weight, as no version counts.
+                self._norms = RowNorms(self._tally.moves)
             own: torch.Tensor = self.own(module, input, *args, **kwargs)
             return own
         if lora.magnitude is not None:

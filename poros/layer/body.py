@@ -51,7 +51,7 @@ class ModelContext:
         check: Runs a layer's call and looks at it; takes the layer's place, the call, what runs it,
             and the arguments.
         check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
-        watching_graph: Surrounds each recomputation, if set.
+        watching_graph: Gives what is to surround a recomputation; None if nothing is.
         captures: Visits that are recorded and replayed; None if all of them run.
     """
 
@@ -77,7 +77,7 @@ class ModelContext:
         self.offloader: ActivationOffloader | None = None
         self.check: Callable[[int, Any, Callable[[], Any], tuple[Any, Any]], Any] | None = None
         self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
-        self.watching_graph: Callable[[], AbstractContextManager[None]] | None = None
+        self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
         self.captures: Captures | None = None
 
     def is_model(self, module: object) -> bool:

@@ -166,7 +166,7 @@ class LayerCall:
             return "casts that are watched"
         if self._side_outputs.names:
             return "tensors that layers share"
-        if self.keeps_recomputed or context.watching_graph is not None:
+        if self.keeps_recomputed or context.watching_graph() is not None:
             return "a check"
         if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in self.tensors):
             return "tensors of other classes"

@@ -133,13 +133,13 @@ def _differentiated(
 ) -> Sequence[torch.Tensor | None]:
     """Recompute the layer; the gradients of ``wanted``, and terms where they are kept."""
     outgoing: Sequence[torch.Tensor | None] = [None] * len(wanted)
-    watching, tally = call.layer.context.watching_graph, call.layer.context.tally
+    watching, tally = call.layer.context.watching_graph(), call.layer.context.tally
     # A mode that sees operators would see tensors without values.
     leaves_out = call.is_unwatched and not torch._C._len_torch_dispatch_stack()
     try:
         if tally is not None:
             tally.begin(leaves_out)
-        with nullcontext() if watching is None else watching():
+        with watching or nullcontext():
             results = call.recompute(inputs)
         if tally is not None:
             tally.settle()
@@ -188,7 +188,7 @@ def _may_replay(call: LayerCall) -> bool:
     return (
         context.captures is not None
         and call.form is not None
-        and context.watching_graph is None
+        and context.watching_graph() is None
         and not call.keeps_recomputed
         and not torch._C._len_torch_dispatch_stack()
     )

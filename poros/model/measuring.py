@@ -15,7 +15,7 @@ Note: Larger batches
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -158,12 +158,12 @@ class MeasuredSizer(Sizer):
         except PorosError:
             return None  # a kind of adapters that cannot be estimated
 
+    def watching_graph(self) -> AbstractContextManager[None] | None:
+        """What notes how much a layer's recomputation keeps; None if that is not wanted now."""
+        return self._noting_graph() if self._stage is Stage.MEASURING else None
+
     @contextmanager
-    def watching_graph(self) -> Iterator[None]:
-        """Note what the body, a layer's recomputation, keeps for its backward."""
-        if self._stage is not Stage.MEASURING:
-            yield
-            return
+    def _noting_graph(self) -> Iterator[None]:
         before = self._memory.allocated()
         yield
         self.graph_num_bytes = max(self.graph_num_bytes, self._memory.allocated() - before)

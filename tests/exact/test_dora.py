@@ -247,3 +247,27 @@ def test_the_self_check_sees_a_norm_that_is_not_the_weights(
     monkeypatch.setattr(RowNorms, "of", wrong)
     with pytest.raises(ParityError):
         step(model)
+
+
+def test_a_weight_that_was_merged_into_has_new_norms(bases: Bases) -> None:
+    """PEFT writes to it through ``.data``, and taking it out again leaves other bits."""
+    from peft import LoraConfig
+
+    model = dora(bases, quantize=False)
+    model.add_adapter("plain", LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    weight = model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
+    for name, each in model.named_parameters():
+        if "plain" in name:
+            each.data.normal_(0, 0.3)
+    poros.use_adapter_kernels(model)
+    step(model)
+    before = weight.detach().clone()
+    model.set_adapter("plain")
+    model.merge_adapter()
+    step_of_merged = model(input_ids=torch.arange(8)[None]).logits
+    model.unmerge_adapter()
+    model.set_adapter("default")
+    found = step(model)
+    poros.restore(model)
+    assert step_of_merged.isfinite().all() and not torch.equal(before, weight)
+    assert differences(found, resident(model)) == []

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from poros.errors import RematerializationError
 from poros.graphs import Fixed, FixedMemory, Recorder, Recording, Spec
 from poros.layer.retained import is_packed_by_others
 from poros.layer.rng import RngStash
@@ -216,9 +217,13 @@ class Captures:
         if replayed is None or replayed.is_proved:
             return
         terms = [term for repeated in call.repeated.values() for term in repeated.terms]
-        found, again = self._replay_backward(call, replayed, tensors, gradients)
+        try:
+            found, again = self._replay_backward(call, replayed, tensors, gradients)
+        except RematerializationError:  # it drew other random numbers
+            self._settle(form, replayed, (), (), same_end=False)
+            return
         flat = [term for group in again for term in group]
-        self._settle(form, replayed, [*found, *flat], [*outgoing, *terms], True)
+        self._settle(form, replayed, [*found, *flat], [*outgoing, *terms], same_end=True)
 
     def _replay_backward(
         self,

@@ -32,12 +32,15 @@ class TapeRecorder(Recorder):
         self.num_recorded = 0
         self._last: Tape | None = None
 
-    def record(self, run: Callable[[], None]) -> Recording:
-        tape = Tape(self)
+    def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
+        tape = Tape(self, is_held)
         with tape:
             run()
         self.num_recorded += 1
         return _TapeRecording(tape)
+
+    def forget(self) -> None:
+        self._last = None
 
     def replay(self, tape: "Tape") -> None:
         """Replay one, after poisoning what the one before has left in memory that they share."""
@@ -59,8 +62,9 @@ class _TapeRecording(Recording):
 class Tape(TorchDispatchMode):
     """Operators in order, each with what it was called with and what it gave."""
 
-    def __init__(self, recorder: TapeRecorder) -> None:
+    def __init__(self, recorder: TapeRecorder, is_held: bool) -> None:
         super().__init__()
+        self._is_held = is_held
         self.recorder = recorder
         self._steps: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
         self._made: list[torch.Tensor] = []
@@ -89,7 +93,9 @@ class Tape(TorchDispatchMode):
                         place.copy_(value)
 
     def poison(self) -> None:
-        """Overwrite all that the tape itself has made."""
+        """Overwrite all that the tape itself has made and nobody needs."""
+        if self._is_held:
+            return
         with torch.no_grad():
             for tensor in self._made:
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 1)

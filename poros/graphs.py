@@ -6,6 +6,7 @@ and advances then as it did when it was recorded.
 """
 
 import gc
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,15 +33,23 @@ class Recorder(ABC):
     """Whether it records operators one by one, and not what they start on the device."""
 
     @abstractmethod
-    def record(self, run: Callable[[], None]) -> Recording:
+    def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
         """Record what ``run`` does. It may be done as it is recorded, or not.
 
         Whatever it reads and writes besides its own temporary tensors has to stay where it is.
+
+        Args:
+            run: Does it.
+            is_held: Whether a later recording reads what this one has made and still holds.
 
         Raises:
             Exception: Whatever ``run`` raises, or the device because it cannot record that. Nothing
                 is recorded then.
         """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """What comes from now on shares no memory with what was recorded before."""
 
 
 class CudaRecorder(Recorder):
@@ -53,7 +62,7 @@ class CudaRecorder(Recorder):
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
-    def record(self, run: Callable[[], None]) -> Recording:
+    def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
             self._pool = torch.cuda.graph_pool_handle()
@@ -69,6 +78,9 @@ class CudaRecorder(Recorder):
                 graph.capture_end()
         current.wait_stream(self._stream)
         return _CudaRecording(graph)
+
+    def forget(self) -> None:
+        self._stream = self._pool = None
 
 
 @contextmanager
@@ -123,6 +135,8 @@ class Fixed:
             size += -(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.tensors = self._views(self._memory)
+        self.filled: object = None
+        """What whoever fills them knows of what is in them."""
 
     @property
     def num_bytes(self) -> int:
@@ -140,18 +154,21 @@ class Fixed:
 
 
 class FixedMemory:
-    """The ``Fixed`` of one device: one for each list of specs, however many recordings use it."""
+    """The ``Fixed`` of one device: one for each list of specs, for as long as somebody has it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[tuple[str, tuple[Spec, ...]], Fixed] = {}
+        self._known: weakref.WeakValueDictionary[tuple[str, tuple[Spec, ...]], Fixed] = (
+            weakref.WeakValueDictionary()
+        )
 
     def of(self, role: str, specs: Sequence[Spec]) -> Fixed:
         """Those for ``role``, the same for equal specs."""
         key = role, tuple(specs)
-        if key not in self._known:
-            self._known[key] = Fixed(specs, self._device)
-        return self._known[key]
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = Fixed(specs, self._device)
+        return known
 
     @property
     def num_bytes(self) -> int:

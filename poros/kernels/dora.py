@@ -93,8 +93,9 @@ class RowNorms:
                 adapters were others; ``"none"`` keeps nothing.
         """
         weight = frozen.weight
-        place = None if self._moves or weight.is_meta else weight.data_ptr()
-        of_weight = (weight._version, place, dense.dtype, dense.device)
+        # Each copy to a slot counts as an edit of what lies there.
+        place = () if self._moves or weight.is_meta else (weight.data_ptr(), weight._version)
+        of_weight = (place, dense.dtype, dense.device)
         if self._squares is None or self._squares[0] != of_weight:
             if reuse == "none":
                 return row_norm(dense, square_of_rows(dense), a, b, scaling)

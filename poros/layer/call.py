@@ -29,9 +29,9 @@ from poros.layer.args import tree_flatten, tree_unflatten
 from poros.layer.audit import Uses
 from poros.layer.body import LayerBody
 from poros.layer.call_facts import CallFacts
-from poros.layer.captured import Form
 from poros.layer.casts import SharedCasts
 from poros.layer.early import first_casts
+from poros.layer.forms import Form, Kind
 from poros.layer.handover import NotThrough, Repeated, leaves
 from poros.layer.layer_index import LayerIndex, shares_memory
 from poros.layer.offload import OffloadedInput
@@ -135,35 +135,16 @@ class LayerCall:
             self.offloaded = self.layer.offload(tensors[0])
         return tensors[1:] if self.offloaded is not None else tensors
 
-    def forward(self) -> list[torch.Tensor]:
-        """The forward, run or replayed; what the recomputation must reproduce is kept."""
-        captures = self.layer.context.captures
-        if captures is None:
-            return self._forward()
-        self.form = captures.form_of(self)
-        if self.form is None:
-            return self._forward()
-        results = captures.forward(self, self.form)
-        if results is None:
-            results = self._forward()
-            captures.note_forward(self, self.form, results)
-            return results
-        facts = self.form.facts
-        self.uses, self.is_unwatched = facts.uses, facts.is_unwatched
-        self.result_forms, self._result = facts.forms, facts.result
-        self._rng_end = RngStash.capture(self.layer.device)
-        self._staying = self.layer.staying()
-        return results
-
-    def obstacle(self) -> str | None:
+    def obstacle(self, kind: Kind) -> str | None:
         """Why this call is not to be replayed, as far as that can be seen before it."""
         context = self.layer.context
         if self.layer.is_compiled:
             return "compiled layers"
         if self.has_hooks():
             return "hooks"
-        if self.shared_casts is not None and self._watches_casts():
-            return "casts that are watched"
+        shares_casts = self.shared_casts is not None and kind != "recomputed"
+        if shares_casts and not self.layer.confines_autocast():
+            return "casts that an autocast region shares"
         if self._side_outputs.names:
             return "tensors that layers share"
         if self.keeps_recomputed or context.watching_graph() is not None:
@@ -175,9 +156,6 @@ class LayerCall:
     def _casting_state(self) -> Hashable:
         """What decides which of its adapters autocast casts first."""
         return tuple(map(id, self.parameters)), self._adapter_state, self.ambient.training
-
-    def _watches_casts(self) -> bool:
-        return self.layer.audit.early.are_possible(self._casting_state())
 
     def conditions(self) -> Hashable:
         """What is fixed in what this call does, but for addresses; equal ones do the same."""
@@ -221,17 +199,46 @@ class LayerCall:
         """Whether plain attributes of its modules are not as they were ``before``."""
         return bool(self._contents.attributes.changes(before))
 
-    def facts(self) -> CallFacts:
-        """What is known of it, after its forward."""
-        return CallFacts(self)
+    def is_current(self) -> bool:
+        """Whether the layer has the modules, settings and choice of adapters that it had."""
+        return (
+            self.layer.contents() is self._contents
+            and adapter_state(self._contents.adapter_modules) == self._adapter_state
+            and not self.attributes_since(self._attributes)
+        )
 
     def ends_with(self, state: RngStash) -> bool:
         """Whether its forward has left the random state like this."""
         return self._rng_end is not None and state.equals(self._rng_end)
 
-    def replaying(self) -> AbstractContextManager[object]:
-        """The state around its forward; afterwards everything is as it was before the body."""
-        return self.ambient.replay(self._contents.modules())
+    def surroundings(self) -> AbstractContextManager[object]:
+        """The state around its forward but for random numbers; everything is put back."""
+        return self.ambient.but_random(self._contents.modules())
+
+    def take_over(self, facts: CallFacts) -> None:
+        """Its forward was replayed: note what one that runs has found before."""
+        self.uses, self.is_unwatched = facts.uses, facts.is_unwatched
+        self.result_forms, self._result = facts.forms, facts.result
+        self._rng_end = RngStash.capture(self.layer.device)
+        self._staying = self.layer.staying()
+
+    def note_inference(self, template: Any, results: Sequence[torch.Tensor]) -> None:
+        """Its forward has run without a graph and has given ``template`` of ``results``."""
+        self._result, self.result_forms = template, _forms(results)
+        self._rng_end = RngStash.capture(self.layer.device)
+
+    def terms(self) -> list[torch.Tensor | None]:
+        """The terms of what is used several times, one after the other."""
+        return [term for repeated in self.repeated.values() for term in repeated.terms]
+
+    def without_terms(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[Any]:
+        """``gradients`` but for the terms at their end, which go where ``terms`` has them from."""
+        place = len(gradients) - sum(each.num_terms for each in self.repeated.values())
+        outgoing = gradients[:place]
+        for repeated in self.repeated.values():
+            repeated.terms = list(gradients[place : place + repeated.num_terms])
+            place += repeated.num_terms
+        return outgoing
 
     def require_same_end(self) -> None:
         """Raise unless random states now are those that the forward has left."""
@@ -241,7 +248,8 @@ class LayerCall:
                 "the layer draws depending on state that is not its input"
             )
 
-    def _forward(self) -> list[torch.Tensor]:
+    def forward(self) -> list[torch.Tensor]:
+        """The forward. What the recomputation must reproduce is kept."""
         is_fixed = not self.has_hooks()
         # Tensors from inside are taken by hooks; a compiler would trace what is done about it too.
         is_open = not is_fixed and not self.layer.is_compiled

@@ -1,27 +1,33 @@
 """What is known of a call of a layer once its forward has run, and making such a call again.
 
-For those that record a call (``poros.layer.captured``): its tensors lie elsewhere then.
+For those that record a call (``poros.layer.recording``): its tensors lie elsewhere then.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from poros.graphs import Spec
 from poros.kernels.unformed import forget
-from poros.layer.handover import Repeated
+from poros.layer.handover import Repeated, differentiate
+from poros.layer.layer_index import Adapter
+from poros.layer.state import enter_autocast
+from poros.layer.within import Within
 
 if TYPE_CHECKING:
     from poros.layer.call import LayerCall
+    from poros.layer.forms import Around
+
+Gradients = Sequence[torch.Tensor | None]
 
 
 class CallFacts:
     """Of one call, whose tensors it does not keep.
 
     Attributes:
-        adapters: The layer's, at that call.
+        adapters: Those that were exchanged for stand-ins.
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
         uses: How its graph uses its tensors and adapters.
@@ -29,15 +35,19 @@ class CallFacts:
         result: Its result, with places instead of tensors.
     """
 
-    def __init__(self, call: "LayerCall") -> None:
+    def __init__(self, call: "LayerCall", adapters: Sequence[Adapter]) -> None:
         self._call = call
-        self.adapters = call.adapters
+        self.adapters = adapters
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self.forms = call.result_forms
         self.uses = call.uses
         self.is_unwatched = call.is_unwatched
         self.result = call.result_template
+
+    def are_current(self, addresses: Any) -> bool:
+        """Whether the layer would do now what it did, with its tensors at ``addresses``."""
+        return self._call.is_current() and self._call.addresses() == addresses
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leaves over ``tensors``, which need gradients as those of the call did."""
@@ -46,60 +56,77 @@ class CallFacts:
             for tensor, needs in zip(tensors, self._need_gradients, strict=True)
         ]
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The layer on ``inputs``; only inside a visit."""
-        return self._call.run(inputs)
+    def run(self, inputs: Sequence[torch.Tensor], has_graph: bool = True) -> list[torch.Tensor]:
+        """The layer on ``inputs`` in the state of the call; only inside a visit."""
+        with self._call.surroundings(), torch.set_grad_enabled(has_graph):
+            return self._call.run(inputs)
 
-    def differentiate(
-        self,
-        inputs: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
-        leaves_out: bool,
-    ) -> list[torch.Tensor | None]:
-        """Recompute the layer and take its gradients; only inside a visit.
+    def recompute(self, inputs: Sequence[torch.Tensor], leaves_out: bool) -> list[torch.Tensor]:
+        """The same as a recomputation.
 
         Args:
             inputs: Leaves.
-            gradients: Of the results, as they arrive.
             leaves_out: Whether products may be left out whose values nobody needs.
+        """
+        tally = self._call.layer.context.tally
+        if tally is None:
+            return self.run(inputs)
+        try:
+            tally.begin(leaves_out and self.is_unwatched)
+            results = self.run(inputs)
+            tally.settle()
+        finally:
+            tally.end()
+        forget(results)
+        return results
+
+    def differentiate(
+        self,
+        results: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        gradients: Gradients,
+        around: "Around",
+        keeps_graph: bool = False,
+    ) -> list[torch.Tensor | None]:
+        """The gradients of ``results``.
+
+        Args:
+            results: What the layer gave of ``inputs``.
+            inputs: Leaves.
+            gradients: Of the results, as they arrive.
+            around: What the backward runs under.
+            keeps_graph: Whether the graph of the results stays.
 
         Returns:
             The gradients of the inputs and adapters that need one, then the terms of what is used
             several times.
         """
         sources = [*inputs, *self._call.stand_ins]
-        wanted = [source for source in sources if source.requires_grad]
-        tally = self._call.layer.context.tally
         name = self._call.layer.name
         repeated = {number: Repeated(name, places) for number, places in self.uses.several.items()}
-        with torch.enable_grad():
-            try:
-                if tally is not None:
-                    tally.begin(leaves_out and self.is_unwatched)
-                results = self.run(inputs)
-                if tally is not None:
-                    tally.settle()
-            finally:
-                if tally is not None:
-                    tally.end()
-        forget(results)
-        pairs = [
-            (result, gradient)
-            for result, gradient in zip(results, gradients, strict=True)
-            if result.requires_grad and gradient is not None
-        ]
-        outgoing: Sequence[torch.Tensor | None] = [None] * len(wanted)
-        if pairs:
-            ends, starts = zip(*pairs, strict=True)
-            for number, terms in repeated.items():
-                terms.watch(results, gradients, sources[number])
-            outgoing = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
+        with _around(around):
+            outgoing = differentiate(results, gradients, sources, repeated, keeps_graph)
         return [*outgoing, *(term for terms in repeated.values() for term in terms.take())]
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """The state around the call, and nothing kept in what is recorded."""
-        call = self._call
-        tally = call.layer.context.tally
-        with call.replaying(), nullcontext() if tally is None else tally.recording():
+    def recording(self, draws_anew: bool = False) -> Iterator[None]:
+        """Nothing is kept or counted of what runs, from the random state of the call.
+
+        Args:
+            draws_anew: Whether the random state is that of now instead.
+        """
+        tally = self._call.layer.context.tally
+        with ExitStack() as stack:
+            if not draws_anew:
+                stack.enter_context(self._call.ambient.rng.replay())
+            if tally is not None:
+                stack.enter_context(tally.recording())
             yield
+
+
+def _around(around: "Around") -> AbstractContextManager[Any]:
+    def fill(stack: ExitStack) -> None:
+        enter_autocast(around.autocast, stack)
+        stack.enter_context(around.settings.replay())
+
+    return Within(fill)

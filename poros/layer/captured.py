@@ -6,34 +6,37 @@ call, and then cost one call of the host instead of hundreds.
 
 Note: Eager is the way out
     Whatever is not certain to be the same work runs as always, with the same bits, so mixing both
-    shows nowhere: calls with hooks inside the layer, under autocast with its cache, beside tensors
-    that layers share, while somebody watches operators or the self-check runs; forms that have not
-    come often enough; whatever cannot be recorded.
+    shows nowhere: calls with hooks inside the layer, beside tensors that layers share, while
+    somebody watches operators or the self-check runs; forms that have not come often enough;
+    whatever cannot be recorded. A layer that keeps its graph keeps one at a time in its recording;
+    a second forward before the backward of the first runs as always.
 
 Note: Proof
     The first replay is made beside the eager visit that it is to replace, from the same random
-    state. If any bit differs, random state included, the recording is never used.
-
-Note: Memory
-    What a recording reads that is not at the same address at each call (inputs, arriving
-    gradients) is copied to fixed memory before a replay, and all that it gives is copied out of
-    fixed memory after it: autograd keeps what it is handed. Recordings share that memory, and the
-    memory of their temporary tensors, because visits are one after the other.
+    state. If any bit differs, random state included, the recording is never used. Gradients of an
+    attention that does not repeat itself (``poros.layer.attention``) cannot be compared: then a
+    recording of the same visit with attention that does is compared with such a visit.
 
 Note: When it is recorded
     As a pass begins, not within one: a backward runs in a thread and a state of its own.
 """
 
+import logging
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.errors import RematerializationError
-from poros.graphs import Fixed, FixedMemory, Recorder, Recording, Spec
+from poros.errors import ParityError, RematerializationError, UnsupportedModelError
+from poros.graphs import Recorder
+from poros.layer.args import tree_flatten
+from poros.layer.attention import AttentionKernels, unchanged_flags
+from poros.layer.call_facts import CallFacts
+from poros.layer.forms import Around, Form, Kind, Replayed, SharedMemory
+from poros.layer.recording import Recordings
 from poros.layer.retained import is_packed_by_others
 from poros.layer.rng import RngStash
 from poros.slots.schedule import Phase
@@ -42,80 +45,21 @@ if TYPE_CHECKING:
     from poros.layer.body import LayerBody
     from poros.layer.call import LayerCall
 
+logger = logging.getLogger(__name__)
+
 _LEAST_VISITS = 2
 """Eager visits of a form before it is recorded."""
-_MOST_FORMS = 4
+_MOST_RECORDED = 4
+"""Forms of one layer that are recorded at a time; of a layer that keeps its graph, one."""
+_IDLE_VISITS = 16
+"""Visits of a layer after which a recorded form that did not come gives way to another."""
+_MOST_FORMS = 64
 """Forms of one layer that are remembered."""
 
+NEW = "a form that has not come often enough"
+
+Tensors = Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
-
-
-@dataclass
-class Replayed:
-    """One recording, with the fixed memory that it reads from and writes to."""
-
-    recording: Recording
-    given: Fixed
-    gives: Fixed
-    places: Sequence[Any]
-    """For each result where it is: its number in ``gives``; -1 - n if it is the n-th of what was
-    given; None if there is none."""
-    is_proved: bool = False
-
-    def run(self, sources: Sequence[torch.Tensor], memory: "SharedMemory") -> list[Any]:
-        """Replay it on ``sources``; what it gives, in memory of its own."""
-        memory.fill(self.given, sources)
-        self.recording.replay()
-        made = self.gives.copies()
-        return [
-            None if place is None else made[place] if place >= 0 else sources[-1 - place]
-            for place in self.places
-        ]
-
-
-@dataclass
-class Form:
-    """One form of call of a layer, and what is known of it."""
-
-    conditions: Hashable
-    attributes: Any
-    addresses: Any
-    num_visits: int = 0
-    facts: Any = None
-    """What an eager forward has found, for those that replay."""
-    forward: Replayed | None = None
-    backwards: dict[Hashable, Replayed | None] = field(default_factory=dict)
-    """By which gradients arrive; None where one is wanted."""
-    refusal: str | None = None
-    """Why nothing of it is recorded."""
-
-    def refuse(self, reason: str) -> None:
-        self.refusal, self.forward, self.backwards = reason, None, {}
-
-
-class SharedMemory(FixedMemory):
-    """Fixed memory that knows what was last copied into it."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._filled: dict[int, tuple[Callable[[], torch.Tensor | None], int]] = {}
-
-    def begin_pass(self) -> None:
-        """From now on nothing is taken to be there already."""
-        self._filled.clear()
-
-    def fill(self, fixed: Fixed, sources: Sequence[torch.Tensor]) -> None:
-        """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""
-        with torch.no_grad():
-            targets, values = [], []
-            for target, source in zip(fixed.tensors, sources, strict=True):
-                last = self._filled.get(id(target))
-                if last is None or last[0]() is not source or last[1] != source._version:
-                    self._filled[id(target)] = weakref.ref(source), source._version
-                    targets.append(target)
-                    values.append(source.detach())
-            if targets:
-                torch._foreach_copy_(targets, values)
 
 
 class Captures:
@@ -124,221 +68,323 @@ class Captures:
     Args:
         recorder: Records.
         device: Where layers run.
+        is_strict: Whether a recording with other bits is an error.
 
     Attributes:
         num_replays: Visits that were replayed.
         eager: Visits that ran as always, by reason.
+        num_recorded: Visits of layers that were recorded.
+        recording_ms: How long that took.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, device: torch.device, is_strict: bool = False) -> None:
         self.memory = SharedMemory(device)
-        self._device = device
         self.num_replays = 0
         self.eager: Counter[str] = Counter()
-        self._forms: dict[int, list[Form]] = {}
+        self.num_recorded = 0
+        self.recording_ms = 0.0
+        self._recorder = recorder
+        self._recordings = Recordings(recorder, self.memory)
+        self._device = device
+        self._is_strict = is_strict
+        self._forms: dict[int, dict[Any, Form]] = {}
+        self._num_visits: Counter[int] = Counter()
 
-    def form_of(self, call: "LayerCall") -> Form | None:
+    # ------------------------------------------------------------------ forwards
+
+    def recomputed(self, call: "LayerCall") -> list[torch.Tensor]:
+        """The results of the forward of a layer that is recomputed."""
+        form = call.form = self._form_of(call, "recomputed")
+        if form is None:
+            return call.forward()
+        return self._replay_forward(call, form) or self._run_forward(call, form)
+
+    def kept(self, call: "LayerCall") -> list[torch.Tensor] | None:
+        """The same of one that keeps its graph; None if it is to run in the graph around it.
+
+        The few visits beside which a recording is proved run as those of a recomputed layer.
+        """
+        form = self._form_of(call, "kept")
+        if form is None:
+            return None
+        if form.in_flight() is not None:
+            self.eager["a second forward before the backward of the first"] += 1
+            return None
+        results = self._replay_forward(call, form)
+        if results is None:
+            if form.refusal is not None or form.num_visits < _LEAST_VISITS - 1:
+                # Nothing is recorded of it yet, so nothing has to be known of it.
+                self.eager[form.refusal or NEW] += 1
+                form.num_visits += 1
+                return None
+            try:
+                results = self._run_forward(call, form)
+            except (RematerializationError, UnsupportedModelError) as error:
+                call.ambient.rng.restore()
+                self._refuse(
+                    call.layer, form, "it can run in the graph around it alone", str(error)
+                )
+                return None
+        form.in_flight = weakref.ref(call)
+        call.form = form
+        return results
+
+    def inference(self, call: "LayerCall", run: Callable[[], Any]) -> Any:
+        """What a layer returns when no gradient passes through it; ``run`` is its forward."""
+        form = self._form_of(call, "inference")
+        if form is None:
+            return run()
+        replayed = self._proved(form.forward)
+        if replayed is not None and form.facts is not None:
+            with call.layer.visit(Phase.INFERENCE, ()):
+                results = replayed.run(call.tensors, self.memory)
+            self.num_replays += 1
+            call.take_over(form.facts)
+            return call.unpack_results(results)
+        returned = run()
+        found: list[torch.Tensor] = []
+        try:
+            template = tree_flatten(returned, f"result of {call.layer.name}", found)
+        except UnsupportedModelError as error:
+            self._refuse(call.layer, form, str(error))
+            return returned
+        call.note_inference(template, found)
+        self._prove_forward(call, form, found, Phase.INFERENCE)
+        return returned
+
+    def _form_of(self, call: "LayerCall", kind: Kind) -> Form | None:
         """The form of a call whose forward comes now; None if it is not to be replayed."""
-        reason = call.obstacle() or _obstacle_around()
+        reason = call.obstacle(kind) or _obstacle_around()
         if reason is not None:
             self.eager[reason] += 1
             return None
-        forms = self._forms.setdefault(call.layer.index, [])
-        conditions, addresses = call.conditions(), call.addresses()
-        for form in forms:
-            if form.conditions == conditions:
-                if form.addresses != addresses or call.attributes_since(form.attributes):
-                    forms.remove(form)  # moved, or with another rate of dropout
-                    break
-                return form
-        if len(forms) >= _MOST_FORMS:
-            del forms[0]
-        forms.append(Form(conditions, call.attributes, addresses))
-        return forms[-1]
+        forms = self._forms.setdefault(call.layer.index, {})
+        conditions, addresses = (kind, call.conditions()), call.addresses()
+        form = forms.pop(conditions, None)
+        # Moved, or with another rate of dropout?
+        if form and (form.addresses != addresses or call.attributes_since(form.attributes)):
+            form = None
+        if form is None:
+            form = Form(kind, conditions, call.attributes, addresses)
+        forms[conditions] = form  # the last of them
+        form.last_visit = self._num_visits[call.layer.index] = (
+            self._num_visits[call.layer.index] + 1
+        )
+        while len(forms) > _MOST_FORMS:
+            del forms[next(iter(forms))]
+        return form
 
-    def note_forward(self, call: "LayerCall", form: Form, results: Sequence[torch.Tensor]) -> None:
-        """An eager forward has run; replay beside it what has been recorded since."""
-        self.eager["a form that is new"] += 1
-        form.num_visits += 1
-        if form.facts is None:
-            form.facts = call.facts()
-        if form.forward is not None and not form.forward.is_proved:
-            with call.layer.visit(Phase.FORWARD, call.adapters), call.ambient.rng.replay():
-                found = form.forward.run(call.tensors, self.memory)
-                same_end = call.ends_with(RngStash.capture(call.layer.device))
-            self._settle(form, form.forward, found, [each.detach() for each in results], same_end)
-
-    def forward(self, call: "LayerCall", form: Form) -> list[torch.Tensor] | None:
-        """The results of a forward that is replayed; None if it has to run."""
-        if form.forward is None or not form.forward.is_proved:
+    def _replay_forward(self, call: "LayerCall", form: Form) -> list[torch.Tensor] | None:
+        replayed = self._proved(form.forward)
+        if replayed is None or form.facts is None:
             return None
         with call.layer.visit(Phase.FORWARD, call.adapters):
-            results = form.forward.run(call.tensors, self.memory)
+            results: Any = replayed.run(call.tensors, self.memory)
         self.num_replays += 1
         for result, (_, _, requires_grad) in zip(results, form.facts.forms, strict=True):
             result.requires_grad_(requires_grad)
+        call.take_over(form.facts)
         return results
 
+    def _run_forward(self, call: "LayerCall", form: Form) -> list[torch.Tensor]:
+        results = call.forward()
+        self._prove_forward(call, form, results, Phase.FORWARD)
+        return results
+
+    def _prove_forward(self, call: "LayerCall", form: Form, results: Tensors, phase: Phase) -> None:
+        """An eager forward has run; replay beside it what has been recorded since."""
+        self.eager[form.refusal or NEW] += 1
+        form.num_visits += 1
+        adapters = () if phase is Phase.INFERENCE else call.adapters
+        if form.facts is None and form.num_visits >= _LEAST_VISITS:
+            form.facts = CallFacts(call, adapters)
+        if form.forward is None or form.forward.is_proved:
+            return
+        with call.layer.visit(phase, adapters), call.ambient.rng.replay():
+            found = form.forward.run(call.tensors, self.memory)
+            same_end = call.ends_with(RngStash.capture(self._device))
+        different = _different(found, [each.detach() for each in results], "result")
+        self._settle(call, form, form.forward, different if same_end else "random numbers")
+
+    # ----------------------------------------------------------------- backwards
+
     def backward(
-        self,
-        call: "LayerCall",
-        form: Form,
-        tensors: Sequence[torch.Tensor],
-        gradients: Gradients,
-    ) -> tuple[list[torch.Tensor | None], list[list[torch.Tensor | None]]] | None:
-        """Replay the recomputation and its gradients; only inside a visit.
+        self, call: "LayerCall", tensors: Tensors, gradients: Gradients
+    ) -> Gradients | None:
+        """Replay the gradients of a call, with its recomputation; in a visit, if it has one.
 
         Returns:
-            The gradients of what requires one, and the terms of what is used several times; None if
-            it has to run.
+            The gradients of what requires one; terms of what is used several times are with
+            ``call.repeated``. None if it has to run.
         """
-        replayed = form.backwards.get(_mask(gradients))
-        if replayed is None or not replayed.is_proved:
-            self.eager["a form that is new"] += 1
+        form = call.form
+        if form is None or not _may_replay(call, form):
             return None
-        found = self._replay_backward(call, replayed, tensors, gradients)
+        replayed = self._proved(form.backwards.get(Around.capture(gradients, self._device)))
+        if replayed is None:
+            return None
+        found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
         self.num_replays += 1
-        return found
+        return call.without_terms(found)
 
-    def note_backward(
-        self,
-        call: "LayerCall",
-        form: Form,
-        tensors: Sequence[torch.Tensor],
-        gradients: Gradients,
-        outgoing: Gradients,
+    def prove_backward(
+        self, call: "LayerCall", tensors: Tensors, gradients: Gradients, outgoing: Gradients
     ) -> None:
         """An eager backward has run, and its terms are still there; only inside its visit."""
+        form = call.form
+        if form is None or form.facts is None or not _may_replay(call, form):
+            return
+        self.eager[form.refusal or NEW] += 1
         if form.refusal is not None:
             return
-        mask = _mask(gradients)
-        replayed = form.backwards.setdefault(mask, None)
+        around = Around.capture(gradients, self._device)
+        replayed = form.backwards.setdefault(around, None)
         if replayed is None or replayed.is_proved:
             return
-        terms = [term for repeated in call.repeated.values() for term in repeated.terms]
+        wanted = [*outgoing, *call.terms()]
+        proof = form.deterministic.get(around)
         try:
-            found, again = self._replay_backward(call, replayed, tensors, gradients)
-        except RematerializationError:  # it drew other random numbers
-            self._settle(form, replayed, (), (), same_end=False)
+            if proof is not None:
+                with call.ambient.rng.replay():
+                    wanted = _with_steady_attention(form.facts, tensors, gradients, around)
+            is_kept = proof is None and form.kind == "kept"
+            found = self._run_backward(call, proof or replayed, tensors, gradients, is_kept)
+            different = _different(found, wanted, "gradient")
+        except RematerializationError:
+            different = "random numbers"
+        is_first = proof is None and around not in form.deterministic
+        if different and is_first and _varies(form.facts, tensors):
+            form.deterministic[around] = None  # to be recorded
             return
-        flat = [term for group in again for term in group]
-        self._settle(form, replayed, [*found, *flat], [*outgoing, *terms], same_end=True)
+        form.deterministic.pop(around, None)
+        self._settle(call, form, replayed, different)
 
-    def _replay_backward(
+    def _run_backward(
         self,
         call: "LayerCall",
         replayed: Replayed,
-        tensors: Sequence[torch.Tensor],
+        tensors: Tensors,
         gradients: Gradients,
-    ) -> tuple[list[Any], list[list[Any]]]:
-        sources = [*tensors, *(each for each in gradients if each is not None)]
-        with call.replaying():
-            found = replayed.run(sources, self.memory)
+        is_kept: bool,
+    ) -> list[torch.Tensor | None]:
+        arrived = [each for each in gradients if each is not None]
+        if is_kept:
+            return replayed.run(arrived, self.memory)
+        with call.ambient.rng.replay():
+            found = replayed.run([*tensors, *arrived], self.memory)
             call.require_same_end()
-        groups: list[list[Any]] = []
-        for repeated in reversed(list(call.repeated.values())):
-            number = repeated.num_terms
-            groups.insert(0, found[len(found) - number :])
-            del found[len(found) - number :]
-        return found, groups
+        return found
 
-    def _settle(
-        self, form: Form, replayed: Replayed, found: Gradients, wanted: Gradients, same_end: bool
-    ) -> None:
-        if same_end and all(map(_same, found, wanted)):
-            replayed.is_proved = True
-        else:
-            form.refuse("a replay with other bits than the visit that it was to replace")
-            self.eager[str(form.refusal)] += 1
+    # ----------------------------------------------------------------- recording
 
-    def record_wanted(self, layers: Sequence["LayerBody"]) -> None:
-        """Record what has come often enough; not within a visit."""
+    def let_go(self, call: "LayerCall") -> None:
+        """The graph of a call that was kept is not needed any more."""
+        if call.form is not None and call.form.in_flight() is call:
+            call.form.in_flight = lambda: None
+
+    def begin_pass(self, layers: Sequence["LayerBody"]) -> None:
+        """Record what has come often enough; not within a visit, nor in a backward."""
         self.memory.begin_pass()
+        begun = time.perf_counter()
+        num_before = self.num_recorded
         for layer in layers:
-            for form in self._forms.get(layer.index, ()):
+            for form in list(self._forms.get(layer.index, {}).values()):
                 if form.refusal is None and form.num_visits >= _LEAST_VISITS:
                     self._record(layer, form)
+        if self.num_recorded > num_before:
+            took = (time.perf_counter() - begun) * 1000
+            self.recording_ms += took
+            logger.info(
+                "poros: recorded %d visits of layers in %.1f s",
+                self.num_recorded - num_before,
+                took / 1000,
+            )
 
     def _record(self, layer: "LayerBody", form: Form) -> None:
-        wanted = [mask for mask, replayed in form.backwards.items() if replayed is None]
-        if form.forward is not None and not wanted:
+        if form.facts is None or not form.facts.are_current(form.addresses):
+            return  # adapters that are switched off for a while, for one
+        if form.forward is None and not self._makes_way(layer, form):
             return
         try:
-            with (
-                layer.visit(Phase.FORWARD, form.facts.adapters),
-                RngStash.capture(layer.device).replay(),
-            ):
-                if form.forward is None:
-                    form.forward = self._record_forward(form)
-                for mask in wanted:
-                    form.backwards[mask] = self._record_backward(form, mask)
-        except (RuntimeError, NotImplementedError) as error:
-            form.refuse(f"cannot be recorded: {str(error).splitlines()[0]}")
-            self.eager[str(form.refusal)] += 1
+            self.num_recorded += self._recordings.record(layer, form)
+        except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
+            self._refuse(layer, form, f"cannot be recorded: {str(error).splitlines()[0]}")
 
-    def _record_forward(self, form: Form) -> Replayed:
-        facts = form.facts
-        given = self.memory.of("inputs", facts.specs)
-        gives: list[Fixed] = []
-
-        def run() -> None:
-            inputs = facts.inputs(given.tensors)
-            with torch.enable_grad():
-                results = [each.detach() for each in facts.run(inputs)]
-            gives.append(self._give(results))
-
-        recording = self._recorded(facts, run)
-        return Replayed(recording, given, gives[0], range(len(gives[0].tensors)))
-
-    def _record_backward(self, form: Form, mask: Hashable) -> Replayed:
-        facts = form.facts
-        arriving = [
-            Spec(shape, dtype)
-            for (shape, dtype, _), arrives in zip(facts.forms, mask, strict=True)  # type: ignore[call-overload]
-            if arrives
+    def _makes_way(self, layer: "LayerBody", form: Form) -> bool:
+        """Whether one more form may be recorded; if need be, the one goes that came last ago."""
+        forms = self._forms[layer.index]
+        recorded = [
+            other
+            for other in forms.values()
+            if other.kind == form.kind and other.forward is not None
         ]
-        given = self.memory.of("arriving", (*facts.specs, *arriving))
-        made: list[Any] = []
+        if len(recorded) < (1 if form.kind == "kept" else _MOST_RECORDED):
+            return True
+        oldest = min(recorded, key=lambda other: other.last_visit)
+        if self._num_visits[layer.index] - oldest.last_visit < _IDLE_VISITS:
+            return False
+        del forms[oldest.conditions]
+        return True
 
-        def run() -> None:
-            inputs = facts.inputs(given.tensors[: len(facts.specs)])
-            gradients = iter(given.tensors[len(facts.specs) :])
-            every = [next(gradients) if arrives else None for arrives in mask]  # type: ignore[attr-defined]
-            values = facts.differentiate(inputs, every, not self.recorder.sees_operators)
-            known = {id(tensor): -1 - number for number, tensor in enumerate(given.tensors)}
-            own = [each for each in values if each is not None and id(each) not in known]
-            gives = self._give(own)
-            numbers = {id(each): number for number, each in enumerate(own)}
-            places = [
-                None if each is None else known.get(id(each), numbers.get(id(each)))
-                for each in values
-            ]
-            made.extend((gives, places))
+    def _settle(
+        self, call: "LayerCall", form: Form, replayed: Replayed, different: str | None
+    ) -> None:
+        if different is None:
+            replayed.is_proved = True
+            return
+        reason = "a recording gave other bits than the visit it was to replace"
+        if self._is_strict:
+            raise ParityError(
+                f"{call.layer.name}: expected a recorded visit (cuda_graphs=True) to give the bits "
+                f"of the visit that it replaces, found others: {different}. Nothing was trained "
+                "with it. Use cuda_graphs=None, which runs such layers as always, or False"
+            )
+        self._refuse(call.layer, form, reason, different)
 
-        recording = self._recorded(facts, run)
-        return Replayed(recording, given, made[0], made[1])
+    def _refuse(self, layer: "LayerBody", form: Form, reason: str, about: str = "") -> None:
+        if reason not in self.eager:
+            more = f" ({about})" if about else ""
+            logger.warning("poros: %s runs as always, not replayed: %s%s", layer.name, reason, more)
+        form.refuse(reason)
+        self.eager[reason] += 1
 
-    def _recorded(self, facts: Any, run: Callable[[], None]) -> Recording:
-        with facts.recording():
-            return self.recorder.record(run)
-
-    def _give(self, values: Sequence[torch.Tensor]) -> Fixed:
-        """Fixed memory with ``values`` in it; the copy is part of what is recorded."""
-        gives = self.memory.of("results", [Spec.of(each) for each in values])
-        with torch.no_grad():
-            for target, value in zip(gives.tensors, values, strict=True):
-                target.copy_(value.detach())
-        return gives
+    def _proved(self, replayed: Replayed | None) -> Replayed | None:
+        return replayed if replayed is not None and replayed.is_proved else None
 
     def forget(self) -> None:
-        """Let go of all recordings and their memory."""
+        """Let go of all recordings and their memory; a backward that is to come runs."""
+        for forms in self._forms.values():
+            for form in forms.values():
+                form.refuse("recorded for another place of its block")
         self._forms.clear()
-        self.memory = SharedMemory(self._device)
+        self._recorder.forget()
 
 
-def _mask(gradients: Gradients) -> tuple[bool, ...]:
-    return tuple(gradient is not None for gradient in gradients)
+def _varies(facts: CallFacts, tensors: Tensors) -> bool:
+    """Whether the gradients of such a call need not repeat themselves."""
+    with facts.recording(), AttentionKernels() as attention:
+        facts.run(facts.inputs(tensors))
+    return attention.may_vary
+
+
+def _with_steady_attention(
+    facts: CallFacts, tensors: Tensors, gradients: Gradients, around: Around
+) -> list[torch.Tensor | None]:
+    """The gradients of a call from the random state of now, by attention that repeats itself."""
+    with facts.recording(draws_anew=True), unchanged_flags(), AttentionKernels(deterministic=True):
+        inputs = facts.inputs(tensors)
+        results = facts.recompute(inputs, leaves_out=False)
+        return facts.differentiate(results, inputs, gradients, around)
+
+
+def _may_replay(call: "LayerCall", form: Form) -> bool:
+    """Whether nobody wants to see what happens within this backward, and its graph is there."""
+    return (
+        (form.kind != "kept" or form.in_flight() is call)
+        and call.layer.context.watching_graph() is None
+        and not call.keeps_recomputed
+        and not torch._C._len_torch_dispatch_stack()
+    )
 
 
 def _obstacle_around() -> str | None:
@@ -348,10 +394,22 @@ def _obstacle_around() -> str | None:
     return "saved tensors that are packed" if is_packed_by_others() else None
 
 
-def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+def _different(found: Gradients, wanted: Gradients, what: str) -> str | None:
+    """Which of ``found`` have not the bits of ``wanted``."""
+    if len(found) != len(wanted):
+        return f"{len(found)} {what}s instead of {len(wanted)}"
+    numbers = [
+        str(number)
+        for number, (left, right) in enumerate(zip(found, wanted, strict=True))
+        if not _is_same(left, right)
+    ]
+    return f"{what} {', '.join(numbers)} of {len(wanted)}" if numbers else None
+
+
+def _is_same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     if left is None or right is None:
         return left is right
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    bytes_ = [each.detach().contiguous().flatten().view(torch.uint8) for each in (left, right)]
-    return torch.equal(*bytes_)
+    left, right = (each.detach().contiguous().flatten().view(torch.uint8) for each in (left, right))
+    return torch.equal(left, right)

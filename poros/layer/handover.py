@@ -17,7 +17,7 @@ Note: Sums
     through a node of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -115,6 +115,40 @@ class Repeated:
 def _leaf_behind(node: Any, edge: int) -> torch.Tensor | None:
     following = () if node is None else node.next_functions
     return getattr(following[edge][0], "variable", None) if edge < len(following) else None
+
+
+def differentiate(
+    results: Sequence[torch.Tensor],
+    gradients: Gradients,
+    sources: Sequence[torch.Tensor],
+    repeated: Mapping[int, Repeated],
+    keeps_graph: bool = False,
+) -> Gradients:
+    """The gradients of a layer's results, whose graph is its own.
+
+    Args:
+        results: Of the layer.
+        gradients: Of the results, as they arrive; None where there is none.
+        sources: What the graph leads to: inputs, then stand-ins of adapters.
+        repeated: By number among ``sources``, what keeps its terms. Those are not in what is
+            returned.
+        keeps_graph: Whether the graph stays.
+
+    Returns:
+        For each source that requires one.
+    """
+    wanted = [source for source in sources if source.requires_grad]
+    pairs = [
+        (result, gradient)
+        for result, gradient in zip(results, gradients, strict=True)
+        if result.requires_grad and gradient is not None
+    ]
+    if not pairs:
+        return [None] * len(wanted)
+    ends, starts = zip(*pairs, strict=True)
+    for number, terms in repeated.items():
+        terms.watch(results, gradients, sources[number])
+    return torch.autograd.grad(ends, wanted, starts, retain_graph=keeps_graph, allow_unused=True)
 
 
 class OneByOne(torch.autograd.Function):

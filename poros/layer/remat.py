@@ -27,7 +27,7 @@ import torch
 from poros.errors import RematerializationError
 from poros.kernels.unformed import forget, values_of
 from poros.layer.call import LayerCall
-from poros.layer.handover import hand_in, leaves
+from poros.layer.handover import differentiate, hand_in, leaves
 from poros.layer.retained import Remains, saved_tensors
 from poros.slots.schedule import Phase
 
@@ -86,27 +86,36 @@ class RematerializeLayer(torch.autograd.Function):
             inputs = leaves(tensors[: call.num_tensors])
             sources = [*inputs, *call.stand_ins]
             wanted = [source for source in sources if source.requires_grad]
-            outgoing = _replayed(call, tensors, gradients)
+            own, captures = tensors[: call.num_tensors], call.layer.context.captures
+            outgoing = captures.backward(call, own, gradients) if captures is not None else None
             if outgoing is None:
-                outgoing = _differentiated(call, inputs, sources, wanted, gradients)
-                captures, form = call.layer.context.captures, call.form
-                if captures is not None and form is not None and _may_replay(call):
-                    own = tensors[: call.num_tensors]
-                    captures.note_backward(call, form, own, gradients, outgoing)
+                outgoing = _differentiated(call, inputs, sources, gradients)
+                if captures is not None:
+                    captures.prove_backward(call, own, gradients, outgoing)
         call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
+            if captures is not None:
+                captures.let_go(call)
         by_source = dict(zip(map(id, wanted), outgoing, strict=True))
         return (None, None, None, *(by_source.get(id(source)) for source in sources))
 
 
-def rematerialize(call: LayerCall) -> Any:
-    """Run ``call`` so that its backward recomputes it; the layer's result in its own form."""
-    # Before the forward, so that the input's copy to the host overlaps with it.
-    kept = call.offload_input()
-    # Before the Function: its graph tells in which order, and in which terms, gradients arrive.
-    results = call.forward()
+def rematerialize(call: LayerCall, results: list[torch.Tensor] | None = None) -> Any:
+    """Run ``call`` so that its backward recomputes it; the layer's result in its own form.
+
+    Args:
+        call: The call.
+        results: Of its forward, if that is known already: then its graph is kept somewhere.
+    """
+    kept = call.tensors
+    if results is None:
+        # Before the forward, so that the input's copy to the host overlaps with it.
+        kept = call.offload_input()
+        captures = call.layer.context.captures
+        # Before the Function: its graph tells in which order, and in which terms, gradients arrive.
+        results = call.forward() if captures is None else captures.recomputed(call)
     casts = call.shared_casts
     through_cast = None if casts is None or call.layer.confines_autocast() else casts.through
     given, call.repeated = hand_in(
@@ -128,11 +137,9 @@ def _differentiated(
     call: LayerCall,
     inputs: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
-    wanted: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> Sequence[torch.Tensor | None]:
-    """Recompute the layer; the gradients of ``wanted``, and terms where they are kept."""
-    outgoing: Sequence[torch.Tensor | None] = [None] * len(wanted)
+    """Recompute the layer; the gradients of ``sources``, and terms where they are kept."""
     watching, tally = call.layer.context.watching_graph(), call.layer.context.tally
     # A mode that sees operators would see tensors without values.
     leaves_out = call.is_unwatched and not torch._C._len_torch_dispatch_stack()
@@ -150,45 +157,5 @@ def _differentiated(
             tally.end()
     forget(results)
     # Outside of the replayed state: a resident run takes gradients in the caller's.
-    pairs = [
-        (result, gradient)
-        for result, gradient in zip(results, gradients, strict=True)
-        if result.requires_grad and gradient is not None
-    ]
-    if pairs:
-        ends, starts = zip(*pairs, strict=True)
-        for number, repeated in call.repeated.items():
-            repeated.watch(results, gradients, sources[number])
-        with call.in_turn():
-            outgoing = torch.autograd.grad(ends, wanted, starts, allow_unused=True)
-    return outgoing
-
-
-def _replayed(
-    call: LayerCall,
-    tensors: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-) -> Sequence[torch.Tensor | None] | None:
-    """The same from a recording, if there is one that may be taken."""
-    captures, form = call.layer.context.captures, call.form
-    if captures is None or form is None or not _may_replay(call):
-        return None
-    found = captures.backward(call, form, tensors[: call.num_tensors], gradients)
-    if found is None:
-        return None
-    outgoing, terms = found
-    for repeated, own in zip(call.repeated.values(), terms, strict=True):
-        repeated.terms = own
-    return outgoing
-
-
-def _may_replay(call: LayerCall) -> bool:
-    """Whether nobody wants to see what happens within this backward."""
-    context = call.layer.context
-    return (
-        context.captures is not None
-        and call.form is not None
-        and context.watching_graph() is None
-        and not call.keeps_recomputed
-        and not torch._C._len_torch_dispatch_stack()
-    )
+    with call.in_turn():
+        return differentiate(results, gradients, sources, call.repeated)

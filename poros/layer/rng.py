@@ -46,6 +46,10 @@ class RngStash:
             return self.device_state is other.device_state
         return torch.equal(self.device_state, other.device_state)
 
+    def restore(self) -> None:
+        """Have these states from now on."""
+        self._set()
+
     def _set(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.device_state is not None:

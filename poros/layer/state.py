@@ -99,10 +99,9 @@ class AmbientState:
 
     @classmethod
     def capture(cls, device: torch.device, modules: Sequence[nn.Module]) -> "AmbientState":
-        device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         return cls(
             rng=RngStash.capture(device),
-            autocast=tuple(map(AutocastState.capture, device_types)),
+            autocast=autocast_of(device),
             settings=Settings.capture(),
             training=_training_flags(modules),
         )
@@ -128,9 +127,15 @@ class AmbientState:
 
         def fill(stack: ExitStack) -> None:
             stack.enter_context(self.rng.replay())
-            for autocast in self.autocast:
-                if autocast.enabled or torch.is_autocast_enabled(autocast.device_type):
-                    stack.enter_context(autocast.enter())
+            stack.enter_context(self.but_random(modules))
+
+        return Within(fill)
+
+    def but_random(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
+        """Like ``replay``, with random states as they are."""
+
+        def fill(stack: ExitStack) -> None:
+            enter_autocast(self.autocast, stack)
             stack.enter_context(self.settings.replay())
             if _training_flags(modules) != self.training:
                 for module, wanted in zip(modules, self.training, strict=True):
@@ -139,6 +144,19 @@ class AmbientState:
                         module.training = wanted
 
         return Within(fill)
+
+
+def autocast_of(device: torch.device) -> tuple[AutocastState, ...]:
+    """Autocast now, of each device type that takes part in work on ``device``."""
+    device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+    return tuple(map(AutocastState.capture, device_types))
+
+
+def enter_autocast(states: Sequence[AutocastState], stack: ExitStack) -> None:
+    """Have autocast as in ``states`` until ``stack`` is closed, without its cache."""
+    for state in states:
+        if state.enabled or torch.is_autocast_enabled(state.device_type):
+            stack.enter_context(state.enter())
 
 
 def _training_flags(modules: Sequence[nn.Module]) -> tuple[bool, ...]:

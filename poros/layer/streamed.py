@@ -20,6 +20,7 @@ from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.layer.body import LayerBody
 from poros.layer.call import LayerCall
 from poros.layer.compiled import refuse_outer_graph
+from poros.layer.layer_index import LayerIndex
 from poros.layer.refused_calls import refuse_copy, require_harmless
 from poros.layer.remat import rematerialize
 from poros.layer.side_outputs import RECORDABLE, recorded_outputs
@@ -43,7 +44,7 @@ class StreamedLayer(LayerBody):
         if not torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 self._refuse_dropped_cache(value)
-            return self._stream(args, kwargs)
+            return self._infer(args, kwargs, contents)
         if self.index == 0:
             refuse_outer_graph(self.name)
         self._refuse_recorded_outputs()
@@ -52,7 +53,7 @@ class StreamedLayer(LayerBody):
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         self.cast_trained_biases()
         if self.weights.is_pinned:
-            return self._keep(args, kwargs)
+            return self._keep_recorded(args, kwargs, contents)
         call = LayerCall(self, args, kwargs, contents)
         if not call.parameters:
             self._refuse_frozen_adapters()
@@ -64,6 +65,20 @@ class StreamedLayer(LayerBody):
             self._refuse_shared_casts(call)
         check = self.context.check
         return run() if check is None else check(self.index, call, run, given)
+
+    def _keep_recorded(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], contents: LayerIndex
+    ) -> Any:
+        """The forward with its graph kept in a recording, if it has one."""
+        captures = self.context.captures
+        if captures is None or self.context.tied_adapters:
+            return self._keep(args, kwargs)
+        try:
+            call = LayerCall(self, args, kwargs, contents)
+        except UnsupportedModelError:  # arguments that only a graph of its own can go with
+            return self._keep(args, kwargs)
+        results = captures.kept(call) if call.needs_gradient else None
+        return self._keep(args, kwargs) if results is None else rematerialize(call, results)
 
     def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
@@ -80,6 +95,20 @@ class StreamedLayer(LayerBody):
             [value for value in reached if isinstance(value, torch.Tensor)]
         )
         return result
+
+    def _infer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], contents: LayerIndex) -> Any:
+        captures = self.context.captures
+        if (
+            captures is None
+            or torch.is_inference_mode_enabled()
+            or any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
+        ):
+            return self._stream(args, kwargs)
+        try:
+            call = LayerCall(self, args, kwargs, contents)
+        except UnsupportedModelError:
+            return self._stream(args, kwargs)
+        return captures.inference(call, lambda: self._stream(args, kwargs))
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward when no gradient passes through the layer."""

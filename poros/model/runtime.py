@@ -190,7 +190,8 @@ class Runtime:
         if recorder is None and self.policy.cuda_graphs and self.device.type == "cuda":
             recorder = CudaRecorder(self.device)
         if recorder is not None:
-            context.captures = Captures(recorder, self.device)
+            is_strict = self.policy.cuda_graphs is True and self.policy.self_check == "strict"
+            context.captures = Captures(recorder, self.device, is_strict)
         if self.room.offload_inputs:
             context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):
@@ -303,12 +304,10 @@ class Runtime:
             VRAMBudgetError: If a given budget is below what such a step needs; the room is what it
                 was.
         """
-        if not torch.is_grad_enabled():
-            return
         if self.context.captures is not None:
             self.context.visits.end_all()
-            self.context.captures.record_wanted(list(self._streamed_layers()))
-        if not self.sizer.decides:
+            self.context.captures.begin_pass(list(self._streamed_layers()))
+        if not torch.is_grad_enabled() or not self.sizer.decides:
             return
         shape = shape_of(args, kwargs)
         if shape is None:

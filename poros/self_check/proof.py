@@ -23,13 +23,13 @@ from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
 from poros.kernels.forwards import use_others
+from poros.layer.attention import AttentionKernels, deterministic_flag, unchanged_flags
 from poros.layer.call import LayerCall
 from poros.layer.frozen import LayerBindings, bind_block
 from poros.layer.remat import RematerializeLayer
 from poros.layer.streamed import StreamedLayer, streamed_layer
 from poros.layer.within import Within
 from poros.model.runtime import Runtime
-from poros.self_check.attention import AttentionKernels, deterministic_flag, unchanged_flags
 from poros.self_check.evidence import (
     Evidence,
     forward_values,

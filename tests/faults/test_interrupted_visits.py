@@ -16,9 +16,9 @@ import torch
 import poros
 from poros.errors import SlotStateError
 from poros.gates.reference import Trajectory
+from poros.layer.attention import deterministic_flag, unchanged_flags
 from poros.layer.streamed import StreamedLayer, streamed_layer
 from poros.layer.visit import Visits
-from poros.self_check.attention import deterministic_flag, unchanged_flags
 from poros.self_check.evidence import Evidence, random_states
 from poros.self_check.switches import current_settings
 from poros.slots.ring import SlotState

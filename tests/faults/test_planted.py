@@ -20,7 +20,7 @@ from poros.errors import ParityError
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport
-from poros.self_check import attention
+from poros.layer import attention
 from poros.slots import manager as manager_module
 from poros.slots.schedule import count, training_visits, walk
 from tests.faults.planted import AUTOCAST, FAULTS, QWEN2, SHARED_STATES, Cell, Fault

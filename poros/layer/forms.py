@@ -1,0 +1,125 @@
+"""Forms of a layer's calls, and what is recorded of each: see ``poros.layer.captured``.
+
+Two calls of a layer are of one form if they do the same work on the device but for what the tensors
+hold that they are given: the same arguments but for tensors, tensors of the same form, the same
+state around it, the same tensors of the layer at the same addresses.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from poros.graphs import Fixed, FixedMemory, Recording
+from poros.layer.settings import Settings
+from poros.layer.state import AutocastState, autocast_of
+
+if TYPE_CHECKING:
+    from poros.layer.call_facts import CallFacts
+
+Kind = Literal["recomputed", "kept", "inference"]
+"""Of a call: recomputed in backward, with its graph kept until then, or without a backward."""
+
+
+class Around(NamedTuple):
+    """What a backward ran under. Equal ones do the same work."""
+
+    arriving: tuple[bool, ...]
+    """Which results have a gradient."""
+    autocast: tuple[AutocastState, ...]
+    settings: Settings
+
+    @classmethod
+    def capture(cls, gradients: Sequence[torch.Tensor | None], device: torch.device) -> "Around":
+        arriving = tuple(gradient is not None for gradient in gradients)
+        return cls(arriving, autocast_of(device), Settings.capture())
+
+
+@dataclass
+class Replayed:
+    """One recording, with the fixed memory that it reads from and writes to.
+
+    Attributes:
+        places: For each result where it is: its number in ``gives``; -1 - n if it is the n-th of
+            what was given; None if there is none.
+        is_proved: Whether it has given what an eager visit gave.
+    """
+
+    recording: Recording
+    given: Fixed
+    gives: Fixed
+    places: Sequence[int | None]
+    is_proved: bool = False
+
+    def run(
+        self, sources: Sequence[torch.Tensor], memory: "SharedMemory"
+    ) -> list[torch.Tensor | None]:
+        """Replay it on ``sources``; what it gives, in memory of its own."""
+        memory.fill(self.given, sources)
+        self.recording.replay()
+        made = self.gives.copies()
+        return [
+            None if place is None else made[place] if place >= 0 else sources[-1 - place]
+            for place in self.places
+        ]
+
+
+@dataclass
+class Form:
+    """One form of call of a layer, and what is known of it."""
+
+    kind: Kind
+    conditions: Hashable
+    attributes: Any
+    addresses: Any
+    num_visits: int = 0
+    last_visit: int = 0
+    """Its number among all visits of the layer."""
+    facts: "CallFacts | None" = None
+    """What an eager forward has found, for those that replay."""
+    forward: Replayed | None = None
+    backwards: dict[Around, Replayed | None] = field(default_factory=dict)
+    """None where one is wanted."""
+    deterministic: dict[Around, Replayed | None] = field(default_factory=dict)
+    """The same with attention that repeats itself, for the proof of what does not; likewise."""
+    held: Any = None
+    """Of layers that keep their graph: inputs and results of the recorded forward."""
+    refusal: str | None = None
+    """Why nothing of it is recorded."""
+    in_flight: Callable[[], object | None] = lambda: None
+    """Of layers that keep their graph: the call whose graph lies in the recording's memory."""
+
+    def refuse(self, reason: str) -> None:
+        self.refusal, self.forward, self.held = reason, None, None
+        self.backwards, self.deterministic = {}, {}
+
+
+class SharedMemory(FixedMemory):
+    """Fixed memory that knows what was last copied into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._pass = 0
+
+    def begin_pass(self) -> None:
+        """From now on nothing is taken to be there already."""
+        self._pass += 1
+
+    def fill(self, fixed: Fixed, sources: Sequence[torch.Tensor]) -> None:
+        """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""
+        known: Any = fixed.filled
+        if known is None or known[0] != self._pass:
+            known = fixed.filled = (self._pass, [None] * len(sources))
+        filled = known[1]
+        with torch.no_grad():
+            targets, values = [], []
+            for number, (target, source) in enumerate(zip(fixed.tensors, sources, strict=True)):
+                last = filled[number]
+                if last is None or last[0]() is not source or last[1] != source._version:
+                    filled[number] = weakref.ref(source), source._version
+                    targets.append(target)
+                    values.append(source.detach())
+            if targets:
+                torch._foreach_copy_(targets, values)

@@ -12,6 +12,7 @@ step by step, so a slow spell of the machine hits all of them:
     recomputed     the same under the least Function that recomputes: no state kept, nothing checked
     all slots      Poros, a slot for each block: nothing is loaded in a warm step
     two slots      Poros, two slots: nearly every visit queues a copy
+    replayed       Poros, a slot for each block, visits replayed from CUDA graphs; on a GPU only
 
 Times are per layer: those of the step's forward and backward on the host, over the number of
 layers. On a GPU the host waits for the device before a step and after it, not within; on a CPU the
@@ -41,8 +42,8 @@ import poros
 from benchmarks.models import random_nf4, with_lora
 
 BARE, CHECKPOINTED, RECOMPUTED = "bare", "checkpointed", "recomputed"
-ALL_SLOTS, TWO_SLOTS = "all slots", "two slots"
-ARMS = (BARE, CHECKPOINTED, RECOMPUTED, ALL_SLOTS, TWO_SLOTS)
+ALL_SLOTS, TWO_SLOTS, REPLAYED = "all slots", "two slots", "replayed"
+ARMS = (BARE, CHECKPOINTED, RECOMPUTED, ALL_SLOTS, TWO_SLOTS, REPLAYED)
 
 
 class Times(NamedTuple):
@@ -116,9 +117,15 @@ def arm_of(model: Any, name: str, device: torch.device, num_layers: int) -> Any:
         if name == CHECKPOINTED:
             made.gradient_checkpointing_enable({"use_reentrant": False})
         return made
-    slots = num_layers if name == ALL_SLOTS else 2
+    slots = 2 if name == TWO_SLOTS else num_layers
     return poros.prepare(
-        made, device=str(device), slots=slots, allow_unvalidated=True, self_check="off"
+        made,
+        device=str(device),
+        slots=slots,
+        allow_unvalidated=True,
+        self_check="off",
+        cuda_graphs=name == REPLAYED,
+        loss="reference",
     )
 
 
@@ -184,7 +191,7 @@ def report(rounds: dict[str, list[Times]]) -> Iterator[str]:
             f"backward {spread(backward):<22} {min(backward) * 1e3:6.0f}  {ratio:.3f} x bare"
         )
     least = {name: Times(*map(min, zip(*times, strict=True))) for name, times in rounds.items()}
-    for name in (CHECKPOINTED, RECOMPUTED, ALL_SLOTS, TWO_SLOTS):
+    for name in list(rounds)[1:]:
         differences = [
             excesses(*of_round)
             for of_round in zip(rounds[BARE], rounds[CHECKPOINTED], rounds[name], strict=True)
@@ -216,13 +223,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--warm", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="where the time of Poros goes")
+    parser.add_argument(
+        "--profile", nargs="?", const=ALL_SLOTS, choices=ARMS, help="where an arm's time goes"
+    )
     parser.add_argument("--out", type=Path, help="one line per arm and round")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     model = small_model(options.layers, options.rank)
     if options.profile:
-        made = arm_of(model, ALL_SLOTS, device, options.layers)
+        made = arm_of(model, options.profile, device, options.layers)
         steps = Steps(made, options.tokens, device, options.layers)
         for _ in range(options.warm):
             steps.run()
@@ -233,6 +242,7 @@ def main(argv: list[str] | None = None) -> int:
             arm_of(model, name, device, options.layers), options.tokens, device, options.layers
         )
         for name in ARMS
+        if name != REPLAYED or device.type == "cuda"
     }
     rounds: dict[str, list[Times]] = {name: [] for name in arms}
     for number in range(options.warm + options.rounds):

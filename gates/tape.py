@@ -39,6 +39,9 @@ class TapeRecorder(Recorder):
         self.num_recorded += 1
         return _TapeRecording(tape)
 
+    def give_back(self) -> None:
+        pass
+
     def forget(self) -> None:
         self._last = None
 

@@ -8,7 +8,7 @@ and advances then as it did when it was recorded.
 import gc
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -48,6 +48,10 @@ class Recorder(ABC):
         """
 
     @abstractmethod
+    def give_back(self) -> None:
+        """Return to the device what no tensor needs: recordings have memory of their own."""
+
+    @abstractmethod
     def forget(self) -> None:
         """What comes from now on shares no memory with what was recorded before."""
 
@@ -78,6 +82,9 @@ class CudaRecorder(Recorder):
                 graph.capture_end()
         current.wait_stream(self._stream)
         return _CudaRecording(graph)
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
     def forget(self) -> None:
         self._stream = self._pool = None
@@ -113,43 +120,48 @@ class Spec(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> "Spec":
         return cls(tensor.shape, tensor.dtype)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
 
 class Fixed:
-    """Tensors at one address, side by side in one piece of memory.
+    """Tensors at one address each.
 
     Args:
         specs: What they are.
         device: Where.
+        groups: One number for each. Those of one number and dtype lie side by side, and so do their
+            copies; no memory is held for others by keeping one.
     """
 
-    def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
-        self._specs = specs
-        self._offsets: list[int] = []
-        size = 0
-        for spec in specs:
-            self._offsets.append(size)
-            size += -(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self.tensors = self._views(self._memory)
+    def __init__(
+        self, specs: Sequence[Spec], device: torch.device, groups: Sequence[int] = ()
+    ) -> None:
+        sizes: dict[tuple[int, torch.dtype], int] = {}
+        self._places = []
+        for spec, group in zip(specs, groups or [0] * len(specs), strict=True):
+            key = group, spec.dtype
+            offset = sizes.get(key, 0)
+            step = _ALIGNMENT // spec.dtype.itemsize
+            sizes[key] = offset + -(-spec.shape.numel() // step) * step
+            stride = torch.empty(spec.shape, device="meta").stride()
+            self._places.append((list(sizes).index(key), spec.shape, stride, offset))
+        self._pieces = [
+            torch.empty(size, dtype=dtype, device=device) for (_, dtype), size in sizes.items()
+        ]
+        self.tensors = self._views(self._pieces)
         self.filled: object = None
         """What whoever fills them knows of what is in them."""
 
     @property
     def num_bytes(self) -> int:
-        return self._memory.numel()
+        return sum(piece.nbytes for piece in self._pieces)
 
     def copies(self) -> list[torch.Tensor]:
-        """What is in them now, in memory of its own: one copy for all."""
-        return self._views(self._memory.clone())
+        """What is in them now, in memory of its own: one copy for each piece."""
+        return self._views([piece.clone() for piece in self._pieces])
 
-    def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+    def _views(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            memory[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
-            for spec, offset in zip(self._specs, self._offsets, strict=True)
+            pieces[number].as_strided(shape, stride, offset)
+            for number, shape, stride, offset in self._places
         ]
 
 
@@ -158,16 +170,14 @@ class FixedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: weakref.WeakValueDictionary[tuple[str, tuple[Spec, ...]], Fixed] = (
-            weakref.WeakValueDictionary()
-        )
+        self._known: weakref.WeakValueDictionary[Hashable, Fixed] = weakref.WeakValueDictionary()
 
-    def of(self, role: str, specs: Sequence[Spec]) -> Fixed:
-        """Those for ``role``, the same for equal specs."""
-        key = role, tuple(specs)
+    def of(self, role: str, specs: Sequence[Spec], groups: Sequence[int] = ()) -> Fixed:
+        """Those for ``role``, the same for equal specs and groups."""
+        key = role, tuple(specs), tuple(groups)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = Fixed(specs, self._device)
+            known = self._known[key] = Fixed(specs, self._device, groups)
         return known
 
     @property

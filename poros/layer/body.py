@@ -164,6 +164,10 @@ class LayerBody:
         except torch.OutOfMemoryError as error:
             raise self.context.explain(self.name, error) from error
 
+    def occupy(self, phase: Phase) -> AbstractContextManager[None]:
+        """Hold the layer's block in its slot for work that was recorded."""
+        return self.weights.occupy(phase)
+
     def contents(self) -> LayerIndex:
         """The modules of the layer now; the same object as long as they are the same."""
         self.context.visits.end_all()

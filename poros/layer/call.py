@@ -68,7 +68,8 @@ class LayerCall:
         }
         self.tensors: Sequence[torch.Tensor] = tensors
         """Distinct tensors among the arguments. Empty once autograd keeps them."""
-        self.num_tensors = len(tensors)
+        self.wanted: Sequence[bool] = ()
+        """Which of these, and of the parameters, get a gradient; known after the forward."""
         self.offloaded: OffloadedInput | None = None
         """The first of the tensors, if it waits for the backward on the host."""
         self.uses = Uses((), {}, ())
@@ -134,6 +135,10 @@ class LayerCall:
         if tensors and self._args and tree_unflatten(self._args[0], tensors) is tensors[0]:
             self.offloaded = self.layer.offload(tensors[0])
         return tensors[1:] if self.offloaded is not None else tensors
+
+    def with_input(self, kept: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Its tensors, from what autograd has kept; what waits on the host is brought back."""
+        return kept if self.offloaded is None else (self.offloaded.fetch(), *kept)
 
     def obstacle(self, kind: Kind) -> str | None:
         """Why this call is not to be replayed, as far as that can be seen before it."""

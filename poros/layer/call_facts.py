@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from poros.graphs import Spec
 from poros.kernels.unformed import forget
@@ -27,7 +28,7 @@ class CallFacts:
     """Of one call, whose tensors it does not keep.
 
     Attributes:
-        adapters: Those that were exchanged for stand-ins.
+        adapters: Those that are exchanged for stand-ins, of which a visit has to know.
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
         uses: How its graph uses its tensors and adapters.
@@ -37,13 +38,21 @@ class CallFacts:
 
     def __init__(self, call: "LayerCall", adapters: Sequence[Adapter]) -> None:
         self._call = call
-        self.adapters = adapters
+        # Of its own, so that its graph meets no other one in them.
+        own = {id(each): nn.Parameter(each.detach()) for each in call.parameters}
+        self._stand_ins = list(own.values())
+        self.adapters = [each._replace(stand_in=own[id(each.parameter)]) for each in adapters]
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self.forms = call.result_forms
         self.uses = call.uses
         self.is_unwatched = call.is_unwatched
         self.result = call.result_template
+
+    def is_of_adapter(self, number: int) -> bool:
+        """Whether that of the gradients that ``differentiate`` returns is an adapter's."""
+        place = number - sum(self._need_gradients)
+        return 0 <= place < len(self._stand_ins)
 
     def are_current(self, addresses: Any) -> bool:
         """Whether the layer would do now what it did, with its tensors at ``addresses``."""
@@ -57,7 +66,7 @@ class CallFacts:
         ]
 
     def run(self, inputs: Sequence[torch.Tensor], has_graph: bool = True) -> list[torch.Tensor]:
-        """The layer on ``inputs`` in the state of the call; only inside a visit."""
+        """The layer on ``inputs``, in the state of the call; within a visit with ``adapters``."""
         with self._call.surroundings(), torch.set_grad_enabled(has_graph):
             return self._call.run(inputs)
 
@@ -101,7 +110,7 @@ class CallFacts:
             The gradients of the inputs and adapters that need one, then the terms of what is used
             several times.
         """
-        sources = [*inputs, *self._call.stand_ins]
+        sources = [*inputs, *self._stand_ins]
         name = self._call.layer.name
         repeated = {number: Repeated(name, places) for number, places in self.uses.several.items()}
         with _around(around):

@@ -136,7 +136,7 @@ class Captures:
             return run()
         replayed = self._proved(form.forward)
         if replayed is not None and form.facts is not None:
-            with call.layer.visit(Phase.INFERENCE, ()):
+            with call.layer.occupy(Phase.INFERENCE):
                 results = replayed.run(call.tensors, self.memory)
             self.num_replays += 1
             call.take_over(form.facts)
@@ -178,7 +178,7 @@ class Captures:
         replayed = self._proved(form.forward)
         if replayed is None or form.facts is None:
             return None
-        with call.layer.visit(Phase.FORWARD, call.adapters):
+        with call.layer.occupy(Phase.FORWARD):
             results: Any = replayed.run(call.tensors, self.memory)
         self.num_replays += 1
         for result, (_, _, requires_grad) in zip(results, form.facts.forms, strict=True):
@@ -200,7 +200,7 @@ class Captures:
             form.facts = CallFacts(call, adapters)
         if form.forward is None or form.forward.is_proved:
             return
-        with call.layer.visit(phase, adapters), call.ambient.rng.replay():
+        with call.layer.occupy(phase), call.ambient.rng.replay():
             found = form.forward.run(call.tensors, self.memory)
             same_end = call.ends_with(RngStash.capture(self._device))
         different = _different(found, [each.detach() for each in results], "result")
@@ -211,7 +211,12 @@ class Captures:
     def backward(
         self, call: "LayerCall", tensors: Tensors, gradients: Gradients
     ) -> Gradients | None:
-        """Replay the gradients of a call, with its recomputation; in a visit, if it has one.
+        """Replay the gradients of a call, with its recomputation; not within a visit.
+
+        Args:
+            call: The call.
+            tensors: What autograd has kept for it.
+            gradients: Of its results.
 
         Returns:
             The gradients of what requires one; terms of what is used several times are with
@@ -223,14 +228,16 @@ class Captures:
         replayed = self._proved(form.backwards.get(Around.capture(gradients, self._device)))
         if replayed is None:
             return None
-        found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
+        with call.layer.occupy(Phase.BACKWARD):
+            tensors = call.with_input(tensors)
+            found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
         self.num_replays += 1
         return call.without_terms(found)
 
     def prove_backward(
         self, call: "LayerCall", tensors: Tensors, gradients: Gradients, outgoing: Gradients
     ) -> None:
-        """An eager backward has run, and its terms are still there; only inside its visit."""
+        """An eager backward has run, and its terms are still there; not within a visit."""
         form = call.form
         if form is None or form.facts is None or not _may_replay(call, form):
             return
@@ -241,23 +248,37 @@ class Captures:
         replayed = form.backwards.setdefault(around, None)
         if replayed is None or replayed.is_proved:
             return
-        wanted = [*outgoing, *call.terms()]
-        proof = form.deterministic.get(around)
+        wanted, proof, visit = (
+            [*outgoing, *call.terms()],
+            form.deterministic.get(around),
+            call.layer.visit,
+        )
+        if proof is not None:
+            with visit(Phase.BACKWARD, form.facts.adapters), call.ambient.rng.replay():
+                wanted = _with_steady_attention(form.facts, tensors, gradients, around)
+        is_kept = proof is None and form.kind == "kept"
         try:
-            if proof is not None:
-                with call.ambient.rng.replay():
-                    wanted = _with_steady_attention(form.facts, tensors, gradients, around)
-            is_kept = proof is None and form.kind == "kept"
-            found = self._run_backward(call, proof or replayed, tensors, gradients, is_kept)
+            with call.layer.occupy(Phase.BACKWARD):
+                found = self._run_backward(call, proof or replayed, tensors, gradients, is_kept)
             different = _different(found, wanted, "gradient")
         except RematerializationError:
             different = "random numbers"
         is_first = proof is None and around not in form.deterministic
-        if different and is_first and _varies(form.facts, tensors):
+        if different and is_first and self._varies(call, form.facts, tensors):
             form.deterministic[around] = None  # to be recorded
             return
         form.deterministic.pop(around, None)
         self._settle(call, form, replayed, different)
+
+    def _varies(self, call: "LayerCall", facts: CallFacts, tensors: Tensors) -> bool:
+        """Whether the gradients of such a call need not repeat themselves."""
+        with (
+            call.layer.visit(Phase.BACKWARD, facts.adapters),
+            facts.recording(),
+            AttentionKernels() as attention,
+        ):
+            facts.run(facts.inputs(tensors))
+        return attention.may_vary
 
     def _run_backward(
         self,
@@ -285,12 +306,20 @@ class Captures:
     def begin_pass(self, layers: Sequence["LayerBody"]) -> None:
         """Record what has come often enough; not within a visit, nor in a backward."""
         self.memory.begin_pass()
+        wanted = [
+            (layer, form)
+            for layer in layers
+            for form in self._forms.get(layer.index, {}).values()
+            if form.refusal is None and form.is_wanting and form.num_visits >= _LEAST_VISITS
+        ]
+        if not wanted:
+            return
         begun = time.perf_counter()
         num_before = self.num_recorded
-        for layer in layers:
-            for form in list(self._forms.get(layer.index, {}).values()):
-                if form.refusal is None and form.num_visits >= _LEAST_VISITS:
-                    self._record(layer, form)
+        # What visits that ran have left behind, replayed ones cannot have.
+        self._recorder.give_back()
+        for layer, form in wanted:
+            self._record(layer, form)
         if self.num_recorded > num_before:
             took = (time.perf_counter() - begun) * 1000
             self.recording_ms += took
@@ -306,7 +335,8 @@ class Captures:
         if form.forward is None and not self._makes_way(layer, form):
             return
         try:
-            self.num_recorded += self._recordings.record(layer, form)
+            self._recordings.record(layer, form, form.facts)
+            self.num_recorded += 1
         except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
             self._refuse(layer, form, f"cannot be recorded: {str(error).splitlines()[0]}")
 
@@ -358,13 +388,6 @@ class Captures:
                 form.refuse("recorded for another place of its block")
         self._forms.clear()
         self._recorder.forget()
-
-
-def _varies(facts: CallFacts, tensors: Tensors) -> bool:
-    """Whether the gradients of such a call need not repeat themselves."""
-    with facts.recording(), AttentionKernels() as attention:
-        facts.run(facts.inputs(tensors))
-    return attention.may_vary
 
 
 def _with_steady_attention(

@@ -91,6 +91,12 @@ class Form:
     in_flight: Callable[[], object | None] = lambda: None
     """Of layers that keep their graph: the call whose graph lies in the recording's memory."""
 
+    @property
+    def is_wanting(self) -> bool:
+        """Whether something of it has come that is not recorded."""
+        recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
+        return any(each is None for each in recorded)
+
     def refuse(self, reason: str) -> None:
         self.refusal, self.forward, self.held = reason, None, None
         self.backwards, self.deterministic = {}, {}

@@ -91,12 +91,13 @@ class LayerIndex:
 
     def has_same_tensors(self) -> bool:
         """Whether it holds the tensors that were noted, and no others."""
-        return self._ids == set(map(id, _values(self._tensor_tables)))
+        now = list(map(id, _values(self._tensor_tables)))
+        return now == self._ids or set(now) == set(self._ids)
 
     def note_tensors(self) -> None:
         """Note which tensors there are now. They are kept alive, so that ids stay theirs."""
         self._tensors = _values(self._tensor_tables)
-        self._ids = set(map(id, self._tensors))
+        self._ids = list(map(id, self._tensors))
 
     def note_names(self) -> None:
         """Note what they are called now: the layer itself may make some as it runs."""

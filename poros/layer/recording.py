@@ -38,18 +38,15 @@ class Recordings:
         self._recorder = recorder
         self._memory = memory
 
-    def record(self, layer: "LayerBody", form: Form) -> bool:
-        """Record what is wanted of ``form``; whether there was anything. Not within a visit.
+    def record(self, layer: "LayerBody", form: Form, facts: "CallFacts") -> None:
+        """Record what is wanted of ``form``. Not within a visit.
 
         Raises:
             RuntimeError: Or whatever else the layer or the device raises, if it cannot be. Some of
                 it may be recorded then.
         """
-        facts = form.facts
         wanted = [around for around, made in form.backwards.items() if made is None]
         proofs = [around for around, made in form.deterministic.items() if made is None]
-        if facts is None or not (form.forward is None or wanted or proofs):
-            return False
         phase = Phase.INFERENCE if form.kind == "inference" else Phase.FORWARD
         with layer.visit(phase, facts.adapters), facts.recording():
             if form.forward is None:
@@ -59,7 +56,6 @@ class Recordings:
             for around in proofs:
                 with unchanged_flags(), AttentionKernels(deterministic=True):
                     form.deterministic[around] = self._backward(form, facts, around, afresh=True)
-        return True
 
     def _forward(self, form: Form, facts: "CallFacts") -> Replayed:
         given = self._memory.of("inputs", facts.specs)
@@ -98,7 +94,7 @@ class Recordings:
             gradients = _spread(given.tensors[number:], around)
             return facts.differentiate(results, inputs, gradients, around)
 
-        return self._gradients(given, values)
+        return self._gradients(given, values, facts)
 
     def _of_kept(
         self, form: Form, facts: "CallFacts", around: Around, arriving: Sequence[Spec]
@@ -110,17 +106,27 @@ class Recordings:
             gradients = _spread(given.tensors, around)
             return facts.differentiate(results, inputs, gradients, around, keeps_graph=True)
 
-        return self._gradients(given, values)
+        return self._gradients(given, values, facts)
 
-    def _gradients(self, given: Fixed, values: Callable[[], list[torch.Tensor | None]]) -> Replayed:
+    def _gradients(
+        self,
+        given: Fixed,
+        values: Callable[[], list[torch.Tensor | None]],
+        facts: "CallFacts",
+    ) -> Replayed:
         made: list[tuple[Fixed, list[int | None]]] = []
 
         def run() -> None:
             found = values()
             known = {id(tensor): -1 - number for number, tensor in enumerate(given.tensors)}
-            own = [each for each in found if each is not None and id(each) not in known]
-            gives = self._give(own)
-            numbers = {id(each): number for number, each in enumerate(own)}
+            own = [
+                (each, int(facts.is_of_adapter(number)))
+                for number, each in enumerate(found)
+                if each is not None and id(each) not in known
+            ]
+            # Gradients of adapters stay, those of inputs go.
+            gives = self._give([each for each, _ in own], [group for _, group in own])
+            numbers = {id(each): number for number, (each, _) in enumerate(own)}
             places = [
                 None if each is None else known.get(id(each), numbers.get(id(each)))
                 for each in found
@@ -130,9 +136,9 @@ class Recordings:
         recording = self._recorder.record(run)
         return Replayed(recording, given, *made[0])
 
-    def _give(self, values: Tensors) -> Fixed:
+    def _give(self, values: Tensors, groups: Sequence[int] = ()) -> Fixed:
         """Fixed memory with ``values`` in it; the copy is part of what is recorded."""
-        gives = self._memory.of("results", [Spec.of(each) for each in values])
+        gives = self._memory.of("results", [Spec.of(each) for each in values], groups)
         with torch.no_grad():
             if values:
                 torch._foreach_copy_(gives.tensors, [value.detach() for value in values])

@@ -78,28 +78,25 @@ class RematerializeLayer(torch.autograd.Function):
                 f"{call.layer.name}: expected a backward without create_graph, found one that asks "
                 "for gradients of gradients, which recomputation does not give"
             )
-        tensors = saved_tensors(ctx, call.layer.name)
+        tensors: Sequence[torch.Tensor] = saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
-        with call.layer.visit(Phase.BACKWARD, call.adapters):
-            if call.offloaded is not None:
-                tensors = (call.offloaded.fetch(), *tensors)
-            inputs = leaves(tensors[: call.num_tensors])
-            sources = [*inputs, *call.stand_ins]
-            wanted = [source for source in sources if source.requires_grad]
-            own, captures = tensors[: call.num_tensors], call.layer.context.captures
-            outgoing = captures.backward(call, own, gradients) if captures is not None else None
-            if outgoing is None:
-                outgoing = _differentiated(call, inputs, sources, gradients)
-                if captures is not None:
-                    captures.prove_backward(call, own, gradients, outgoing)
+        captures = call.layer.context.captures
+        outgoing = captures.backward(call, tensors, gradients) if captures is not None else None
+        if outgoing is None:
+            with call.layer.visit(Phase.BACKWARD, call.adapters):
+                tensors = call.with_input(tensors)
+                inputs = leaves(tensors)
+                outgoing = _differentiated(call, inputs, [*inputs, *call.stand_ins], gradients)
+            if captures is not None:
+                captures.prove_backward(call, tensors, gradients, outgoing)
         call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
             if captures is not None:
                 captures.let_go(call)
-        by_source = dict(zip(map(id, wanted), outgoing, strict=True))
-        return (None, None, None, *(by_source.get(id(source)) for source in sources))
+        given = iter(outgoing)
+        return (None, None, None, *(next(given) if each else None for each in call.wanted))
 
 
 def rematerialize(call: LayerCall, results: list[torch.Tensor] | None = None) -> Any:
@@ -128,6 +125,7 @@ def rematerialize(call: LayerCall, results: list[torch.Tensor] | None = None) ->
     if remains is not None:
         del results
         remains.require_none(call.layer.name)
+    call.wanted = [each.requires_grad for each in (*call.tensors, *call.stand_ins)]
     # Autograd keeps them from here on, and lets go of them after backward.
     call.tensors = ()
     return call.result(outputs)

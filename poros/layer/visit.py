@@ -168,13 +168,7 @@ class BlockVisit:
             PreparedModelError: If a frozen tensor was changed at rest, or by the body.
             SlotStateError: If another visit began before this one ended.
         """
-        self._visits.end_all()
-        self.bindings.require_at_rest()
-        if not self._is_bound:
-            raise PreparedModelError(
-                f"{self._name}: expected a place on the device for its block, found none: making "
-                "room for it failed. Call poros.restore(model)"
-            )
+        self._require_ready()
         # The bindings of now: a visit that is undone later is undone as it began.
         undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
         with self._visits.begin(self._name, undo) as require_alone:
@@ -193,6 +187,28 @@ class BlockVisit:
                     "by its own forward (a running statistic?); the write would be lost with the "
                     "slot"
                 )
+
+    @contextmanager
+    def occupy(self, phase: Phase) -> Iterator[None]:
+        """Hold the block in its slot for work that does not go by the reader's tensors.
+
+        As ``hold`` otherwise.
+        """
+        self._require_ready()
+        undo = partial(_let_go, self._manager, self.block)
+        with self._visits.begin(self._name, undo) as require_alone:
+            self._manager.acquire(self.block, phase)
+            yield
+            require_alone()
+
+    def _require_ready(self) -> None:
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        if not self._is_bound:
+            raise PreparedModelError(
+                f"{self._name}: expected a place on the device for its block, found none: making "
+                "room for it failed. Call poros.restore(model)"
+            )
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -214,5 +230,9 @@ def _end_visit(
         if adapter.owner.get(adapter.key) is adapter.stand_in:
             adapter.owner[adapter.key] = adapter.parameter
     bindings.swap_out()
+    _let_go(manager, block)
+
+
+def _let_go(manager: BlockManager, block: int) -> None:
     if manager.is_held(block):
         manager.release(block)

@@ -63,8 +63,11 @@ class StreamingPolicy:
         dora_tier: Which kernels compose DoRA: ``"fused"`` has one for forward and one for backward,
             ``"forward"`` one for forward, ``"eager"`` takes PyTorch's operators. None chooses by
             device and size. The environment variable POROS_DORA_TIER does so for all models.
-        cuda_graphs: Record the visits of streamed layers as CUDA graphs and replay them, where that
-            gives the same bits. Being built: proved on stand-ins, not yet on a GPU.
+        cuda_graphs: Record the visits of layers as CUDA graphs and replay them, where that gives
+            the same bits (see ``poros.layer.captured``): the host then starts a layer by one call
+            instead of hundreds. It takes memory, that of one layer's computation once more. None
+            records on a GPU whatever can be, if the budget has room; False nothing; with True and
+            ``self_check="strict"`` a recording that gives other bits is an error.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
         allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
@@ -87,7 +90,7 @@ class StreamingPolicy:
     stream_head: bool | None = None
     adapter_kernels: str = "fused"
     dora_tier: str | None = None
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
     device: str | None = None
     allow_unvalidated: bool = False
     self_check: str = "strict"
@@ -105,9 +108,7 @@ class StreamingPolicy:
             raise PolicyError(
                 f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}"
             )
-        if not isinstance(self.cuda_graphs, bool):
-            raise PolicyError(f"cuda_graphs: expected a bool, found {self.cuda_graphs!r}")
-        for name in ("offload_boundaries", "stream_embedding", "stream_head"):
+        for name in ("offload_boundaries", "stream_embedding", "stream_head", "cuda_graphs"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, bool)):
                 raise PolicyError(f"{name}: expected a bool or None, found {value!r}")

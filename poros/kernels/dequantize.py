@@ -13,6 +13,32 @@ from poros.devices import runs_triton
 from poros.nf4 import NESTED_BLOCKSIZE
 
 
+class DenseWorkspace:
+    """Memory for one dense weight at a time, at one address.
+
+    For a model that has one weight dense at a time. The allocator would cut what a weight leaves
+    free up for smaller tensors, and need as much again for the next weight.
+
+    Args:
+        num_bytes: Of the largest weight.
+        device: Where.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._device = device
+        self._memory: torch.Tensor | None = None
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialized, until the next is taken; memory of its own if there is not enough."""
+        num_bytes = shape.numel() * dtype.itemsize
+        if num_bytes > self.num_bytes:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        if self._memory is None:
+            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+        return self._memory[:num_bytes].view(dtype).view(shape)
+
+
 def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight of shape ``state.shape`` in ``dtype``, on the device of ``packed``.
 
@@ -22,7 +48,9 @@ def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Te
         dtype: float32, float16 or bfloat16.
 
     Streams:
-        Queued on the current stream; the weight is memory of the caching allocator.
+        Queued on the current stream; the weight is memory of the caching allocator, or of the
+        ``DenseWorkspace`` that ``state`` has as its ``dense_workspace``: then it is there until the
+        next one.
 
     Exactness:
         The bits of bitsandbytes' own ``dequantize_4bit``.

@@ -33,9 +33,9 @@ import torch
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
 from poros.graphs import Recorder
 from poros.layer.args import tree_flatten
-from poros.layer.attention import AttentionKernels, unchanged_flags
 from poros.layer.call_facts import CallFacts
 from poros.layer.forms import Around, Form, Kind, Replayed, SharedMemory
+from poros.layer.proving import different_ones, varies, with_steady_attention
 from poros.layer.recording import Recordings
 from poros.layer.retained import is_packed_by_others
 from poros.layer.rng import RngStash
@@ -56,7 +56,9 @@ _IDLE_VISITS = 16
 _MOST_FORMS = 64
 """Forms of one layer that are remembered."""
 
-NEW = "a form that has not come often enough"
+NEW, CHECK = "a form that has not come often enough", "a check"
+EXPECTED = (NEW, CHECK)
+"""Reasons to run a visit that every run has."""
 
 Tensors = Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]
@@ -75,11 +77,13 @@ class Captures:
         eager: Visits that ran as always, by reason.
         num_recorded: Visits of layers that were recorded.
         recording_ms: How long that took.
+        is_on: Whether there is room for recordings.
     """
 
     def __init__(self, recorder: Recorder, device: torch.device, is_strict: bool = False) -> None:
         self.memory = SharedMemory(device)
         self.num_replays = 0
+        self.is_on = True
         self.eager: Counter[str] = Counter()
         self.num_recorded = 0
         self.recording_ms = 0.0
@@ -155,6 +159,8 @@ class Captures:
     def _form_of(self, call: "LayerCall", kind: Kind) -> Form | None:
         """The form of a call whose forward comes now; None if it is not to be replayed."""
         reason = call.obstacle(kind) or _obstacle_around()
+        if not self.is_on:
+            reason = "no room for recordings in the budget"
         if reason is not None:
             self.eager[reason] += 1
             return None
@@ -203,7 +209,7 @@ class Captures:
         with call.layer.occupy(phase), call.ambient.rng.replay():
             found = form.forward.run(call.tensors, self.memory)
             same_end = call.ends_with(RngStash.capture(self._device))
-        different = _different(found, [each.detach() for each in results], "result")
+        different = different_ones(found, [each.detach() for each in results], "result")
         self._settle(call, form, form.forward, different if same_end else "random numbers")
 
     # ----------------------------------------------------------------- backwards
@@ -255,30 +261,20 @@ class Captures:
         )
         if proof is not None:
             with visit(Phase.BACKWARD, form.facts.adapters), call.ambient.rng.replay():
-                wanted = _with_steady_attention(form.facts, tensors, gradients, around)
+                wanted = with_steady_attention(form.facts, tensors, gradients, around)
         is_kept = proof is None and form.kind == "kept"
         try:
             with call.layer.occupy(Phase.BACKWARD):
                 found = self._run_backward(call, proof or replayed, tensors, gradients, is_kept)
-            different = _different(found, wanted, "gradient")
+            different = different_ones(found, wanted, "gradient")
         except RematerializationError:
             different = "random numbers"
         is_first = proof is None and around not in form.deterministic
-        if different and is_first and self._varies(call, form.facts, tensors):
+        if different and is_first and varies(call, form.facts, tensors):
             form.deterministic[around] = None  # to be recorded
             return
         form.deterministic.pop(around, None)
         self._settle(call, form, replayed, different)
-
-    def _varies(self, call: "LayerCall", facts: CallFacts, tensors: Tensors) -> bool:
-        """Whether the gradients of such a call need not repeat themselves."""
-        with (
-            call.layer.visit(Phase.BACKWARD, facts.adapters),
-            facts.recording(),
-            AttentionKernels() as attention,
-        ):
-            facts.run(facts.inputs(tensors))
-        return attention.may_vary
 
     def _run_backward(
         self,
@@ -303,17 +299,28 @@ class Captures:
         if call.form is not None and call.form.in_flight() is call:
             call.form.in_flight = lambda: None
 
-    def begin_pass(self, layers: Sequence["LayerBody"]) -> None:
-        """Record what has come often enough; not within a visit, nor in a backward."""
+    def begin_pass(self, layers: Sequence["LayerBody"], is_on: bool = True) -> bool:
+        """Record what has come often enough; not within a visit, nor in a backward.
+
+        Args:
+            layers: Of the model.
+            is_on: Whether there is room for recordings.
+
+        Returns:
+            Whether any was made.
+        """
         self.memory.begin_pass()
+        if not is_on and self.is_on:
+            self.forget()
+        self.is_on = is_on
         wanted = [
             (layer, form)
             for layer in layers
             for form in self._forms.get(layer.index, {}).values()
             if form.refusal is None and form.is_wanting and form.num_visits >= _LEAST_VISITS
         ]
-        if not wanted:
-            return
+        if not wanted or not is_on:
+            return False
         begun = time.perf_counter()
         num_before = self.num_recorded
         # What visits that ran have left behind, replayed ones cannot have.
@@ -328,6 +335,7 @@ class Captures:
                 self.num_recorded - num_before,
                 took / 1000,
             )
+        return self.num_recorded > num_before
 
     def _record(self, layer: "LayerBody", form: Form) -> None:
         if form.facts is None or not form.facts.are_current(form.addresses):
@@ -381,6 +389,12 @@ class Captures:
     def _proved(self, replayed: Replayed | None) -> Replayed | None:
         return replayed if replayed is not None and replayed.is_proved else None
 
+    @property
+    def will_record(self) -> bool:
+        """Whether there is room for recordings, and none is there yet."""
+        forms = (form for of_layer in self._forms.values() for form in of_layer.values())
+        return self.is_on and all(form.forward is None for form in forms)
+
     def forget(self) -> None:
         """Let go of all recordings and their memory; a backward that is to come runs."""
         for forms in self._forms.values():
@@ -388,16 +402,6 @@ class Captures:
                 form.refuse("recorded for another place of its block")
         self._forms.clear()
         self._recorder.forget()
-
-
-def _with_steady_attention(
-    facts: CallFacts, tensors: Tensors, gradients: Gradients, around: Around
-) -> list[torch.Tensor | None]:
-    """The gradients of a call from the random state of now, by attention that repeats itself."""
-    with facts.recording(draws_anew=True), unchanged_flags(), AttentionKernels(deterministic=True):
-        inputs = facts.inputs(tensors)
-        results = facts.recompute(inputs, leaves_out=False)
-        return facts.differentiate(results, inputs, gradients, around)
 
 
 def _may_replay(call: "LayerCall", form: Form) -> bool:
@@ -415,24 +419,3 @@ def _obstacle_around() -> str | None:
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return "operators that are watched"
     return "saved tensors that are packed" if is_packed_by_others() else None
-
-
-def _different(found: Gradients, wanted: Gradients, what: str) -> str | None:
-    """Which of ``found`` have not the bits of ``wanted``."""
-    if len(found) != len(wanted):
-        return f"{len(found)} {what}s instead of {len(wanted)}"
-    numbers = [
-        str(number)
-        for number, (left, right) in enumerate(zip(found, wanted, strict=True))
-        if not _is_same(left, right)
-    ]
-    return f"{what} {', '.join(numbers)} of {len(wanted)}" if numbers else None
-
-
-def _is_same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    left, right = (each.detach().contiguous().flatten().view(torch.uint8) for each in (left, right))
-    return torch.equal(left, right)

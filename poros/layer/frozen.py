@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
+from poros.kernels.dequantize import DenseWorkspace
 from poros.layer.within import on_plain_tensors
 from poros.layout import BlockLayout, is_small, view
 from poros.nf4 import MOVING, Part, is_4bit, places, rebound, streams
@@ -210,10 +211,17 @@ class DeviceConstants:
     Args:
         device: Where.
         nested: The device copies of nested absmax, by the name of the part.
+        workspace: Where 4-bit weights are made dense; None if each takes memory of its own.
     """
 
-    def __init__(self, device: torch.device, nested: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        nested: Mapping[str, torch.Tensor],
+        workspace: DenseWorkspace | None = None,
+    ) -> None:
         self._device = device
+        self.workspace = workspace
         self._known: dict[tuple[torch.dtype, tuple[int, ...], bytes], torch.Tensor] = {}
         self.nested = nested
 
@@ -228,7 +236,8 @@ class DeviceConstants:
     @property
     def num_bytes(self) -> int:
         """Without the nested absmax, which lie in buffers of others."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._known.values())
+        dense = 0 if self.workspace is None else self.workspace.num_bytes
+        return dense + sum(each.numel() * each.element_size() for each in self._known.values())
 
 
 def bind_block(
@@ -285,4 +294,6 @@ def _device_tensor(
             tensors[key] = constants.nested[part.name]
         else:
             tensors[key] = next_view() if key in MOVING else constants.get(part.get())
-    return rebound(original, tensors)
+    made = rebound(original, tensors)
+    made.quant_state.dense_workspace = constants.workspace
+    return made

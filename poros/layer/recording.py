@@ -48,7 +48,12 @@ class Recordings:
         wanted = [around for around, made in form.backwards.items() if made is None]
         proofs = [around for around, made in form.deterministic.items() if made is None]
         phase = Phase.INFERENCE if form.kind == "inference" else Phase.FORWARD
-        with layer.visit(phase, facts.adapters), facts.recording():
+        with (
+            layer.visit(phase, facts.adapters),
+            facts.recording(),
+            # Another thread would have workspaces of cuBLAS of its own.
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             if form.forward is None:
                 form.forward = self._forward(form, facts)
             for around in wanted:

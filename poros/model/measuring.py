@@ -104,6 +104,7 @@ class MeasuredSizer(Sizer):
         sizes: Of the blocks.
         held: Bytes on the device that belong to the model, its slots included.
         model: Gives the model; None once it is gone.
+        will_record: Whether visits are to be recorded and none is yet.
 
     Attributes:
         graph_num_bytes: The most that the graph of a layer was seen to keep.
@@ -117,6 +118,7 @@ class MeasuredSizer(Sizer):
         sizes: BlockSizes,
         held: Callable[[], int],
         model: Callable[[], nn.Module | None],
+        will_record: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(policy, estimate)
         self._is_given = self.budget is not None
@@ -127,6 +129,7 @@ class MeasuredSizer(Sizer):
         self._sizes = sizes
         self._held = held
         self._model = model
+        self._will_record = will_record
         self._stage = Stage.WARMING
         self._others_num_bytes = 0
         """Held by this process when the first step began, besides the model."""
@@ -199,6 +202,11 @@ class MeasuredSizer(Sizer):
     def made_room(self) -> None:
         # What the old slots had would be counted with the next step.
         self._give_back()
+
+    def recorded(self) -> None:
+        if self._stage is not Stage.WARMING and not self._is_off:
+            self._stage, self._seen = Stage.MEASURING, []
+        self._num_given_back = self._memory.num_given_back()
 
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
         if self._is_given:
@@ -296,7 +304,7 @@ class MeasuredSizer(Sizer):
 
     def _spend(self, room: Room) -> Room:
         """The room for steps like the one that has been measured, which ran in ``room``."""
-        step = self._memory.reserved() - self._others_num_bytes
+        step = self._memory.reserved() - self._others_num_bytes + self._recordings_to_come()
         slots = self._sizes.num_bytes(room)
         persistent = max(0, self._memory.allocated() - self._others_num_bytes - slots)
         needs = self._attributed(room, persistent, max(0, step - slots - persistent))
@@ -315,6 +323,12 @@ class MeasuredSizer(Sizer):
                 _words(chosen),
             )
         return chosen
+
+    def _recordings_to_come(self) -> int:
+        if not self._will_record():
+            return 0
+        plan = self.plan
+        return 2 * self.graph_num_bytes if plan is None else plan.terms["recordings"]
 
     def _attributed(self, room: Room, persistent: int, rest: int) -> Needs:
         """What a step takes, if it took ``rest`` for itself and for the graphs of kept layers."""

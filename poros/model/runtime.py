@@ -11,7 +11,7 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
-from poros.graphs import CudaRecorder, Recorder
+from poros.graphs import Recorder
 from poros.head.host_matrix import HostMatrix
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
@@ -20,7 +20,6 @@ from poros.kernels.adapters import Tally
 from poros.kernels.compose import Tier
 from poros.layer.body import ModelContext
 from poros.layer.call import LayerCall
-from poros.layer.captured import Captures
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
 from poros.layer.offload import ActivationOffloader
 from poros.layer.staying import SmallTensors
@@ -29,8 +28,9 @@ from poros.model.adoption import host_store
 from poros.model.attach import Attachment
 from poros.model.inspect import Inventory
 from poros.model.measuring import MeasuredSizer, device_memory
+from poros.model.recorded import captures_for, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
-from poros.model.stats import collect
+from poros.model.stats import collect, nothing_checked
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
@@ -98,7 +98,7 @@ class Runtime:
         self._model = weakref.ref(model)
         self._layers = [weakref.ref(layer) for layer in inventory.layers]
         self.blocks = inventory.blocks
-        self._findings: Callable[[], dict[str, Any]] = _nothing_checked
+        self._findings: Callable[[], dict[str, Any]] = nothing_checked
         self._num_resizes = 0
         self._matrices_num_bytes = sum(each.matrix.nbytes for each in inventory.embeddings)
         self.room = Room(
@@ -135,7 +135,11 @@ class Runtime:
             self._attachment.move_to_device()
             if self.device.type == "cuda":
                 self.host.pin(self.device)
-            self.constants = DeviceConstants(self.device, self.small.nested)
+            self.constants = DeviceConstants(
+                self.device,
+                self.small.nested,
+                workspace_for(policy, self.device, inventory.blocks),
+            )
             self.ring = self._allocate_slots(self.room)
             self._sizes = self._block_sizes()
             self._hold_head(self.room)
@@ -163,7 +167,14 @@ class Runtime:
             runtime = reference()
             return 0 if runtime is None else runtime._held_num_bytes()
 
-        return MeasuredSizer(self.policy, estimate, memory, self._sizes, held, self._model)
+        def will_record() -> bool:
+            runtime = reference()
+            captures = None if runtime is None else runtime.context.captures
+            return captures is not None and captures.will_record
+
+        return MeasuredSizer(
+            self.policy, estimate, memory, self._sizes, held, self._model, will_record
+        )
 
     def _block_sizes(self) -> BlockSizes:
         layouts = [slab.layout for slab in self.host.slabs]
@@ -187,11 +198,7 @@ class Runtime:
             self.sizer.explain,
             self.tally,
         )
-        if recorder is None and self.policy.cuda_graphs and self.device.type == "cuda":
-            recorder = CudaRecorder(self.device)
-        if recorder is not None:
-            is_strict = self.policy.cuda_graphs is True and self.policy.self_check == "strict"
-            context.captures = Captures(recorder, self.device, is_strict)
+        context.captures = captures_for(self.policy, self.device, recorder)
         if self.room.offload_inputs:
             context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):
@@ -304,11 +311,15 @@ class Runtime:
             VRAMBudgetError: If a given budget is below what such a step needs; the room is what it
                 was.
         """
-        if self.context.captures is not None:
+        if torch.is_grad_enabled() and self.sizer.decides:
+            self._make_room(args, kwargs)
+        captures = self.context.captures
+        if captures is not None:
             self.context.visits.end_all()
-            self.context.captures.begin_pass(list(self._streamed_layers()))
-        if not torch.is_grad_enabled() or not self.sizer.decides:
-            return
+            if captures.begin_pass(list(self._streamed_layers()), self.sizer.replays):
+                self.sizer.recorded()
+
+    def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         shape = shape_of(args, kwargs)
         if shape is None:
             return
@@ -435,14 +446,3 @@ def find_runtime(model: object) -> Runtime | None:
             runtime: Runtime = module.__dict__[_KEY]
             return runtime
     return None
-
-
-def _nothing_checked() -> dict[str, Any]:
-    return {
-        "mode": "off",
-        "status": "off",
-        "message": None,
-        "proved_with_deterministic_attention": [],
-        "not_provable": [],
-        "kernels": None,
-    }

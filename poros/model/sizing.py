@@ -203,6 +203,8 @@ class Sizer:
         """Those that need the most; others fit wherever these do."""
         self._conditions: object = None
         self._plan: MemoryPlan | None = None
+        self.replays = True
+        """Whether there is room for recorded visits."""
         self.check_kernels = "peft"
         """With which adapter kernels the self-check runs a layer to compare with."""
 
@@ -247,6 +249,9 @@ class Sizer:
     def made_room(self) -> None:
         """The blocks have got the room that ``begin`` gave."""
 
+    def recorded(self) -> None:
+        """Visits were recorded, which takes memory from now on."""
+
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
         """The device has no memory for that room: what to raise; None to go on with less."""
         self._shapes, self._conditions = [], None
@@ -256,6 +261,7 @@ class Sizer:
         """An estimate, or an error by which trainers know that a batch is too large."""
         try:
             plan = self._estimate(shape, self.budget, wanted, is_checking)
+            self.replays = plan.replays
             if is_checking:
                 self.check_kernels = plan.check_kernels
             return plan

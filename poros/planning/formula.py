@@ -154,6 +154,8 @@ class MemoryPlan:
     check_kernels: str = "peft"
     """With which adapter kernels the self-check runs a layer to compare with: PEFT's own modules
     keep more of it, so where those do not fit into the budget it takes ours."""
+    replays: bool = False
+    """Whether visits of layers are recorded and replayed, which takes memory of its own."""
 
     @property
     def total_num_bytes(self) -> int:
@@ -177,6 +179,7 @@ class MemoryPlan:
             "host_num_bytes": self.host_num_bytes,
             "vram_budget": self.vram_budget,
             "check_kernels": self.check_kernels,
+            "replays": self.replays,
             **self.options,
         }
 
@@ -194,13 +197,21 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
         PolicyError: If its optimizer is not known.
         VRAMBudgetError: If not even two slots fit; it names the floor and the terms.
     """
-    try:
-        return _plan_for(shapes, cost, request)
-    except VRAMBudgetError:
-        if not (request.self_check and cost.checked):
-            raise
-    found = _plan_for(shapes, replace(cost, checked=()), request)
-    return replace(found, check_kernels="fused")
+    # What may be gone without, the first that goes last.
+    choices = [
+        (replays, kernels)
+        for replays in ((True, False) if request.cuda_graphs is None else (request.cuda_graphs,))
+        for kernels in (("peft", "fused") if request.self_check and cost.checked else ("peft",))
+    ]
+    for replays, kernels in choices:
+        chosen = cost if kernels == "peft" else replace(cost, checked=())
+        try:
+            found = _plan_for(shapes, chosen, replace(request, cuda_graphs=replays))
+            return replace(found, check_kernels=kernels, replays=replays)
+        except VRAMBudgetError:
+            if (replays, kernels) == choices[-1]:
+                raise
+    raise AssertionError("expected a choice")
 
 
 def _plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan:
@@ -308,10 +319,12 @@ class _Formula:
             "head": shapes.head - on_host["head"] + buffers,
             "other": shapes.other - on_host["other"],
             "inputs": self.cost.inputs + self.cost.shared,
+            "recordings": self._recordings(first_kept) if request.cuda_graphs else 0,
             "libraries": request.libraries,
         }
         if request.self_check:
-            later = self.optimizer.state + sum(peak)
+            # Nothing is recorded yet when the first step is checked.
+            later = self.optimizer.state + sum(peak) + terms["recordings"]
             terms["self-check"] = max(0, *self._first_step(first_kept, offload), later) - later
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
@@ -336,6 +349,16 @@ class _Formula:
             speeds=request.speeds,
             options={"batch_size": request.batch_size, "seq_len": request.seq_len},
         )
+
+    def _recordings(self, first_kept: int) -> int:
+        """What recorded visits hold at all times: the computation of one layer, workspaces.
+
+        Those of layers that keep their graph have copies of their inputs as well; their graphs are
+        counted as graphs.
+        """
+        inputs = (self.num_layers - first_kept) * self.cost.boundary
+        largest = max((layer.peak for layer in self.cost.layers), default=0)
+        return largest + inputs + self.request.libraries
 
     def _streamed_head(self) -> SlicedHead | None:
         """The head, if its bytes are in host memory and it is read in slices."""

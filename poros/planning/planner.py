@@ -49,6 +49,7 @@ def plan(
     loss: str = "chunked",
     stream_head: bool | None = None,
     adapter_kernels: str = "fused",
+    cuda_graphs: bool | None = None,
     self_check: bool = False,
     optimizer: str = "adamw_torch_fused",
     adapter_dtype: torch.dtype | None = None,
@@ -104,6 +105,7 @@ def plan(
         loss=loss,
         stream_head=stream_head,
         adapter_kernels=adapter_kernels,
+        cuda_graphs=cuda_graphs,
         self_check=self_check,
         optimizer=optimizer,
         optimizer_num_bytes=optimizer_num_bytes,
@@ -237,10 +239,15 @@ class _Advice:
     def __init__(self, cost_model: CostModel, request: PlanRequest) -> None:
         self._cost_model = cost_model
         self._budget = request.budget or 0
-        # With as few slots and kept layers as there may be, and boundaries where a budget that is
-        # too small would have them.
+        # With as few slots, kept layers and recordings as there may be, and boundaries where a
+        # budget that is too small would have them.
         offload = request.offload_boundaries is not False
-        self._request = replace(request, vram_budget=None, offload_boundaries=offload)
+        self._request = replace(
+            request,
+            vram_budget=None,
+            offload_boundaries=offload,
+            cuda_graphs=bool(request.cuda_graphs),
+        )
         self._before = cost_model.plan(self._request)
 
     def __str__(self) -> str:

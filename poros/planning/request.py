@@ -59,6 +59,7 @@ class PlanRequest:
     loss: str = "chunked"
     stream_head: bool | None = None
     adapter_kernels: str = "fused"
+    cuda_graphs: bool | None = None
     self_check: bool = False
     optimizer: str = "adamw_torch_fused"
     optimizer_num_bytes: int | None = None
@@ -77,6 +78,7 @@ class PlanRequest:
             loss=self.loss,
             stream_head=self.stream_head,
             adapter_kernels=self.adapter_kernels,
+            cuda_graphs=self.cuda_graphs,
         )
 
     @property

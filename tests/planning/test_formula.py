@@ -35,7 +35,7 @@ COST = StepCost([LayerCost(300, 16, 600)] * 8, 16, 4, 700, 160)
 def plan(shapes: Shapes = SHAPES, cost: StepCost = COST, **options: Any) -> MemoryPlan:
     if "vram_budget" in options:
         options["vram_budget"] = f"{options['vram_budget']}B"  # few bytes, and meant as such
-    return plan_for(shapes, cost, PlanRequest(seq_len=10, **options))
+    return plan_for(shapes, cost, PlanRequest(seq_len=10, **{"cuda_graphs": False, **options}))
 
 
 @given(st.integers(1, 60_000), st.integers(1, 4))
@@ -197,3 +197,30 @@ def test_a_given_state_is_that_of_an_optimizer_that_is_not_known() -> None:
     assert plan(optimizer="mine", optimizer_num_bytes=77).terms["optimizer"] == 77
     with pytest.raises(PolicyError, match="give optimizer_num_bytes"):
         plan(optimizer="mine")
+
+
+def test_recorded_visits_are_counted_and_given_up_where_there_is_no_room() -> None:
+    without = plan(num_slots=2)
+    recorded = plan(num_slots=2, cuda_graphs=True)
+    libraries = without.terms["libraries"]
+    assert recorded.terms["recordings"] == 600 + libraries and recorded.replays
+    assert recorded.total_num_bytes == without.total_num_bytes + 600 + libraries
+    # Of those that keep their graph, the inputs too.
+    kept = plan(num_slots=8, keep_last=3, cuda_graphs=True)
+    assert kept.terms["recordings"] == 600 + 3 * 16 + libraries
+    enough = plan(num_slots=2, vram_budget=recorded.total_num_bytes, cuda_graphs=None)
+    assert enough.replays
+    tight: Any = {"vram_budget": recorded.total_num_bytes - 1, "offload_boundaries": False}
+    less = plan(num_slots=2, **tight, cuda_graphs=None)
+    assert not less.replays and less.terms["recordings"] == 0
+    with pytest.raises(VRAMBudgetError, match="recordings"):
+        plan(num_slots=2, **tight, cuda_graphs=True)
+
+
+def test_nothing_is_recorded_in_the_step_that_is_checked() -> None:
+    """So what the check takes, recordings have later."""
+    cost = replace(COST, checked=[LayerCost(300, 16, 5000)] * 8)
+    checked = plan(cost=cost, self_check=True)
+    both = plan(cost=cost, self_check=True, cuda_graphs=True)
+    assert checked.terms["self-check"] > both.terms["recordings"] > 0
+    assert both.total_num_bytes == checked.total_num_bytes

@@ -158,7 +158,8 @@ def test_each_advice_makes_it_fit_and_hardly_a_larger_value_does(share: float) -
     def needed(**changes: int) -> int:
         options = {**asked, **changes}
         planner = Planner(config, lora=lora(r=options.pop("rank"), target_modules="all-linear"))
-        return planner.plan(PlanRequest(**options, offload_boundaries=True)).total_num_bytes
+        request = PlanRequest(**options, offload_boundaries=True, cuda_graphs=False)
+        return planner.plan(request).total_num_bytes
 
     budget = int(share * needed())
     rank = asked["rank"]
@@ -180,7 +181,9 @@ def test_offloading_is_advised_where_it_was_ruled_out() -> None:
     config = tiny.small_config("qwen2", num_layers=16, hidden_size=64, dropout=0.0)
     planner = Planner(config, lora=lora())
     kept, offloaded = (
-        planner.plan(PlanRequest(seq_len=256, offload_boundaries=choice)).total_num_bytes
+        planner.plan(
+            PlanRequest(seq_len=256, offload_boundaries=choice, cuda_graphs=False)
+        ).total_num_bytes
         for choice in (False, True)
     )
     budget = kept - 1

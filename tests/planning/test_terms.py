@@ -96,6 +96,7 @@ def test_terms_are_those_written_by_hand(tmp_path: Path) -> None:
         "head": V * H * 2,
         "other": H * 2 + small_bytes(config) + constants + frequencies,
         "inputs": 2 * B * T * 8 + rotary + positions,
+        "recordings": 0,
         "libraries": 0,
     }
     found = dict(planned(model, cell).terms)

@@ -1,0 +1,47 @@
+"""What a prepared model needs for visits that are recorded, if it has any."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from poros.config import StreamingPolicy
+from poros.graphs import CudaRecorder, Recorder
+from poros.kernels.dequantize import DenseWorkspace
+from poros.layer.captured import Captures
+from poros.layer.frozen import FrozenTensor
+
+
+def captures_for(
+    policy: StreamingPolicy, device: torch.device, recorder: Recorder | None
+) -> Captures | None:
+    """The recorded visits of a model, none yet; None if all of them are to run.
+
+    Args:
+        policy: Of the model.
+        device: Where it runs.
+        recorder: Records; None for the device's own, if it has one.
+    """
+    if policy.cuda_graphs is False:
+        return None
+    if recorder is None and device.type == "cuda":
+        recorder = CudaRecorder(device)
+    if recorder is None:
+        return None
+    is_strict = policy.cuda_graphs is True and policy.self_check == "strict"
+    return Captures(recorder, device, is_strict)
+
+
+def workspace_for(
+    policy: StreamingPolicy, device: torch.device, blocks: Iterable[Sequence[FrozenTensor]]
+) -> DenseWorkspace | None:
+    """Where 4-bit weights are made dense: of recorded visits and others, which share no other."""
+    if policy.cuda_graphs is False or device.type != "cuda":
+        return None
+    states = [
+        frozen.tensor.quant_state  # type: ignore[attr-defined]
+        for tensors in blocks
+        for frozen in tensors
+        if frozen.is_4bit
+    ]
+    sizes = [state.shape.numel() * state.dtype.itemsize for state in states]
+    return DenseWorkspace(max(sizes), device) if sizes else None

@@ -1,0 +1,98 @@
+"""Models whose visits are recorded on tapes, and how they are trained."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import poros
+from poros.api import prepare_with
+from poros.gates.tape import TapeRecorder
+
+Model = Any
+autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+
+def recorded(model: Model, **policy: Any) -> tuple[Any, TapeRecorder]:
+    recorder = TapeRecorder()
+    chosen = poros.StreamingPolicy(loss="reference", device="cpu", **policy)
+    prepare_with(model, chosen, recorder=recorder)
+    return poros.runtime(model).context.captures, recorder
+
+
+def trained(model: Model) -> list[torch.nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def train(model: Model, num_steps: int, accumulation: int, change: Any = None) -> list[Any]:
+    """Losses, gradients and adapters of each step; lengths alternate; dropout draws on."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(trained(model), lr=0.01)
+    facts: list[Any] = []
+    generator = torch.Generator().manual_seed(2)
+    for number in range(num_steps):
+        if change is not None:
+            change(model, number)
+        for part in range(accumulation):
+            tokens = torch.randint(0, 100, (2, (12, 20)[part % 2]), generator=generator)
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            (loss / accumulation).backward()
+            facts.append(loss.detach())
+        facts += [each.grad.clone() for each in trained(model) if each.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        facts += [each.detach().clone() for each in trained(model)]
+        facts.append(torch.get_rng_state())
+    return facts
+
+
+def other_rate(model: Model, number: int) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1 if number < 5 else 0.4
+
+
+def other_scaling(model: Model, number: int) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] = 0.5 if number < 5 else 2.0
+
+
+def averaged_weights(model: Model, number: int) -> None:
+    """Swapped in through ``.data``, which no version counts."""
+    if number in (5, 7):
+        for each in trained(model):
+            each.data = each.data * 1.5
+
+
+def edited_norms(model: Model, number: int) -> None:
+    if number >= 5:
+        for name, each in model.named_parameters():
+            if "layernorm" in name:
+                with torch.no_grad():
+                    each.mul_(1.01)
+
+
+def evaluation_between(model: Model, number: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.arange(8)[None])
+    model.train()
+
+
+def a_hook_comes(model: Model, number: int) -> None:
+    if number == 5:
+        mlp = model.base_model.model.model.layers[0].mlp
+        mlp.register_forward_hook(lambda module, given, result: result * 1.5)
+
+
+CHANGES: dict[str, Callable[[Model, int], None] | None] = {
+    "nothing": None,
+    "another rate": other_rate,
+    "another scaling": other_scaling,
+    "averaged weights": averaged_weights,
+    "edited norms": edited_norms,
+    "evaluation between": evaluation_between,
+    "a hook comes": a_hook_comes,
+}

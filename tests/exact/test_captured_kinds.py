@@ -1,0 +1,304 @@
+"""Recorded visits of layers that keep their graph, without gradients, of unsteady attention.
+
+Replayed by a stand-in that sees nothing of Python.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from poros.gates.tape import TapeRecorder
+from tests.exact.adapter_arms import adapted
+from tests.exact.arms import Bases
+from tests.exact.recorded import CHANGES, autocast, recorded, train, trained
+from tests.support import same_bits
+
+Model = Any
+KEPT = {"slots": 2, "keep_last": 2}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_keep_their_graph(change: str, accumulation: int, bases: Bases) -> None:
+    expected = train(adapted(bases, lora_dropout=0.1), 10, accumulation, CHANGES[change])
+    model = adapted(bases, lora_dropout=0.1)
+    captures, _ = recorded(model, **KEPT)
+    found = train(model, 10, accumulation, CHANGES[change])
+    assert len(found) == len(expected) and all(map(same_bits, found, expected))
+    assert captures.num_replays > 0
+
+
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
+def test_a_backward_within_autocast_and_one_outside(
+    around: Any, policy: dict[str, Any], bases: Bases
+) -> None:
+    """What a backward runs under is its own: each is recorded, and no other is replayed."""
+
+    def run(model: Model) -> list[Any]:
+        torch.manual_seed(3)
+        facts = []
+        for number in range(12):
+            tokens = torch.arange(12)[None] + number
+            with around():
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                if number % 2:
+                    loss.backward()
+            if not number % 2:
+                loss.backward()
+            facts += [loss.detach(), *(each.grad.clone() for each in trained(model))]
+        return facts
+
+    expected = run(adapted(bases, lora_dropout=0.1))
+    model = adapted(bases, lora_dropout=0.1)
+    captures, _ = recorded(model, **policy)
+    assert all(map(same_bits, run(model), expected))
+    # Casts that a region shares are autograd's business in a graph that is kept.
+    assert (captures.num_replays > 0) == (around is nullcontext or policy == {})
+
+
+def test_kept_layers_in_a_region_of_the_model_itself(bases: Bases) -> None:
+    """As Accelerate has it."""
+
+    def wrapped() -> Model:
+        model = adapted(bases, lora_dropout=0.1)
+        model.forward = autocast()(model.forward)
+        return model
+
+    expected = train(wrapped(), 8, 2)
+    model = wrapped()
+    captures, _ = recorded(model, **KEPT)
+    assert all(map(same_bits, train(model, 8, 2), expected))
+    assert captures.num_replays > 0
+
+
+def two_losses(model: Model, number_of_forwards: int = 2) -> list[Any]:
+    """Forwards whose backwards come later, in the order of the forwards and in reverse."""
+    torch.manual_seed(3)
+    facts = []
+    for number in range(8):
+        losses = []
+        for part in range(number_of_forwards if number % 3 else 1):
+            tokens = torch.arange(12)[None] + part
+            losses.append(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        for loss in losses if number % 2 else losses[::-1]:
+            loss.backward()
+        facts += [each.grad.clone() for each in trained(model)]
+    return facts
+
+
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+def test_two_forwards_before_their_backwards(policy: dict[str, Any], bases: Bases) -> None:
+    expected = two_losses(adapted(bases, lora_dropout=0.1))
+    model = adapted(bases, lora_dropout=0.1)
+    captures, _ = recorded(model, **policy)
+    assert all(map(same_bits, two_losses(model), expected))
+    assert captures.num_replays > 0
+    second = "a second forward before the backward of the first"
+    assert (second in captures.eager) == (policy == KEPT)
+
+
+def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from poros.layer.forms import Form
+
+    expected = two_losses(adapted(bases))
+    model = adapted(bases)
+    recorded(model, **KEPT)
+    two_losses(model, 1)
+    for each in trained(model):
+        each.grad = None
+
+    class Unseen:
+        """A form whose graph in flight nobody sees."""
+
+        def __get__(self, form: Form, kind: Any = None) -> Any:
+            return lambda: None
+
+        def __set__(self, form: Form, value: Any) -> None:
+            pass
+
+    monkeypatch.setattr(Form, "in_flight", Unseen(), raising=False)
+    monkeypatch.setattr("poros.layer.captured._may_replay", lambda call, form: True)
+    assert not all(map(same_bits, two_losses(model), expected))
+
+
+def test_a_graph_that_is_kept_for_a_second_backward(bases: Bases) -> None:
+    def run(model: Model) -> list[Any]:
+        facts = []
+        for number in range(8):
+            tokens = torch.arange(12)[None]
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward(retain_graph=True)
+            other = model(input_ids=tokens + 1, labels=tokens + 1, use_cache=False).loss
+            other.backward()
+            if number != 5:
+                loss.backward()
+            facts += [each.grad.clone() for each in trained(model)]
+        return facts
+
+    for policy in ({}, KEPT):
+        expected = run(adapted(bases))
+        model = adapted(bases)
+        captures, _ = recorded(model, **policy)
+        assert all(map(same_bits, run(model), expected)) and captures.num_replays > 0
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["dropout", ""])
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+def test_visits_without_gradients(policy: dict[str, Any], is_training: bool, bases: Bases) -> None:
+    """As DPO's reference pass: dropout draws if the model trains."""
+
+    def run(model: Model) -> list[Any]:
+        torch.manual_seed(3)
+        model.train(is_training)
+        facts = []
+        for number in range(8):
+            tokens = torch.arange(12)[None] + number
+            with torch.no_grad(), model.disable_adapter() if number % 2 else nullcontext():
+                facts.append(model(input_ids=tokens, use_cache=False).logits.clone())
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            facts += [loss.detach(), *(each.grad.clone() for each in trained(model))]
+        return facts
+
+    expected = run(adapted(bases, lora_dropout=0.1))
+    model = adapted(bases, lora_dropout=0.1)
+    captures, _ = recorded(model, **policy)
+    found = run(model)
+    assert all(map(same_bits, found, expected))
+    kinds = {
+        form.kind
+        for forms in captures._forms.values()
+        for form in forms.values()
+        if form.forward is not None and form.forward.is_proved
+    }
+    assert "inference" in kinds and len(kinds) == 2
+
+
+def test_evaluation_alone_is_recorded_too(bases: Bases) -> None:
+    model = adapted(bases)
+    captures, recorder = recorded(model, self_check="off")
+    expected = None
+    for _ in range(5):
+        with torch.no_grad():
+            logits = model(input_ids=torch.arange(12)[None], use_cache=False).logits
+        expected = logits if expected is None else expected
+        assert same_bits(logits, expected)
+    assert captures.num_replays == 2 * 2 and recorder.num_recorded == 2
+
+
+def test_decoding_with_a_cache_runs_as_always(bases: Bases) -> None:
+    model = adapted(bases).eval()
+    prompt = torch.arange(5)[None] + 3
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    captures, _ = recorded(model, self_check="off")
+    assert same_bits(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+    assert captures.num_replays == 0
+
+
+def unsteady_attention(monkeypatch: pytest.MonkeyPatch, spoiled: bool = False) -> None:
+    """Attention that is taken for one that does not repeat itself, and does not."""
+    from poros.layer import attention
+
+    genuine = torch.nn.functional.scaled_dot_product_attention
+    noise = [0]
+
+    class Unsteady(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
+            return result.view_as(result)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            if torch.are_deterministic_algorithms_enabled():
+                return gradient
+            noise[0] += 1
+            return gradient * (1 + 0.01 * noise[0])
+
+    def steadily(func: Any, args: Any, kwargs: Any) -> Any:
+        result = Unsteady.apply(genuine(*args, **kwargs))
+        node = result.grad_fn
+        if node is not None:
+            held: list[Any] = []
+            node.register_prehook(lambda _: attention._enter(held))
+            node.register_hook(lambda *_: attention._leave(held))
+        return result
+
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if isinstance(mode, attention.AttentionKernels):
+                mode.may_vary = True
+                if mode._is_deterministic:
+                    return steadily(None, args, kwargs)
+        return Unsteady.apply(genuine(*args, **kwargs))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+
+
+def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsteady_attention(monkeypatch)
+    for policy in ({}, KEPT):
+        model = adapted(bases, lora_dropout=0.1)
+        captures, recorder = recorded(model, self_check="off", **policy)
+        train(model, 8, 1)
+        assert not any("other bits" in reason for reason in captures.eager)
+        assert captures.num_replays >= 2 * 2 * 2
+        # Of each of two layers: a forward, a backward, and the steady one that proves it.
+        assert recorder.num_recorded == 2 * 3
+
+
+def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsteady_attention(monkeypatch)
+    model = adapted(bases, lora_dropout=0.1)
+    captures, _ = recorded(model, self_check="off")
+    genuine = TapeRecorder.record
+
+    def record(self: TapeRecorder, run: Callable[[], None], is_held: bool = False) -> Any:
+        recording: Any = genuine(self, run, is_held)
+        steps = recording._tape._steps
+        places = [place for place, (func, *_) in enumerate(steps) if "bernoulli" in str(func)]
+        if torch.are_deterministic_algorithms_enabled() or self.num_recorded > 4:
+            del steps[places[-1]]
+        return recording
+
+    monkeypatch.setattr(TapeRecorder, "record", record)
+    train(model, 8, 1)
+    assert any("other bits" in reason for reason in captures.eager)
+
+
+@pytest.mark.parametrize(("policy", "num_lengths"), [({}, 5), (KEPT, 2)], ids=["", "kept"])
+def test_lengths_that_alternate_do_not_drive_each_other_out(
+    policy: dict[str, Any], num_lengths: int, bases: Bases
+) -> None:
+    """One length more than there are places: that one runs as always, and nothing anew."""
+    model = adapted(bases)
+    captures, recorder = recorded(model, self_check="off", **policy)
+    after: list[int] = []
+    for _ in range(8):
+        for length in range(8, 8 + num_lengths):
+            tokens = torch.arange(length)[None]
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        after.append(recorder.num_recorded)
+    assert after[-1] == after[-3] == 2 * 2 * (num_lengths - 1)
+    assert captures.num_replays > 0
+
+
+def test_a_length_that_does_not_come_back_makes_way(bases: Bases) -> None:
+    model = adapted(bases)
+    captures, _ = recorded(model, self_check="off")
+    for length in range(8, 14):
+        for _ in range(20):
+            tokens = torch.arange(length)[None]
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    for forms in captures._forms.values():
+        assert sum(form.forward is not None for form in forms.values()) == 4
+    assert captures.num_replays >= 6 * 16 * 2 * 2

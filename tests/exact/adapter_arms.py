@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.exact.arms import Bases
+from tests.support import same_bits
 
 Model = Any
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -18,6 +19,18 @@ SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 class Found:
     facts: dict[str, torch.Tensor]
     order: list[str]
+
+
+def differences(left: Found, right: Found) -> list[str]:
+    """The names of facts that have not the same bits in both."""
+    names = [
+        name
+        for name in {**left.facts, **right.facts}
+        if name not in left.facts
+        or name not in right.facts
+        or not same_bits(left.facts[name], right.facts[name])
+    ]
+    return names + (["order"] if left.order != right.order else [])
 
 
 def adapted(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:

@@ -16,9 +16,8 @@ from peft import PeftModel
 import poros
 from poros.errors import ParityError, PolicyError
 from poros.kernels.dora import RowNorms
-from tests.exact.adapter_arms import Found, adapted, step
+from tests.exact.adapter_arms import Found, adapted, differences, step
 from tests.exact.arms import Bases
-from tests.support import same_bits
 
 Model = Any
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -55,17 +54,6 @@ def streamed(
     assert stats["num_fused_adapters"] > 0 and stats["num_unfused_adapters"] == 0
     poros.restore(model)
     return found
-
-
-def differences(left: Found, right: Found) -> list[str]:
-    names = [
-        name
-        for name in {**left.facts, **right.facts}
-        if name not in left.facts
-        or name not in right.facts
-        or not same_bits(left.facts[name], right.facts[name])
-    ]
-    return names + (["order"] if left.order != right.order else [])
 
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -23,6 +23,7 @@ from poros.kernels.adapters import Tally
 from poros.kernels.forwards import Forward
 from poros.kernels.mlp import names_in
 from poros.kernels.use import are_used, take_over
+from tests.exact import adapter_arms
 from tests.exact.adapter_arms import SEVEN, adapted, fill, step
 from tests.exact.arms import Bases
 from tests.support import same_bits
@@ -45,14 +46,7 @@ def differences(model: Model, around: Callable[[], Any] = nullcontext) -> list[s
     fused = step(model, around)
     poros.restore(model)
     assert not are_used(model)
-    wrong = [
-        name
-        for name in {**plain.facts, **fused.facts}
-        if name not in plain.facts
-        or name not in fused.facts
-        or not same_bits(plain.facts[name], fused.facts[name])
-    ]
-    return wrong + (["order"] if plain.order != fused.order else [])
+    return adapter_arms.differences(plain, fused)
 
 
 def calls(model: Model, around: Callable[[], Any] = nullcontext) -> Tally:

@@ -16,6 +16,7 @@ from poros.kernels.row_norm import (
     square_of_rows,
     square_of_rows_ref,
 )
+from tests.gpu.models import same
 
 pytestmark = pytest.mark.gpu
 
@@ -28,13 +29,6 @@ DTYPES = [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32), (FP32, BF16)]
 TIERS = ["fused", "forward", "eager"]
 SCALING = 2 / 3
 U, OF_INNER = 2.0**-24, {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
-
-
-def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    as_bytes = [each.contiguous().flatten().view(torch.uint8) for each in (left, right)]
-    return left.dtype == right.dtype and torch.equal(*as_bytes)
 
 
 def normal(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import poros
-from poros.gates import tiny
 from poros.kernels.adapters import Tally
 from poros.kernels.compose import TIER_VARIABLE
 from poros.kernels.forwards import hand_back
 from poros.kernels.use import take_over
+from tests.gpu.models import gradients, model_of, same
 
 pytestmark = pytest.mark.gpu
 
@@ -20,46 +20,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
 Model = Any
 
 
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    as_bytes = [each.detach().contiguous().flatten().view(torch.uint8) for each in (left, right)]
-    return left.dtype == right.dtype and torch.equal(*as_bytes)
-
-
-def model_of(
-    folder: Path,
-    architecture: str = "qwen2",
-    *,
-    quantize: bool = True,
-    dropout: float = 0.0,
-    dtype: torch.dtype = BF16,
-    hidden_size: int = 256,
-    rank: int = 16,
-) -> Model:
-    from peft import LoraConfig, get_peft_model
-
-    config = tiny.small_config(architecture, num_layers=3, hidden_size=hidden_size)
-    tiny.write_checkpoint(config, folder / "checkpoint", dtype=dtype)
-    base = tiny.load_base(folder / "checkpoint", dtype=dtype, quantize=quantize, device="cuda")
-    adapters = LoraConfig(
-        r=rank, lora_alpha=rank, lora_dropout=dropout, target_modules="all-linear", use_dora=True
-    )
-    model = get_peft_model(base, adapters).train()
-    generator = torch.Generator("cuda").manual_seed(1)
-    for name, each in model.named_parameters():
-        if "lora_B" in name:
-            each.data.normal_(0, 0.02, generator=generator)
-    return model
-
-
-def gradients(model: Model, autocast: bool = False, num_tokens: int = 300) -> dict[str, Any]:
-    torch.manual_seed(5)
-    tokens = torch.randint(0, 100, (2, num_tokens), device="cuda")
-    with torch.autocast("cuda", dtype=BF16, enabled=autocast):
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    model.zero_grad()
-    return {"loss": loss.detach(), "random": torch.cuda.get_rng_state(), **found}
+def dora(folder: Path, architecture: str = "qwen2", **options: Any) -> Model:
+    adapters = {"r": 16, "lora_alpha": 16, "dropout": 0.0, "use_dora": True}
+    return model_of(folder, architecture, num_layers=3, **{**adapters, **options})
 
 
 @pytest.fixture(params=["fused", "forward", "eager"])
@@ -75,7 +38,7 @@ def tier(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_streamed_equals_resident(
     dtype: torch.dtype, dropout: float, quantize: bool, autocast: bool, tier: str, tmp_path: Path
 ) -> None:
-    model = model_of(tmp_path, quantize=quantize, dropout=dropout, dtype=dtype)
+    model = dora(tmp_path, quantize=quantize, dropout=dropout, dtype=dtype)
     poros.use_adapter_kernels(model)
     expected = gradients(model, autocast)
     assert all(same(expected[name], each) for name, each in gradients(model, autocast).items())
@@ -93,7 +56,7 @@ def test_streamed_equals_resident(
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3"])
 def test_other_architectures(architecture: str, tmp_path: Path) -> None:
-    model = model_of(tmp_path, architecture, dropout=0.1)
+    model = dora(tmp_path, architecture, dropout=0.1)
     poros.use_adapter_kernels(model)
     expected = gradients(model)
     poros.restore(model)
@@ -107,7 +70,7 @@ def test_other_architectures(architecture: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_step_is_within_rounding_of_peft(dropout: float, quantize: bool, tmp_path: Path) -> None:
     """In float32, with PyTorch's products in full: three layers are some hundred roundings deep."""
-    model = model_of(tmp_path, quantize=quantize, dropout=dropout, dtype=FP32)
+    model = dora(tmp_path, quantize=quantize, dropout=dropout, dtype=FP32)
     expected = gradients(model)
     poros.use_adapter_kernels(model)
     found = gradients(model)
@@ -129,7 +92,7 @@ def peak(model: Model, num_tokens: int) -> int:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_nothing_is_as_large_as_the_weight_but_one_weight(dropout: float, tmp_path: Path) -> None:
     """With few tokens: the peak beyond the gradients is one dense projection and small change."""
-    model = model_of(tmp_path, hidden_size=2048, dropout=dropout)
+    model = dora(tmp_path, hidden_size=2048, dropout=dropout)
     largest = max(
         module.weight.quant_state.shape.numel()
         for module in model.modules()

@@ -6,82 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
-from poros.gates import tiny
+from tests.gpu.models import model_of, same_runs, train, trained
 
 pytestmark = pytest.mark.gpu
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Model = Any
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    as_bytes = [each.detach().contiguous().flatten().view(torch.uint8) for each in (left, right)]
-    return left.dtype == right.dtype and torch.equal(*as_bytes)
-
-
-def model_of(
-    folder: Path,
-    architecture: str = "qwen2",
-    *,
-    dtype: torch.dtype = BF16,
-    dropout: float = 0.05,
-    quantize: bool = True,
-    **adapters: Any,
-) -> Model:
-    from peft import LoraConfig, get_peft_model
-
-    checkpoint = folder / f"{architecture}-{dtype}"
-    if not checkpoint.exists():
-        config = tiny.small_config(architecture, num_layers=4, hidden_size=256)
-        tiny.write_checkpoint(config, checkpoint, dtype=dtype)
-    base = tiny.load_base(checkpoint, dtype=dtype, quantize=quantize, device="cuda")
-    torch.manual_seed(0)
-    options = {"r": 8, "lora_dropout": dropout, "target_modules": "all-linear", **adapters}
-    model = get_peft_model(base, LoraConfig(**options)).train()
-    generator = torch.Generator("cuda").manual_seed(1)
-    for name, each in model.named_parameters():
-        if "lora_B" in name:
-            each.data.normal_(0, 0.02, generator=generator)
-    return model
-
-
-def trained(model: Model) -> list[Any]:
-    return [each for each in model.parameters() if each.requires_grad]
-
-
-def train(
-    model: Model,
-    num_steps: int = 8,
-    accumulation: int = 1,
-    autocast: bool = False,
-    between: Callable[[Model, int], None] | None = None,
-) -> list[torch.Tensor]:
-    """Losses, gradients, adapters and random states; math attention, which repeats itself."""
-    torch.manual_seed(5)
-    optimizer = torch.optim.AdamW(trained(model), lr=1e-3, fused=True)
-    generator = torch.Generator().manual_seed(2)
-    facts = []
-    for number in range(num_steps):
-        for part in range(accumulation):
-            length = (96, 64)[part % 2]
-            tokens = torch.randint(0, 100, (2, length), generator=generator).cuda()
-            with (
-                sdpa_kernel(SDPBackend.MATH),
-                torch.autocast("cuda", dtype=BF16, enabled=autocast),
-            ):
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            (loss / accumulation).backward()
-            facts.append(loss.detach())
-        facts += [each.grad.clone() for each in trained(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-        if between is not None:
-            between(model, number)
-    facts += [each.detach().clone() for each in trained(model)]
-    return [*facts, torch.cuda.get_rng_state()]
 
 
 def replayed(model: Model, *args: Any, policy: Any = None, **kwargs: Any) -> list[torch.Tensor]:
@@ -94,10 +26,6 @@ def replayed(model: Model, *args: Any, policy: Any = None, **kwargs: Any) -> lis
     assert runtime.self_check["status"] == "passed"
     assert runtime.stats()["num_replayed_visits"] > 0
     return found
-
-
-def same_runs(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(map(same, left, right))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

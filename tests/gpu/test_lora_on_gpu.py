@@ -13,6 +13,7 @@ from poros.gates import tiny
 from poros.kernels import lora
 from poros.kernels.gated import gated, gated_ref
 from poros.kernels.lora import Added, add_lora, add_lora_ref
+from tests.gpu.models import gradients, same
 
 pytestmark = pytest.mark.gpu
 
@@ -20,11 +21,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [(3584, 3584, 16), (512, 3584, 8), (18944, 3584, 16), (3584, 18944, 64), (33, 70, 4)]
 DTYPES = [(BF16, FP32, FP32), (FP16, FP32, FP32), (FP32, FP32, FP32), (BF16, BF16, BF16)]
 KINDS = [(True, False), (False, True)]
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    as_bytes = [each.detach().contiguous().flatten().view(torch.uint8) for each in (left, right)]
-    return left.dtype == right.dtype and torch.equal(*as_bytes)
 
 
 def outcome(run: Any, given: list[Any], *how: Any) -> list[torch.Tensor]:
@@ -112,17 +108,6 @@ def test_a_hundred_times_the_same() -> None:
     expected = outcome(add_lora, [*given, None], how)
     for _ in range(100):
         assert all(map(same, outcome(add_lora, [*given, None], how), expected))
-
-
-def gradients(model: Any, autocast: bool) -> dict[str, torch.Tensor]:
-    torch.manual_seed(5)
-    tokens = torch.randint(0, 100, (2, 300), device="cuda")
-    with torch.autocast("cuda", dtype=BF16, enabled=autocast):
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    loss.backward()
-    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    model.zero_grad()
-    return {"loss": loss.detach(), "random": torch.cuda.get_rng_state(), **found}
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])

@@ -1,0 +1,101 @@
+"""Small models with adapters on a GPU, what training makes of them, and equality of bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from poros.gates import tiny
+
+BF16 = torch.bfloat16
+Model = Any
+
+
+def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    as_bytes = [each.detach().contiguous().flatten().view(torch.uint8) for each in (left, right)]
+    return left.dtype == right.dtype and torch.equal(*as_bytes)
+
+
+def same_runs(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(same, left, right))
+
+
+def model_of(
+    folder: Path,
+    architecture: str = "qwen2",
+    *,
+    dtype: torch.dtype = BF16,
+    dropout: float = 0.05,
+    quantize: bool = True,
+    num_layers: int = 4,
+    hidden_size: int = 256,
+    **adapters: Any,
+) -> Model:
+    """With adapters on all linear modules, whose B is not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    checkpoint = folder / f"{architecture}-{dtype}-{num_layers}-{hidden_size}"
+    if not checkpoint.exists():
+        config = tiny.small_config(architecture, num_layers=num_layers, hidden_size=hidden_size)
+        tiny.write_checkpoint(config, checkpoint, dtype=dtype)
+    base = tiny.load_base(checkpoint, dtype=dtype, quantize=quantize, device="cuda")
+    torch.manual_seed(0)
+    options = {"r": 8, "lora_dropout": dropout, "target_modules": "all-linear", **adapters}
+    model = get_peft_model(base, LoraConfig(**options)).train()
+    generator = torch.Generator("cuda").manual_seed(1)
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            each.data.normal_(0, 0.02, generator=generator)
+    return model
+
+
+def trained(model: Model) -> list[Any]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def train(
+    model: Model,
+    num_steps: int = 8,
+    accumulation: int = 1,
+    autocast: bool = False,
+    between: Callable[[Model, int], None] | None = None,
+) -> list[torch.Tensor]:
+    """Losses, gradients, adapters and random states; math attention, which repeats itself."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-3, fused=True)
+    generator = torch.Generator().manual_seed(2)
+    facts = []
+    for number in range(num_steps):
+        for part in range(accumulation):
+            length = (96, 64)[part % 2]
+            tokens = torch.randint(0, 100, (2, length), generator=generator).cuda()
+            with (
+                sdpa_kernel(SDPBackend.MATH),
+                torch.autocast("cuda", dtype=BF16, enabled=autocast),
+            ):
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            (loss / accumulation).backward()
+            facts.append(loss.detach())
+        facts += [each.grad.clone() for each in trained(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+        if between is not None:
+            between(model, number)
+    facts += [each.detach().clone() for each in trained(model)]
+    return [*facts, torch.cuda.get_rng_state()]
+
+
+def gradients(model: Model, autocast: bool = False, num_tokens: int = 300) -> dict[str, Any]:
+    """Of one batch; the loss and the random state besides."""
+    torch.manual_seed(5)
+    tokens = torch.randint(0, 100, (2, num_tokens), device="cuda")
+    with torch.autocast("cuda", dtype=BF16, enabled=autocast):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return {"loss": loss.detach(), "random": torch.cuda.get_rng_state(), **found}

@@ -170,7 +170,8 @@ def dora_linear(
 
     Exactness:
         Equal bits for equal inputs, resident or streamed. Not the bits of PEFT's modules: within
-        rounding of them, and closer to exact arithmetic where g is close to 1.
+        rounding of them, and with adapters in bfloat16 closer to exact arithmetic where g is close
+        to 1. With adapters in other dtypes that is not shown.
     """
     # Neither a 4-bit weight nor an adapter that is watched has to pass through Python.
     with torch._C.DisableTorchFunctionSubclass():

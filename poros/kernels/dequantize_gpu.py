@@ -12,7 +12,8 @@ import triton.language as tl
 from poros.kernels.launching import Launcher, ceil_div
 
 _NUM_BYTES = 2048
-"""Packed bytes of a program: none of 512 to 4096 was faster at large shapes on an H100."""
+"""Packed bytes of a program. At large shapes on an H100 none of 512 to 4096 was faster with 4
+warps, but 4096 with 8 warps by 3 %."""
 
 
 @triton.jit

@@ -31,7 +31,7 @@ RISE_TOLERANCE = 0.05
 SCRATCH = 2**15
 """Bytes that a CPU's kernels allocate inside, which is more than that where a step is small."""
 # In float32, whose products a CPU computes without copies in another type.
-# A layer is the peak: what kernels of the loss take on a GPU is counted, not a CPU's operators.
+# A layer is the peak. At 256 the loss would be: planned with a GPU's kernels, 7 % above a CPU's.
 SLICED = {
     **{"vocab_size": 8192, "dtype": torch.float32, "loss": "chunked"},
     "intermediate_size": 768,
@@ -42,8 +42,9 @@ CASES: dict[str, dict[str, Any]] = {
     "many layers": {"num_layers": 16},
     "wide": {"hidden_size": 256},
     "large vocabulary": {"vocab_size": 8192},
-    "short": {"seq_len": 16, "dtype": torch.float32},
+    "short": {"seq_len": 16},
     "long": {"seq_len": 512, "vocab_size": 128},
+    # 32 tokens are 5.5 % off: the first layer's norm, without a gradient, keeps 33 kB less.
     "batch of two": {"batch_size": 2, "seq_len": 96},
     "batch of three": {"batch_size": 3, "seq_len": 64},
     "high rank": {"rank": 64},
@@ -69,6 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "head and embedding on the host": {**SLICED, "stream_head": True, "stream_embedding": True},
     "llama": {"architecture": "llama"},
     "gemma3": {"architecture": "gemma3"},
+    # 128 tokens are 6.2 % off: the 83 kB that layers share are planned as inputs, not in RISING.
     "gemma4 with shared keys": {"architecture": "gemma4_shared_kv", "seq_len": 64},
     "mixtral": {"architecture": "mixtral"},
     "adapters on fused experts": {"architecture": "mixtral", "target_modules": "all-linear"},
@@ -146,8 +148,8 @@ def test_kinds_of_adapters_are_counted(kind: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if KINDS[kind].without_autocast else torch.float32
     cell = {**USUAL, **SMALL, "adapter": kind, "dtype": dtype}
     model = make(tmp_path, cell)
-    # Of DoRA what kernels compute on a GPU is counted, not the operators that do so on a CPU.
-    kernels = {"adapter_kernels": "exact"}
+    # Of DoRA a GPU's kernels are planned: a CPU's operators, in float32, make it 16 % more.
+    kernels = {"adapter_kernels": "exact"} if kind == "dora" else {}
     expected = planned(model, cell, **kernels).total_num_bytes
     steps = Steps(prepare(model, cell, device="cpu", self_check="off", **kernels), cell)
     steps.train()

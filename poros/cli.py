@@ -294,6 +294,10 @@ def plan(
         str,
         typer.Option(help="fused: one operator a projection; exact: not of DoRA; peft: PEFT's."),
     ] = "fused",
+    cuda_graphs: Annotated[
+        bool | None,
+        typer.Option(help="Record and replay layers.", show_default="where there is room"),
+    ] = None,
     self_check: Annotated[
         bool, typer.Option(help="Plan for the first step too, which is checked.")
     ] = True,
@@ -348,6 +352,7 @@ def plan(
             loss=loss,
             stream_head=stream_head,
             adapter_kernels=adapter_kernels,
+            cuda_graphs=cuda_graphs,
             self_check=self_check,
             speeds=speeds,
         )

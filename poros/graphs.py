@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from poros.streams import recording_stream
+
 _ALIGNMENT = 64
 """Bytes: so that no tensor begins in another's."""
 
@@ -68,7 +70,7 @@ class CudaRecorder(Recorder):
 
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = recording_stream(self._device)
             self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -88,6 +90,8 @@ class CudaRecorder(Recorder):
 
     def forget(self) -> None:
         self._stream = self._pool = None
+        # PyTorch keeps those of cuBLAS for each stream, in memory of the recordings.
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager

@@ -224,6 +224,18 @@ class CudaStreams(StreamContext):
         return stream
 
 
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream to record on, on which nothing else is queued.
+
+    PyTorch has a bounded pool of streams of each priority, and hands them out again and again. This
+    one is of another priority than those for copies, so it is none of them.
+    """
+    stream = torch.cuda.Stream(device, priority=-1)
+    while stream == torch.cuda.current_stream(device):
+        stream = torch.cuda.Stream(device, priority=-1)
+    return stream
+
+
 def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)

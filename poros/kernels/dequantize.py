@@ -27,15 +27,13 @@ class DenseWorkspace:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
         self._device = device
-        self._memory: torch.Tensor | None = None
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialized, until the next is taken; memory of its own if there is not enough."""
         num_bytes = shape.numel() * dtype.itemsize
         if num_bytes > self.num_bytes:
             return torch.empty(shape, dtype=dtype, device=self._device)
-        if self._memory is None:
-            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
         return self._memory[:num_bytes].view(dtype).view(shape)
 
 

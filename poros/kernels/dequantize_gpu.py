@@ -57,7 +57,12 @@ _DEQUANTIZE = Launcher(_dequantize, num_warps=4, enable_fp_fusion=False)
 
 def launch(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
     """``dequantize.dequantize`` on a GPU."""
-    weight = packed.new_empty(state.shape, dtype=dtype)
+    workspace = getattr(state, "dense_workspace", None)
+    weight: torch.Tensor = (
+        packed.new_empty(state.shape, dtype=dtype)
+        if workspace is None
+        else workspace.take(state.shape, dtype)
+    )
     nested = state.state2 if state.nested else state
     _DEQUANTIZE(
         ceil_div(weight.numel(), 2 * _NUM_BYTES),

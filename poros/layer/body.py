@@ -168,6 +168,10 @@ class LayerBody:
         """Hold the layer's block in its slot for work that was recorded."""
         return self.weights.occupy(phase)
 
+    def expose(self, adapters: Sequence[Adapter]) -> AbstractContextManager[None]:
+        """The layer with its device tensors, to be recorded: its block is not loaded for that."""
+        return self.weights.expose(adapters)
+
     def contents(self) -> LayerIndex:
         """The modules of the layer now; the same object as long as they are the same."""
         self.context.visits.end_all()

@@ -17,7 +17,6 @@ import torch
 from poros.graphs import Fixed, Recorder, Spec
 from poros.layer.attention import AttentionKernels, unchanged_flags
 from poros.layer.forms import Around, Form, Replayed, SharedMemory
-from poros.slots.schedule import Phase
 
 if TYPE_CHECKING:
     from poros.layer.body import LayerBody
@@ -47,9 +46,8 @@ class Recordings:
         """
         wanted = [around for around, made in form.backwards.items() if made is None]
         proofs = [around for around, made in form.deterministic.items() if made is None]
-        phase = Phase.INFERENCE if form.kind == "inference" else Phase.FORWARD
         with (
-            layer.visit(phase, facts.adapters),
+            layer.expose(facts.adapters),
             facts.recording(),
             # Another thread would have workspaces of cuBLAS of its own.
             torch.autograd.set_multithreading_enabled(False),

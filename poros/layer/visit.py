@@ -174,9 +174,7 @@ class BlockVisit:
         with self._visits.begin(self._name, undo) as require_alone:
             slot = self._manager.acquire(self.block, phase)
             version = slot.buffer._version
-            self.bindings.swap_in()
-            for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.stand_in
+            self._swap_in(adapters)
             with labelled(phase.value, self._label):
                 yield slot.buffer
             require_alone()
@@ -200,6 +198,25 @@ class BlockVisit:
             self._manager.acquire(self.block, phase)
             yield
             require_alone()
+
+    @contextmanager
+    def expose(self, adapters: Sequence[Adapter]) -> Iterator[None]:
+        """Device tensors and stand-ins in place, whatever the slot holds: to be recorded, not read.
+
+        As ``hold`` otherwise.
+        """
+        self._require_ready()
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
+        with self._visits.begin(self._name, undo) as require_alone:
+            self._swap_in(adapters)
+            yield
+            require_alone()
+            self.bindings.require_device_tensors()
+
+    def _swap_in(self, adapters: Sequence[Adapter]) -> None:
+        self.bindings.swap_in()
+        for adapter in adapters:
+            adapter.owner[adapter.key] = adapter.stand_in
 
     def _require_ready(self) -> None:
         self._visits.end_all()

@@ -116,25 +116,31 @@ def reserved_by(model: Any, others: int) -> int:
     return torch.cuda.memory_reserved(DEVICE) - others
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, None], ids=["", "recorded"])
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_a_budget_is_kept_in_bytes_that_the_allocator_holds(checkpoint: Path, share: float) -> None:
+def test_a_budget_is_kept_in_bytes_that_the_allocator_holds(
+    checkpoint: Path, share: float, cuda_graphs: bool | None
+) -> None:
     expected = train(load(checkpoint), LONG_BATCHES, LONG_SPEC)
     gc.collect()
     torch.cuda.empty_cache()
     others = torch.cuda.memory_reserved(DEVICE)
     model = load(checkpoint).train()
     shape = {"batch_size": 2, "seq_len": 256, "accumulation": 2, "loss": "reference"}
+    shape["cuda_graphs"] = cuda_graphs
     least = poros.plan(model, **shape).total_num_bytes
     most = poros.plan(model, **shape, num_slots=6, keep_last=6).total_num_bytes
     # Above the floor by what the allocator keeps between tensors.
     budget = int(1.15 * least + share * 1.3 * (most - least))
-    prepare_plain(model, device=str(DEVICE), vram_budget=budget)
+    prepare_plain(model, device=str(DEVICE), vram_budget=budget, cuda_graphs=cuda_graphs)
     assert compare_trajectories(expected, train(model, LONG_BATCHES, LONG_SPEC)) == []
     runtime = poros.runtime(model)
     block = max(layout.num_bytes for layout in (slab.layout for slab in runtime.host.slabs))
     found = reserved_by(model, others)
     print(f"budget {budget}, held {found}, room {runtime.room}")
     assert found <= budget
+    if cuda_graphs is None:
+        return  # less is certain: what they take is measured after room was left for them
     if share == 1.0:
         assert (runtime.room.num_slots, runtime.room.keep_last) == (NUM_LAYERS, NUM_LAYERS)
     elif runtime.room.num_slots < NUM_LAYERS:

@@ -1,0 +1,331 @@
+"""Recorded visits on a GPU: kept layers, no gradients, long attention, and known traps."""
+
+import gc
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import poros
+from poros.graphs import CudaRecorder
+from tests.gpu.models import BF16, model_of, same, same_runs, train, trained
+
+pytestmark = pytest.mark.gpu
+
+FP32 = torch.float32
+Model = Any
+OTHER_BITS = "other bits"
+
+
+def prepared(model: Model, **policy: Any) -> tuple[Model, Any]:
+    chosen = {"slots": 2, "keep_last": 0, "loss": "reference", "cuda_graphs": True, **policy}
+    poros.prepare(model, **chosen)
+    return model, poros.runtime(model).context.captures
+
+
+def backward(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def row(number: int = 0, length: int = 64) -> torch.Tensor:
+    return torch.arange(length, device="cuda")[None] + number
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("keep_last", [2, 4])
+@pytest.mark.parametrize("options", [{"dropout": 0.0}, {"dropout": 0.05}, {"use_dora": True}])
+def test_layers_that_keep_their_graph(
+    options: dict[str, Any], keep_last: int, dtype: torch.dtype, accumulation: int, tmp_path: Path
+) -> None:
+    resident = model_of(tmp_path, dtype=dtype, **options)
+    if "use_dora" in options:
+        poros.use_adapter_kernels(resident)
+    expected = train(resident, 10, accumulation)
+    model, captures = prepared(
+        model_of(tmp_path, dtype=dtype, **options), slots=4, keep_last=keep_last
+    )
+    assert same_runs(train(model, 10, accumulation), expected)
+    assert captures.num_replays > 0 and OTHER_BITS not in str(captures.eager)
+
+
+@pytest.mark.parametrize("keep_last", [0, 4])
+def test_visits_without_gradients_between(keep_last: int, tmp_path: Path) -> None:
+    """As DPO has them: dropout draws in the reference pass as well."""
+
+    def run(model: Model) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        facts = []
+        for number in range(8):
+            with (
+                sdpa_kernel(SDPBackend.MATH),
+                torch.no_grad(),
+                model.disable_adapter() if number % 2 else nullcontext(),
+            ):
+                facts.append(model(input_ids=row(number), use_cache=False).logits.clone())
+            facts += [backward(model, row(number)), *(each.grad.clone() for each in trained(model))]
+        return facts
+
+    expected = run(model_of(tmp_path))
+    model, captures = prepared(model_of(tmp_path), slots=4, keep_last=keep_last)
+    assert same_runs(run(model), expected)
+    proved = {
+        form.kind
+        for forms in captures._forms.values()
+        for form in forms.values()
+        if form.forward is not None and form.forward.is_proved
+    }
+    assert "inference" in proved and len(proved) == 2
+
+
+@pytest.mark.parametrize("keep_last", [0, 4])
+def test_attention_that_does_not_repeat_itself_is_replayed(keep_last: int, tmp_path: Path) -> None:
+    model, captures = prepared(model_of(tmp_path), slots=4, keep_last=keep_last)
+    for _ in range(9):
+        tokens = torch.randint(0, 100, (1, 4096), device="cuda")
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert captures.num_replays > 0 and OTHER_BITS not in str(captures.eager)
+
+
+@pytest.mark.parametrize("keep_last", [0, 4])
+def test_two_forwards_before_their_backwards(keep_last: int, tmp_path: Path) -> None:
+    def run(model: Model) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        facts = []
+        for number in range(9):
+            with sdpa_kernel(SDPBackend.MATH):
+                losses = [
+                    model(input_ids=row(part), labels=row(part), use_cache=False).loss
+                    for part in range(2 if number % 3 else 1)
+                ]
+            for loss in losses if number % 2 else losses[::-1]:
+                loss.backward()
+            facts += [each.grad.clone() for each in trained(model)]
+        return facts
+
+    expected = run(model_of(tmp_path))
+    model, captures = prepared(model_of(tmp_path), slots=4, keep_last=keep_last)
+    assert same_runs(run(model), expected)
+    assert captures.num_replays > 0
+
+
+def test_deterministic_mode(tmp_path: Path) -> None:
+    def run(model: Model) -> list[torch.Tensor]:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return train(model, 8)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    expected = run(model_of(tmp_path))
+    model, captures = prepared(model_of(tmp_path))
+    assert same_runs(run(model), expected) and captures.num_replays > 0
+
+
+def test_scaled_losses_in_float16(tmp_path: Path) -> None:
+    def run(model: Model) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        optimizer = torch.optim.AdamW(trained(model), lr=1e-3)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        facts = []
+        for number in range(8):
+            with sdpa_kernel(SDPBackend.MATH), torch.autocast("cuda", dtype=torch.float16):
+                loss = model(input_ids=row(number), labels=row(number), use_cache=False).loss
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(trained(model), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            facts += [loss.detach(), *(each.detach().clone() for each in trained(model))]
+            optimizer.zero_grad()
+        return facts
+
+    expected = run(model_of(tmp_path, dtype=torch.float16))
+    model, captures = prepared(model_of(tmp_path, dtype=torch.float16))
+    assert same_runs(run(model), expected) and captures.num_replays > 0
+
+
+def test_two_hundred_steps(tmp_path: Path) -> None:
+    expected = train(model_of(tmp_path), 200, 2)
+    model, captures = prepared(model_of(tmp_path))
+    assert same_runs(train(model, 200, 2), expected)
+    assert captures.num_replays >= 195 * 2 * 2 * 4
+
+
+def test_memory_is_given_back_on_restore(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+
+    def pools() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        segments = torch.cuda.memory_snapshot()
+        return sum(
+            segment["total_size"]
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) != (0, 0)
+        )
+
+    before = pools()
+    prepared(model)
+    train(model, 6)
+    assert pools() > before
+    poros.restore(model)
+    assert pools() == before
+
+
+def test_the_plan_has_room_for_what_recordings_take(tmp_path: Path) -> None:
+    model = model_of(tmp_path, hidden_size=1024)
+    tokens = row(0, 2048) % 100
+    gc.collect()
+    torch.cuda.empty_cache()
+    plan = poros.plan(model, seq_len=2048, num_slots=2, keep_last=0, loss="reference")
+    prepared(model)
+    for _ in range(10):
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    gc.collect()
+    torch.cuda.empty_cache()
+    segments = torch.cuda.memory_snapshot()
+    held = sum(
+        segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+    print(held, plan.terms["recordings"])
+    # Pieces of memory come in steps of 2 and 20 MiB.
+    assert 0.3 * plan.terms["recordings"] < held < 1.25 * plan.terms["recordings"] + 2**26
+
+
+def test_out_of_memory_while_recording_runs_as_always(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = train(model_of(tmp_path), 8)
+    genuine = CudaRecorder.record
+
+    def record(self: CudaRecorder, run: Any, is_held: bool = False) -> Any:
+        def too_much() -> None:
+            run()
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+        return genuine(self, too_much, is_held)
+
+    monkeypatch.setattr(CudaRecorder, "record", record)
+    model, captures = prepared(model_of(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert same_runs(train(model, 8), expected)
+    assert captures.num_replays == 0 and "cannot be recorded" in caplog.text
+
+
+def test_an_interrupted_recording_leaves_all_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(model_of(tmp_path), 8)
+    genuine, is_done = CudaRecorder.record, []
+
+    def record(self: CudaRecorder, run: Any, is_held: bool = False) -> Any:
+        def interrupted() -> None:
+            run()
+            if len(is_done) == 3:
+                is_done.append(True)
+                raise KeyboardInterrupt
+            is_done.append(True)
+
+        return genuine(self, interrupted, is_held)
+
+    monkeypatch.setattr(CudaRecorder, "record", record)
+    model, captures = prepared(model_of(tmp_path))
+    genuine_forward, interruptions = model.forward, []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return genuine_forward(*args, **kwargs)
+        except KeyboardInterrupt:
+            interruptions.append(True)
+            return genuine_forward(*args, **kwargs)
+
+    model.forward = forward
+    assert same_runs(train(model, 8), expected)
+    assert interruptions == [True] and captures.num_replays > 0
+
+
+def test_pages_are_locked_and_copies_run_while_it_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a loader's thread does."""
+    expected = train(model_of(tmp_path), 8)
+    genuine = CudaRecorder.record
+    host = torch.zeros(2**22, dtype=torch.uint8).pin_memory()
+    device = torch.empty_like(host, device="cuda")
+    stream = torch.cuda.Stream()
+
+    def record(self: CudaRecorder, run: Any, is_held: bool = False) -> Any:
+        def beside() -> None:
+            from threading import Thread
+
+            def load() -> None:
+                torch.zeros(2**20).pin_memory()
+                with torch.cuda.stream(stream):
+                    device.copy_(host, non_blocking=True)
+
+            thread = Thread(target=load)
+            thread.start()
+            run()
+            thread.join()
+
+        return genuine(self, beside, is_held)
+
+    monkeypatch.setattr(CudaRecorder, "record", record)
+    model, captures = prepared(model_of(tmp_path))
+    assert same_runs(train(model, 8), expected) and captures.num_replays > 0
+
+
+def test_a_profiler_sees_replayed_visits(tmp_path: Path) -> None:
+    model, captures = prepared(model_of(tmp_path))
+    for _ in range(6):
+        expected = backward(model, row())
+    before = captures.num_replays
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        found = backward(model, row())
+        torch.cuda.synchronize()
+    assert found.shape == expected.shape and captures.num_replays > before
+    assert len(profiler.events() or ()) > 100
+
+
+def test_recording_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random states, gradients, and what the optimizer would see."""
+    model, captures = prepared(model_of(tmp_path))
+    for _ in range(3):
+        backward(model, row())
+    before = [each.grad.clone() for each in trained(model)]
+    state = torch.cuda.get_rng_state(), torch.get_rng_state()
+    runtime = poros.runtime(model)
+    number = captures.num_recorded
+    runtime.begin((), {"input_ids": row()})
+    assert captures.num_recorded > number
+    assert same_runs(before, [each.grad for each in trained(model)])
+    assert same(state[0], torch.cuda.get_rng_state()) and same(state[1], torch.get_rng_state())
+
+
+def test_streams_of_ours_are_not_one() -> None:
+    """PyTorch hands streams out of a bounded pool, the same again after a while."""
+    from poros.streams import streams_for
+
+    device = torch.device("cuda")
+    for _ in range(40):
+        recorder = CudaRecorder(device)
+        streams = streams_for(device)
+        streams.allocate(1)
+        values = torch.zeros(4, device=device)
+        recording = recorder.record(lambda values=values: values.add_(1))
+        recording.replay()
+        copies = {
+            each.cuda_stream for each in vars(streams).values() if hasattr(each, "cuda_stream")
+        }
+        assert recorder._stream is not None
+        assert recorder._stream.cuda_stream not in copies
+        assert recorder._stream.cuda_stream != torch.cuda.current_stream().cuda_stream
+        assert values.tolist() == [1.0] * 4

@@ -30,6 +30,7 @@ def add_forecasts(model: Any, rows: Sequence[dict[str, Any]]) -> None:
         options["num_slots"] = max(MIN_SLOTS, options["num_slots"])  # one if all is one block
         for key in ("offload_boundaries", "stream_embedding", "stream_head"):
             options[key] = bool(own[0].get(key))
+        options["cuda_graphs"] = own[0].get("cuda_graphs")
         options["loss"] = own[0].get("loss", "reference")
         if any(key not in inspect.signature(poros.plan).parameters for key in options):
             continue

@@ -2,6 +2,7 @@
 
     python -m benchmarks.graphs qwen2.5-7b --seq 512 --slots 2
     python -m benchmarks.graphs qwen2.5-7b --seq 512 --slots 28 --keep-last 28
+    python -m benchmarks.graphs qwen2.5-7b --layers 8 --lengths 200
 
 One model, streamed by Poros, with visits that run and then with visits that are replayed, in turns.
 The floor is phase by phase: the larger of copies and kernels of the forward, plus the same of the
@@ -139,6 +140,45 @@ def pools_num_bytes() -> int:
     )
 
 
+def used_besides() -> int:
+    """Of the device, besides what the allocator holds."""
+    free, whole = torch.cuda.mem_get_info()
+    return whole - free - torch.cuda.memory_reserved()
+
+
+def of_lengths(model: Any, options: argparse.Namespace) -> Figures:
+    """Shares of replayed visits over batches of one row whose lengths are spread.
+
+    Lengths are drawn from a lognormal distribution (median 200 tokens, sigma 0.6), as they are and
+    padded to the next multiple.
+    """
+    device = torch.device("cuda")
+    found: Figures = {}
+    for multiple in (1, 32, 64, 128):
+        generator = torch.Generator().manual_seed(3)
+        drawn = (5.3 + 0.6 * torch.randn(options.lengths, generator=generator)).exp().int().tolist()
+        poros.prepare(model, slots=2, self_check="off", allow_unvalidated=True, cuda_graphs=True)
+        run = Run(model, device, 64)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for length in drawn:
+            run.use(-(-length // multiple) * multiple)
+            run.forward().backward()
+            run.update()
+        torch.cuda.synchronize()
+        name = f"padded to {multiple}"
+        found[f"{name}: ms a step"] = (time.perf_counter() - began) * 1e3 / len(drawn)
+        captures = run.runtime.context.captures
+        visits = captures.num_replays + sum(captures.eager.values())
+        found[f"{name}: share replayed"] = captures.num_replays / visits
+        found[f"{name}: recordings"] = captures.num_recorded
+        found[f"{name}: recording, s"] = captures.recording_ms / 1e3
+        found[f"{name}: pools, GB"] = pools_num_bytes() / 1e9
+        del run, captures
+        poros.restore(model)
+    return found
+
+
 def measure(options: argparse.Namespace, model: Any) -> Figures:
     device = torch.device("cuda")
     found: Figures = {}
@@ -157,8 +197,12 @@ def measure(options: argparse.Namespace, model: Any) -> Figures:
                 cuda_graphs=graphs,
             )
             run = Run(model, device, options.seq)
+            run.step_ms()
+            before = used_besides()
             for _ in range(options.warm):
                 run.step_ms()
+            if graphs:
+                found["besides the allocator, GB"] = (used_besides() - before) / 1e9
             memory.reset_peaks(device)
             times[graphs] += [run.step_ms() for _ in range(options.steps)]
             peak = torch.cuda.max_memory_reserved() / 1e9
@@ -235,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--dora", action="store_true")
+    parser.add_argument("--lengths", type=int, default=0, help="batches of lengths that vary")
     parser.add_argument("--loss", default="chunked")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--warm", type=int, default=6)
@@ -246,8 +291,9 @@ def main(argv: list[str] | None = None) -> int:
     model = with_lora(
         random_model(config, "nf4"), options.rank, options.dropout, use_dora=options.dora
     ).train()
+    work = of_lengths(model, options) if options.lengths else measure(options, model)
     print(f"{vars(options)}, {memory.environment(torch.device('cuda'))['device']}")
-    for name, value in measure(options, model).items():
+    for name, value in work.items():
         print(f"| {name} | {value:.3f} |")
     return 0
 

@@ -32,7 +32,7 @@ _PEAKS = ("peak_allocated", "peak_requested", "peak_reserved", "peak_process")
 _HOST = ("host_rss", "host_anonymous", "host_shared", "pinned_num_bytes")
 _PER_STEP = ("num_loads", "num_hits", "h2d_num_bytes", "rows_num_bytes", "head_num_bytes")
 _WHEN_THERE = ("stall_ms", "disk_stall_ms")
-_CHOSEN = ("vram_budget", "offload_boundaries", "stream_embedding", "stream_head")
+_CHOSEN = ("vram_budget", "offload_boundaries", "stream_embedding", "stream_head", "cuda_graphs")
 _POROS = ("block_size", "num_slots", "keep_last", *_CHOSEN, "loss")
 COLUMNS = (
     *("case", "arm", *_SHAPE, "pass", "turn", "step", "ms", "forward_ms", "loss_bits"),
@@ -46,7 +46,8 @@ the runtime says of its own copies, where it does."""
 
 @dataclass(frozen=True)
 class Schedule:
-    warm: int = 4
+    warm: int = 6
+    """More than it takes until visits are replayed."""
     steps: int = 5
     passes: int = 2
     forwards: int = 3

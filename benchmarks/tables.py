@@ -77,9 +77,8 @@ def _asked(options: Any) -> list[arms.Arm]:
     ]
     if options.graphs:
         slots = options.slots[0]
-        poros_arms.append(
-            arms.poros_arm(f"{slots} slots, graphs", slots=slots, block_size=size, cuda_graphs=True)
-        )
+        name = f"{slots} slots, visits run"
+        poros_arms.append(arms.poros_arm(name, slots=slots, block_size=size, cuda_graphs=False))
     if options.offload_boundaries:
         poros_arms.append(
             arms.poros_arm(
@@ -236,13 +235,15 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--keep-last", type=int, nargs="*", default=[])
     parser.add_argument("--budgets", nargs="*", default=[])
     parser.add_argument("--offload-boundaries", action="store_true")
-    parser.add_argument("--graphs", action="store_true", help="an arm with recorded visits")
+    parser.add_argument(
+        "--graphs", action="store_true", help="an arm whose visits are not recorded"
+    )
     parser.add_argument("--block-sizes", type=int, nargs="+")
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--arms", nargs="*", help="only these of a step or head table, by name")
     parser.add_argument("--long", type=int, nargs="*", default=[], help="its last arm alone")
     parser.add_argument("--points", type=int)
-    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--passes", type=int)
     parser.add_argument("--quick", action="store_true")

@@ -9,7 +9,7 @@ import gc
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -80,18 +80,36 @@ class CudaRecorder(Recorder):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                self._give_up(graph)
+                raise
+            graph.capture_end()
         current.wait_stream(self._stream)
         return _CudaRecording(graph)
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a recording that has failed, such that the device can go on."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+            return
+        # The device had ended it already, a lack of memory does so. PyTorch then leaves its random
+        # numbers and its allocator as they are within one: the next that ends well puts both right.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        nothing = torch.cuda.CUDAGraph()
+        nothing.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        torch.empty(1, device=self._device).zero_()
+        nothing.capture_end()
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()
 
     def forget(self) -> None:
-        self._stream = self._pool = None
-        # PyTorch keeps those of cuBLAS for each stream, in memory of the recordings.
-        torch._C._cuda_clearCublasWorkspaces()
+        if self._stream is not None:
+            self._stream = self._pool = None
+            # PyTorch keeps those of cuBLAS for each stream, in memory of the recordings.
+            torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager

@@ -172,12 +172,13 @@ def test_memory_is_given_back_on_restore(tmp_path: Path) -> None:
             if tuple(segment["segment_pool_id"]) != (0, 0)
         )
 
+    torch._C._cuda_clearCublasWorkspaces()
     before = pools()
     prepared(model)
     train(model, 6)
     assert pools() > before
     poros.restore(model)
-    assert pools() == before
+    assert pools() <= before
 
 
 def test_the_plan_has_room_for_what_recordings_take(tmp_path: Path) -> None:
@@ -218,6 +219,11 @@ def test_out_of_memory_while_recording_runs_as_always(
     with caplog.at_level(logging.WARNING):
         assert same_runs(train(model, 8), expected)
     assert captures.num_replays == 0 and "cannot be recorded" in caplog.text
+    # Neither random numbers nor memory are left as they are while something is recorded.
+    monkeypatch.undo()
+    torch.cuda.empty_cache()
+    model, captures = prepared(model_of(tmp_path))
+    assert same_runs(train(model, 8), expected) and captures.num_replays > 0
 
 
 def test_an_interrupted_recording_leaves_all_as_it_was(

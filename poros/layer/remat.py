@@ -20,6 +20,7 @@ What may change between a forward and its backward: see ``poros.layer.call``.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from poros.layer.call import LayerCall
 from poros.layer.handover import differentiate, hand_in, leaves
 from poros.layer.retained import Remains, saved_tensors
 from poros.slots.schedule import Phase
+
+_REQUIRES = attrgetter("requires_grad")
 
 
 class RematerializeLayer(torch.autograd.Function):
@@ -125,7 +128,7 @@ def rematerialize(call: LayerCall, results: list[torch.Tensor] | None = None) ->
     if remains is not None:
         del results
         remains.require_none(call.layer.name)
-    call.wanted = [each.requires_grad for each in (*call.tensors, *call.stand_ins)]
+    call.wanted = list(map(_REQUIRES, (*call.tensors, *call.stand_ins)))
     # Autograd keeps them from here on, and lets go of them after backward.
     call.tensors = ()
     return call.result(outputs)

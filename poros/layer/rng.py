@@ -24,10 +24,10 @@ class RngStash:
     @classmethod
     def capture(cls, device: torch.device) -> "RngStash":
         """The states now. Copies; nothing advances and the host does not wait for the device."""
-        on_device = _generator(device)
+        on_gpu = device.type == "cuda"
         return cls(
             torch.default_generator.get_state(),
-            None if on_device is None else on_device.get_state(),
+            _generator(device).get_state() if on_gpu else None,
             device,
         )
 
@@ -54,15 +54,12 @@ class RngStash:
 
     def _set(self) -> None:
         torch.default_generator.set_state(self.cpu)
-        on_device = _generator(self.device)
-        if on_device is not None and self.device_state is not None:
-            on_device.set_state(self.device_state)
+        if self.device_state is not None:
+            _generator(self.device).set_state(self.device_state)
 
 
-def _generator(device: torch.device) -> torch.Generator | None:
+def _generator(device: torch.device) -> torch.Generator:
     """A GPU's own. PyTorch's functions for its state take a detour several times as long."""
-    if device.type != "cuda":
-        return None
     torch.cuda.init()
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]

@@ -27,6 +27,7 @@ _SWITCHES = (
     ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
     ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
     ("_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
     ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
     ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
     ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
@@ -79,6 +80,9 @@ class Settings(NamedTuple):
     switches: tuple[Any, ...]
     precisions: tuple[str, ...]
     """Of float32, for each backend and operator, as inherited."""
+
+    def __hash__(self) -> int:
+        return hash(self.precisions)  # the order of attention's kernels is a list
 
     @classmethod
     def capture(cls) -> "Settings":
@@ -168,14 +172,6 @@ def _deterministic() -> tuple[bool, bool]:
     )
 
 
-def _priority() -> tuple[int, ...]:
-    return tuple(torch._C._get_sdp_priority_order())
-
-
-def _set_priority(order: tuple[int, ...]) -> None:
-    torch._C._set_sdp_priority_order(list(order))
-
-
 def _setter_of_both(name: str) -> Callable[[Any], None]:
     put = getattr(torch._C, f"_set{name}")
     return lambda value: put(*value) if isinstance(value, tuple) else put(value)
@@ -190,6 +186,5 @@ _ACCESS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     ),
     *((getattr(torch._C, f"_get{name}"), _setter_of_both(name)) for name in _REDUCTIONS),
     (_deterministic, _set_deterministic),
-    (_priority, _set_priority),
 )
 _GETTERS = tuple(get for get, _ in _ACCESS)

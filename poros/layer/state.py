@@ -99,9 +99,10 @@ class AmbientState:
 
     @classmethod
     def capture(cls, device: torch.device, modules: Sequence[nn.Module]) -> "AmbientState":
+        device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         return cls(
             rng=RngStash.capture(device),
-            autocast=autocast_of(device),
+            autocast=tuple(map(AutocastState.capture, device_types)),
             settings=Settings.capture(),
             training=_training_flags(modules),
         )

@@ -168,13 +168,18 @@ class BlockVisit:
             PreparedModelError: If a frozen tensor was changed at rest, or by the body.
             SlotStateError: If another visit began before this one ended.
         """
-        self._require_ready()
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        if not self._is_bound:
+            raise self._unbound()
         # The bindings of now: a visit that is undone later is undone as it began.
         undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
         with self._visits.begin(self._name, undo) as require_alone:
             slot = self._manager.acquire(self.block, phase)
             version = slot.buffer._version
-            self._swap_in(adapters)
+            self.bindings.swap_in()
+            for adapter in adapters:
+                adapter.owner[adapter.key] = adapter.stand_in
             with labelled(phase.value, self._label):
                 yield slot.buffer
             require_alone()
@@ -192,7 +197,10 @@ class BlockVisit:
 
         As ``hold`` otherwise.
         """
-        self._require_ready()
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        if not self._is_bound:
+            raise self._unbound()
         undo = partial(_let_go, self._manager, self.block)
         with self._visits.begin(self._name, undo) as require_alone:
             self._manager.acquire(self.block, phase)
@@ -205,27 +213,24 @@ class BlockVisit:
 
         As ``hold`` otherwise.
         """
-        self._require_ready()
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        if not self._is_bound:
+            raise self._unbound()
         undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
         with self._visits.begin(self._name, undo) as require_alone:
-            self._swap_in(adapters)
+            self.bindings.swap_in()
+            for adapter in adapters:
+                adapter.owner[adapter.key] = adapter.stand_in
             yield
             require_alone()
             self.bindings.require_device_tensors()
 
-    def _swap_in(self, adapters: Sequence[Adapter]) -> None:
-        self.bindings.swap_in()
-        for adapter in adapters:
-            adapter.owner[adapter.key] = adapter.stand_in
-
-    def _require_ready(self) -> None:
-        self._visits.end_all()
-        self.bindings.require_at_rest()
-        if not self._is_bound:
-            raise PreparedModelError(
-                f"{self._name}: expected a place on the device for its block, found none: making "
-                "room for it failed. Call poros.restore(model)"
-            )
+    def _unbound(self) -> PreparedModelError:
+        return PreparedModelError(
+            f"{self._name}: expected a place on the device for its block, found none: making "
+            "room for it failed. Call poros.restore(model)"
+        )
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

@@ -15,10 +15,12 @@ of recordings, and what else the device has less of.
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -284,6 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="one line of JSON")
     options = parser.parse_args(argv)
     config = config_of(options.model)
     if options.layers:
@@ -292,7 +295,12 @@ def main(argv: list[str] | None = None) -> int:
         random_model(config, "nf4"), options.rank, options.dropout, use_dora=options.dora
     ).train()
     work = of_lengths(model, options) if options.lengths else measure(options, model)
-    print(f"{vars(options)}, {memory.environment(torch.device('cuda'))['device']}")
+    machine = memory.environment(torch.device("cuda"))
+    if options.out:
+        asked = {key: value for key, value in vars(options).items() if key != "out"}
+        with options.out.open("a") as file:
+            print(json.dumps({"options": asked, "machine": machine, **work}), file=file)
+    print(f"{vars(options)}, {machine['device']}")
     for name, value in work.items():
         print(f"| {name} | {value:.3f} |")
     return 0

@@ -153,6 +153,8 @@ def _budgets(model: Any, options: Any) -> list[Case]:
     # As the runtime plans, which does not know how many passes make a step.
     common = {"seq_len": options.seq, "batch_size": options.batch, "accumulation": 2}
     common |= arms.AS_OTHERS
+    if not torch.cuda.is_available():
+        common["cuda_graphs"] = False
     least = poros.plan(model, num_slots=2, **common).total_num_bytes
     most = poros.plan(model, num_slots=num_layers, keep_last=num_layers, **common).total_num_bytes
     budgets = [

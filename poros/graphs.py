@@ -67,38 +67,43 @@ class CudaRecorder(Recorder):
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._recordings: weakref.WeakSet[_CudaRecording] = weakref.WeakSet()
 
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
         if self._stream is None:
             self._stream = recording_stream(self._device)
+        if not self._recordings:
+            # Memory whose recordings are all gone cannot be recorded into again.
             self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), _without_collector():
-            # Other threads may use CUDA meanwhile: loaders do, to lock pages.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # Other threads may use CUDA meanwhile: loaders do, to lock pages.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 run()
             except BaseException:
-                self._give_up(graph)
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                self._recover()
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
-        return _CudaRecording(graph)
+        recording = _CudaRecording(graph)
+        self._recordings.add(recording)
+        return recording
 
-    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a recording that has failed, such that the device can go on."""
-        with suppress(RuntimeError):
-            graph.capture_end()
-            return
-        # The device had ended it already, a lack of memory does so. PyTorch then leaves its random
-        # numbers and its allocator as they are within one: the next that ends well puts both right.
-        with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+    def _recover(self) -> None:
+        """After a recording that has failed.
+
+        If the device has ended it, or it could not begin, PyTorch takes its random numbers for
+        recorded ones from then on (its issue 171263), until one ends well.
+        """
         nothing = torch.cuda.CUDAGraph()
-        nothing.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        nothing.capture_begin(
+            pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
+        )
         torch.empty(1, device=self._device).zero_()
         nothing.capture_end()
 
@@ -107,7 +112,7 @@ class CudaRecorder(Recorder):
 
     def forget(self) -> None:
         if self._stream is not None:
-            self._stream = self._pool = None
+            self._stream = None
             # PyTorch keeps those of cuBLAS for each stream, in memory of the recordings.
             torch._C._cuda_clearCublasWorkspaces()
 

@@ -107,6 +107,11 @@ class LayerCall:
         self._staying: StayingState | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Rows of the first of its tensors."""
+        return self.tensors[0].numel() // self.tensors[0].shape[-1] if self.tensors else 0
+
+    @property
     def needs_gradient(self) -> bool:
         return bool(self.parameters) or any(tensor.requires_grad for tensor in self.tensors)
 

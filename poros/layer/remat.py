@@ -61,6 +61,7 @@ class RematerializeLayer(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
+        call.wanted = list(map(_REQUIRES, (*call.tensors, *call.stand_ins)))
         ctx.save_for_backward(*kept)
         outputs = tuple(result.detach() for result in results)
         ctx.mark_non_differentiable(
@@ -128,7 +129,6 @@ def rematerialize(call: LayerCall, results: list[torch.Tensor] | None = None) ->
     if remains is not None:
         del results
         remains.require_none(call.layer.name)
-    call.wanted = list(map(_REQUIRES, (*call.tensors, *call.stand_ins)))
     # Autograd keeps them from here on, and lets go of them after backward.
     call.tensors = ()
     return call.result(outputs)

@@ -1,5 +1,6 @@
 """What a prepared model needs for visits that are recorded, if it has any."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -7,12 +8,15 @@ import torch
 from poros.config import StreamingPolicy
 from poros.graphs import CudaRecorder, Recorder
 from poros.kernels.dequantize import DenseWorkspace
-from poros.layer.captured import Captures
+from poros.layer.captured import MOST_FLOP, Captures
 from poros.layer.frozen import FrozenTensor
 
 
 def captures_for(
-    policy: StreamingPolicy, device: torch.device, recorder: Recorder | None
+    policy: StreamingPolicy,
+    device: torch.device,
+    recorder: Recorder | None,
+    blocks: Iterable[Sequence[FrozenTensor]],
 ) -> Captures | None:
     """The recorded visits of a model, none yet; None if all of them are to run.
 
@@ -20,6 +24,7 @@ def captures_for(
         policy: Of the model.
         device: Where it runs.
         recorder: Records; None for the device's own, if it has one.
+        blocks: The frozen tensors of the model.
     """
     if policy.cuda_graphs is False:
         return None
@@ -27,8 +32,10 @@ def captures_for(
         recorder = CudaRecorder(device)
     if recorder is None:
         return None
-    is_strict = policy.cuda_graphs is True and policy.self_check == "strict"
-    return Captures(recorder, device, is_strict)
+    if policy.cuda_graphs:
+        return Captures(recorder, device, is_strict=policy.self_check == "strict")
+    most_tokens = MOST_FLOP / (2 * max(1, _most_parameters(blocks)))
+    return Captures(recorder, device, most_tokens=most_tokens)
 
 
 def workspace_for(
@@ -45,3 +52,19 @@ def workspace_for(
     ]
     sizes = [state.shape.numel() * state.dtype.itemsize for state in states]
     return DenseWorkspace(max(sizes), device) if sizes else None
+
+
+def _most_parameters(blocks: Iterable[Sequence[FrozenTensor]]) -> int:
+    """Elements of the matrices of one layer, the largest."""
+    counts: Counter[int] = Counter()
+    for tensors in blocks:
+        for frozen in tensors:
+            shape = (
+                frozen.tensor.quant_state.shape  # type: ignore[attr-defined]
+                if frozen.is_4bit
+                else frozen.tensor.shape
+            )
+            if len(shape) > 1:
+                for layer in {layer for layer, *_ in frozen.places}:
+                    counts[layer] += shape.numel()
+    return max(counts.values(), default=0)

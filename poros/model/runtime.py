@@ -198,7 +198,7 @@ class Runtime:
             self.sizer.explain,
             self.tally,
         )
-        context.captures = captures_for(self.policy, self.device, recorder)
+        context.captures = captures_for(self.policy, self.device, recorder, inventory.blocks)
         if self.room.offload_inputs:
             context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):

@@ -37,6 +37,7 @@ from typing import Any
 from poros.config import MIN_SLOTS
 from poros.errors import PolicyError, VRAMBudgetError
 from poros.head.embedding import stays_on_host
+from poros.layer.captured import MOST_FLOP
 from poros.layout import BlockLayout, slot_sizes
 from poros.planning.request import PlanRequest, Speeds
 from poros.slots.schedule import divide
@@ -198,9 +199,12 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
         VRAMBudgetError: If not even two slots fit; it names the floor and the terms.
     """
     # What may be gone without, the first that goes last.
+    flop = 2 * request.batch_size * request.seq_len * shapes.num_linear_parameters
+    pays = flop <= MOST_FLOP * len(shapes.layers)
     choices = [
         (replays, kernels)
         for replays in ((True, False) if request.cuda_graphs is None else (request.cuda_graphs,))
+        if pays or not replays or request.cuda_graphs
         for kernels in (("peft", "fused") if request.self_check and cost.checked else ("peft",))
     ]
     for replays, kernels in choices:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import poros
-from poros.errors import PolicyError, RematerializationError
+from poros.errors import ParityError, PolicyError, RematerializationError
 from poros.gates.tape import TapeRecorder
 from poros.layer.captured import NEW
 from tests.exact.adapter_arms import adapted, differences, step
@@ -156,3 +156,49 @@ def test_graphs_on_a_cpu_are_an_error(bases: Bases) -> None:
     with pytest.raises(PolicyError, match="cuda_graphs: expected a GPU"):
         poros.prepare(model, cuda_graphs=True, device="cpu")
     assert step(model).facts
+
+
+def test_many_tokens_are_not_recorded_unless_that_is_asked_for(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is busy with them for longer than the host."""
+    from poros.model import recorded as chosen
+
+    expected = train(adapted(bases), 6, 2)
+    model = adapted(bases)
+    layer = model.base_model.model.model.layers[0]
+    matrices = [each.numel() for each in layer.parameters() if each.dim() > 1]
+    assert matrices
+    monkeypatch.setattr(chosen, "_most_parameters", lambda blocks: 10)
+    # Of two rows of 12 and of 20 tokens the first may be recorded.
+    monkeypatch.setattr(chosen, "MOST_FLOP", 2 * 10 * 30)
+    captures, recorder = recorded(model)
+    assert all(map(same_bits, train(model, 6, 2), expected))
+    assert captures.num_replays > 0 and recorder.num_recorded == 2 * 2
+    assert any("so many tokens" in reason for reason in captures.eager)
+    model = adapted(bases)
+    captures, recorder = recorded(model, cuda_graphs=True)
+    train(model, 6, 2)
+    assert recorder.num_recorded == 2 * 2 * 2
+
+
+def test_under_strict_a_recording_with_other_bits_is_an_error(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = TapeRecorder.record
+
+    def record(self: TapeRecorder, run: Callable[[], None], is_held: bool = False) -> Any:
+        recording: Any = genuine(self, run, is_held)
+        steps = recording._tape._steps
+        del steps[next(place for place, (func, *_) in enumerate(steps) if "mm" in str(func))]
+        return recording
+
+    monkeypatch.setattr(TapeRecorder, "record", record)
+    model = adapted(bases)
+    recorded(model, cuda_graphs=True)
+    with pytest.raises(ParityError, match=r"expected a recorded visit .* found others: result 0"):
+        train(model, 6, 1)
+    model = adapted(bases)
+    captures, _ = recorded(model, cuda_graphs=True, self_check="warn")
+    train(model, 6, 1)
+    assert captures.num_replays == 0

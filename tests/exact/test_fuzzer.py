@@ -70,7 +70,7 @@ def other_sign(patch: pytest.MonkeyPatch) -> None:
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         found = own(ctx, *gradients)
-        first = 1 + ctx.call.num_tensors
+        first = 3 + len(ctx.call.wanted) - len(ctx.call.stand_ins)
         return (*found[:first], *(each if each is None else -each for each in found[first:]))
 
     patch.setattr(remat.RematerializeLayer, "backward", staticmethod(backward))

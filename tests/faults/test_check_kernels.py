@@ -12,7 +12,7 @@ from poros.kernels import lora
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
 
-TOKENS = {"seq_len": 512, "batch_size": 2}
+TOKENS: Any = {"seq_len": 512, "batch_size": 2, "cuda_graphs": False}
 
 
 def build() -> Any:

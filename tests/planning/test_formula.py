@@ -224,3 +224,10 @@ def test_nothing_is_recorded_in_the_step_that_is_checked() -> None:
     both = plan(cost=cost, self_check=True, cuda_graphs=True)
     assert checked.terms["self-check"] > both.terms["recordings"] > 0
     assert both.total_num_bytes == checked.total_num_bytes
+
+
+def test_of_many_tokens_nothing_is_recorded_unless_that_is_asked_for() -> None:
+    shapes = replace(SHAPES, num_linear_parameters=8 * 10**11)  # ten tokens are too many
+    assert not plan(shapes, num_slots=2, cuda_graphs=None).replays
+    assert plan(shapes, num_slots=2, cuda_graphs=True).replays
+    assert plan(num_slots=2, cuda_graphs=None).replays

@@ -1,0 +1,152 @@
+"""Recording on a GPU, by a model of what PyTorch does about it: no GPU is needed."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from poros import graphs
+from poros.graphs import CudaRecorder
+
+
+class Cuda:
+    """What PyTorch keeps of recordings, and refuses.
+
+    Attributes:
+        is_capturing: Whether random numbers are taken for recorded ones.
+        pools: By handle, how many graphs have memory in it.
+    """
+
+    def __init__(self) -> None:
+        self.is_capturing = False
+        self.pools: dict[int, int] = {}
+        self.ends_badly = False
+
+    def handle(self) -> int:
+        self.pools[len(self.pools)] = -1  # new
+        return len(self.pools) - 1
+
+
+class Graph:
+    cuda: Cuda
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.cuda.is_capturing = True
+        if self.cuda.pools[pool] == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.cuda.pools[pool] = max(0, self.cuda.pools[pool]) + 1
+        self.pool = pool
+
+    def capture_end(self) -> None:
+        if self.cuda.ends_badly:
+            self.cuda.ends_badly = False
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.cuda.is_capturing = False
+
+    def replay(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        if hasattr(self, "pool"):
+            self.cuda.pools[self.pool] -= 1
+
+
+class Stream:
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    monkeypatch.setattr(Graph, "cuda", cuda, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", cuda.handle)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    monkeypatch.setattr(graphs, "recording_stream", lambda device: Stream())
+    return cuda
+
+
+def nothing() -> None:
+    pass
+
+
+def fail() -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_recordings_share_memory_as_long_as_there_is_one(cuda: Cuda) -> None:
+    recorder = CudaRecorder(torch.device("cpu"))
+    kept = [recorder.record(nothing) for _ in range(3)]
+    assert list(cuda.pools.values()) == [3]
+    del kept[1:]
+    kept.append(recorder.record(nothing))
+    assert list(cuda.pools.values()) == [2]
+
+
+def test_memory_whose_recordings_are_gone_is_not_recorded_into(cuda: Cuda) -> None:
+    """As when every adapter has moved."""
+    recorder = CudaRecorder(torch.device("cpu"))
+    for _ in range(3):
+        recording = recorder.record(nothing)
+        recording.replay()
+        del recording
+    assert not cuda.is_capturing and len(cuda.pools) == 3
+
+
+@pytest.mark.parametrize("ends_badly", [False, True])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_recording_that_fails_leaves_random_numbers_alone(
+    error: type[BaseException], ends_badly: bool, cuda: Cuda
+) -> None:
+    recorder = CudaRecorder(torch.device("cpu"))
+    kept = recorder.record(nothing)
+
+    def run() -> None:
+        cuda.ends_badly = ends_badly
+        raise error("no room")
+
+    with pytest.raises(error):
+        recorder.record(run)
+    assert not cuda.is_capturing
+    recorder.record(nothing)
+    del kept
+
+
+def test_control_without_recovery_random_numbers_are_taken_for_recorded_ones(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaRecorder, "_recover", lambda self: None)
+    recorder = CudaRecorder(torch.device("cpu"))
+
+    def run() -> None:
+        cuda.ends_badly = True
+        fail()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.record(run)
+    assert cuda.is_capturing
+
+
+def test_one_that_could_not_begin_leaves_them_alone_too(cuda: Cuda) -> None:
+    recorder = CudaRecorder(torch.device("cpu"))
+    kept = recorder.record(nothing)
+    cuda.pools[0] = 0  # PyTorch would say that all is gone
+    with pytest.raises(RuntimeError, match="use_count"):
+        recorder.record(nothing)
+    assert not cuda.is_capturing
+    cuda.pools[0] = 1
+    del kept
+
+
+def test_the_collector_waits_and_goes_on(cuda: Cuda) -> None:
+    import gc
+
+    seen = []
+    CudaRecorder(torch.device("cpu")).record(lambda: seen.append(gc.isenabled()))
+    assert seen == [False] and gc.isenabled()

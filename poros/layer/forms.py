@@ -119,13 +119,17 @@ class SharedMemory(FixedMemory):
         if known is None or known[0] != self._pass:
             known = fixed.filled = (self._pass, [None] * len(sources))
         filled = known[1]
+        missing = [
+            number
+            for number, (source, last) in enumerate(zip(sources, filled, strict=True))
+            if last is None or last[0]() is not source or last[1] != source._version
+        ]
+        if not missing:
+            return
         with torch.no_grad():
-            targets, values = [], []
-            for number, (target, source) in enumerate(zip(fixed.tensors, sources, strict=True)):
-                last = filled[number]
-                if last is None or last[0]() is not source or last[1] != source._version:
-                    filled[number] = weakref.ref(source), source._version
-                    targets.append(target)
-                    values.append(source.detach())
-            if targets:
-                torch._foreach_copy_(targets, values)
+            torch._foreach_copy_(
+                [fixed.tensors[number] for number in missing],
+                [sources[number].detach() for number in missing],
+            )
+        for number in missing:
+            filled[number] = weakref.ref(sources[number]), sources[number]._version

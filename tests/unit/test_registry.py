@@ -41,11 +41,12 @@ NOT_HASHED = {
         "poros.host": "disk limits mapped",
         "poros.kernels": "compose_gpu dequantize_gpu gated_gpu launching lora_gpu "
         "online_softmax_gpu row_norm_gpu",
-        # What is recorded is recorded only if that is asked for.
-        "poros.layer": "call_facts captured refused_calls",
-        "poros.model": "adapter_kinds added_adapters foreign guards measuring saving sizing stats",
+        # Records are made on a CPU, on which no visits are recorded.
+        "poros.layer": "attention call_facts captured forms proving recording refused_calls",
+        "poros.model": "adapter_kinds added_adapters foreign guards measuring recorded saving "
+        "sizing stats",
         "poros.planning": "cost_model formula meta_model planner request speeds",
-        "poros.self_check": "attention check evidence proof switches",
+        "poros.self_check": "check evidence proof switches",
         "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "
         "program shrink",

@@ -17,6 +17,7 @@ the same memory through ``.data``) between a forward and its backward is not see
 autograd.
 """
 
+import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -208,6 +209,13 @@ class LayerCall:
     def attributes_since(self, before: Any) -> bool:
         """Whether plain attributes of its modules are not as they were ``before``."""
         return bool(self._contents.attributes.changes(before))
+
+    def without_tensors(self) -> "LayerCall":
+        """The same call, which holds nothing of what it was given or has made."""
+        found = copy.copy(self)
+        found.tensors, found.offloaded, found.form = (), None, None
+        found.repeated, found.recomputed, found._staying = {}, None, None
+        return found
 
     def is_current(self) -> bool:
         """Whether the layer has the modules, settings and choice of adapters that it had."""

@@ -37,7 +37,7 @@ class CallFacts:
     """
 
     def __init__(self, call: "LayerCall", adapters: Sequence[Adapter]) -> None:
-        self._call = call
+        self._call = call.without_tensors()
         # Of its own, so that its graph meets no other one in them.
         own = {id(each): nn.Parameter(each.detach()) for each in call.parameters}
         self._stand_ins = list(own.values())

@@ -335,7 +335,8 @@ class Captures:
             for form in self._forms.get(layer.index, {}).values()
             if form.refusal is None and form.is_wanting and form.num_visits >= _LEAST_VISITS
         ]
-        if not wanted or not is_on:
+        # Memory that is made in inference mode could not be used out of it.
+        if not wanted or not is_on or torch.is_inference_mode_enabled():
             return False
         begun = time.perf_counter()
         num_before = self.num_recorded

@@ -36,6 +36,7 @@ class StreamedLayer(LayerBody):
         self._dropped_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         self._last_call: Callable[[], LayerCall | None] = lambda: None
         self._last_region: object | None = None
+        self._has_kept = False
         super().__init__(*args, **kwargs)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,7 +72,9 @@ class StreamedLayer(LayerBody):
     ) -> Any:
         """The forward with its graph kept in a recording, if it has one."""
         captures = self.context.captures
-        if captures is None or self.context.tied_adapters:
+        # The first time its bytes are checked.
+        if captures is None or self.context.tied_adapters or not self._has_kept:
+            self._has_kept = True
             return self._keep(args, kwargs)
         try:
             call = LayerCall(self, args, kwargs, contents)

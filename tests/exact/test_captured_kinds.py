@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import poros
+from poros.errors import ParityError
 from poros.gates.tape import TapeRecorder
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
@@ -302,3 +304,42 @@ def test_a_length_that_does_not_come_back_makes_way(bases: Bases) -> None:
     for forms in captures._forms.values():
         assert sum(form.forward is not None for form in forms.values()) == 4
     assert captures.num_replays >= 6 * 16 * 2 * 2
+
+
+def test_evaluation_in_inference_mode_between(bases: Bases) -> None:
+    """What is recorded then could not be replayed later, so nothing is."""
+
+    def evaluate(model: Model, number: int) -> None:
+        model.eval()
+        with torch.inference_mode():
+            model(input_ids=torch.arange(12)[None], use_cache=False)
+        model.train()
+
+    for policy in ({}, KEPT):
+        expected = train(adapted(bases, lora_dropout=0.1), 9, 1, evaluate)
+        model = adapted(bases, lora_dropout=0.1)
+        captures, _ = recorded(model, **policy)
+        assert all(map(same_bits, train(model, 9, 1, evaluate), expected))
+        assert captures.num_replays > 0
+
+
+def test_nothing_of_a_dropped_graph_is_held_for_its_form(bases: Bases) -> None:
+    model = adapted(bases)
+    recorded(model, offload_boundaries=True, self_check="off")
+    offloader = poros.runtime(model).offloader
+    for _ in range(5):
+        loss = model(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss
+        held = offloader.num_bytes
+        del loss
+    assert held == offloader.num_bytes == 2 * 12 * 64 * 2  # of two layers
+
+
+def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("poros.layer.captured._LEAST_VISITS", 1)
+    model = adapted(bases)
+    recorded(model, **KEPT)
+    poros.runtime(model).host_slab(1)[0] ^= 1
+    with pytest.raises(ParityError):
+        train(model, 3, 1)

@@ -5,6 +5,7 @@ read and written where they lay, and random numbers come from the generator's st
 recording has computed in between is poisoned as soon as somebody else may have its memory.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ class TapeRecorder(Recorder):
 
     Attributes:
         num_replays: Of all tapes.
-        last: The tape that was replayed last.
+        tapes: Those that are alive.
     """
 
     sees_operators = True
@@ -31,12 +32,14 @@ class TapeRecorder(Recorder):
         self.num_replays = 0
         self.num_recorded = 0
         self._last: Tape | None = None
+        self.tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
         tape = Tape(self, is_held)
         with tape:
             run()
         self.num_recorded += 1
+        self.tapes.add(tape)
         return _TapeRecording(tape)
 
     def give_back(self) -> None:
@@ -82,6 +85,17 @@ class Tape(TorchDispatchMode):
         self._steps.append((func, args, kwargs or {}, results))
         self._made += own
         return result
+
+    def given(self) -> list[torch.Tensor]:
+        """What it reads and has not made itself."""
+        made = {each.untyped_storage().data_ptr() for each in self._made}
+        read = [
+            each
+            for _, args, kwargs, _ in self._steps
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        ]
+        return [each for each in read if each.untyped_storage().data_ptr() not in made]
 
     def replay(self) -> None:
         # Operators below autograd and autocast, which have had their say.

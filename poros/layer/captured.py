@@ -35,7 +35,7 @@ from poros.errors import ParityError, RematerializationError, UnsupportedModelEr
 from poros.graphs import Recorder
 from poros.layer.args import tree_flatten
 from poros.layer.call_facts import CallFacts
-from poros.layer.forms import Around, Form, Kind, Replayed, SharedMemory
+from poros.layer.forms import Around, Form, Kind, LooseTensors, Replayed, SharedMemory
 from poros.layer.proving import different_ones, varies, with_steady_attention
 from poros.layer.recording import Recordings
 from poros.layer.retained import is_packed_by_others
@@ -143,7 +143,6 @@ class Captures:
                     call.layer, form, "it can run in the graph around it alone", str(error)
                 )
                 return None
-        form.in_flight = weakref.ref(call)
         call.form = form
         return results
 
@@ -184,10 +183,17 @@ class Captures:
         conditions, addresses = (kind, call.conditions()), call.addresses()
         form = forms.pop(conditions, None)
         # Moved, or with another rate of dropout?
-        if form and (form.addresses != addresses or call.attributes_since(form.attributes)):
+        if form and not (
+            form.addresses == addresses
+            and form.loose.are_the_same()
+            and not call.attributes_since(form.attributes)
+        ):
             form = None
         if form is None:
-            form = Form(kind, conditions, call.attributes, addresses)
+            loose = LooseTensors(call.layer.contents().modules())
+            form = Form(kind, conditions, call.attributes, addresses, loose)
+            if loose.are_within_others:
+                form.refuse("a module that holds tensors in a list or dictionary")
         forms[conditions] = form  # the last of them
         form.last_visit = self._num_visits[call.layer.index] = (
             self._num_visits[call.layer.index] + 1
@@ -203,6 +209,7 @@ class Captures:
         with call.layer.occupy(Phase.FORWARD):
             results: Any = replayed.run(call.tensors, self.memory)
         self.num_replays += 1
+        form.in_flight = weakref.ref(call)
         for result, (_, _, requires_grad) in zip(results, form.facts.forms, strict=True):
             result.requires_grad_(requires_grad)
         call.take_over(form.facts)
@@ -225,6 +232,7 @@ class Captures:
         with call.layer.occupy(phase), call.ambient.rng.replay():
             found = form.forward.run(call.tensors, self.memory)
             same_end = call.ends_with(RngStash.capture(self._device))
+        form.in_flight = weakref.ref(call)
         different = different_ones(found, [each.detach() for each in results], "result")
         self._settle(call, form, form.forward, different if same_end else "random numbers")
 
@@ -245,7 +253,7 @@ class Captures:
             ``call.repeated``. None if it has to run.
         """
         form = call.form
-        if form is None or not _may_replay(call, form):
+        if form is None or _is_seen(call) or not _is_there(call, form):
             return None
         replayed = self._proved(form.backwards.get(Around.capture(gradients, self._device)))
         if replayed is None:
@@ -261,14 +269,14 @@ class Captures:
     ) -> None:
         """An eager backward has run, and its terms are still there; not within a visit."""
         form = call.form
-        if form is None or form.facts is None or not _may_replay(call, form):
+        if form is None or form.facts is None or _is_seen(call):
             return
         self.eager[form.refusal or NEW] += 1
         if form.refusal is not None:
             return
         around = Around.capture(gradients, self._device)
         replayed = form.backwards.setdefault(around, None)
-        if replayed is None or replayed.is_proved:
+        if replayed is None or replayed.is_proved or not _is_there(call, form):
             return
         wanted, proof, visit = (
             [*outgoing, *call.terms()],
@@ -421,14 +429,18 @@ class Captures:
         self._recorder.forget()
 
 
-def _may_replay(call: "LayerCall", form: Form) -> bool:
-    """Whether nobody wants to see what happens within this backward, and its graph is there."""
+def _is_seen(call: "LayerCall") -> bool:
+    """Whether somebody wants to see what happens within this backward."""
     return (
-        (form.kind != "kept" or form.in_flight() is call)
-        and call.layer.context.watching_graph() is None
-        and not call.keeps_recomputed
-        and not torch._C._len_torch_dispatch_stack()
+        call.keeps_recomputed
+        or call.layer.context.watching_graph() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
     )
+
+
+def _is_there(call: "LayerCall", form: Form) -> bool:
+    """Whether what its recorded backward reads is still that of its forward."""
+    return form.kind != "kept" or form.in_flight() is call
 
 
 def _obstacle_around() -> str | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from poros.graphs import Fixed, FixedMemory, Recording
 from poros.layer.settings import Settings
@@ -66,6 +67,47 @@ class Replayed:
         ]
 
 
+class LooseTensors:
+    """Tensors that modules hold as plain attributes: neither parameters nor buffers.
+
+    A recording would go on reading the old one where another has taken its place. New attributes,
+    and those that were nothing before, are noticed by ``poros.layer.attributes``.
+
+    Args:
+        modules: Of a layer.
+
+    Attributes:
+        are_within_others: Whether a list or dictionary of a module holds tensors, which could be
+            exchanged unnoticed.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.are_within_others = False
+        self._places: list[tuple[dict[str, Any], str]] = []
+        for module in modules:
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    self._places.append((vars(module), key))
+                elif isinstance(value, list | tuple | dict) and key not in _OWN_TABLES:
+                    inner = value.values() if isinstance(value, dict) else value
+                    self.are_within_others |= any(isinstance(one, torch.Tensor) for one in inner)
+        # Held, so that an id stays its tensor's.
+        self._tensors: list[torch.Tensor] = [table[key] for table, key in self._places]
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+
+    def are_the_same(self) -> bool:
+        """Whether they are where they were."""
+        return all(
+            table.get(key) is tensor and tensor.data_ptr() == pointer
+            for (table, key), tensor, pointer in zip(
+                self._places, self._tensors, self._pointers, strict=True
+            )
+        )
+
+
+_OWN_TABLES = ("_parameters", "_buffers", "_modules")
+
+
 @dataclass
 class Form:
     """One form of call of a layer, and what is known of it."""
@@ -74,6 +116,7 @@ class Form:
     conditions: Hashable
     attributes: Any
     addresses: Any
+    loose: LooseTensors
     num_visits: int = 0
     last_visit: int = 0
     """Its number among all visits of the layer."""
@@ -89,11 +132,14 @@ class Form:
     refusal: str | None = None
     """Why nothing of it is recorded."""
     in_flight: Callable[[], object | None] = lambda: None
-    """Of layers that keep their graph: the call whose graph lies in the recording's memory."""
+    """The call whose forward was replayed last: of layers that keep their graph, that whose graph
+    lies in the recording's memory."""
 
     @property
     def is_wanting(self) -> bool:
-        """Whether something of it has come that is not recorded."""
+        """Whether something of it has come that is not recorded, and may be now."""
+        if self.kind == "kept" and self.in_flight() is not None:
+            return False
         recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
         return any(each is None for each in recorded)
 

@@ -44,6 +44,10 @@ class Recordings:
             RuntimeError: Or whatever else the layer or the device raises, if it cannot be. Some of
                 it may be recorded then.
         """
+        is_late = form.forward is not None and None in form.backwards.values()
+        if form.kind == "kept" and is_late:
+            # A backward belongs to the graph of a forward, which others have changed since.
+            form.forward, form.backwards = None, dict.fromkeys(form.backwards)
         wanted = [around for around, made in form.backwards.items() if made is None]
         proofs = [around for around, made in form.deterministic.items() if made is None]
         with (

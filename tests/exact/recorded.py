@@ -4,13 +4,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 import poros
 from poros.api import prepare_with
 from poros.gates.tape import TapeRecorder
+from poros.layer.captured import Captures
 
 Model = Any
+KEPT = {"slots": 2, "keep_last": 2}
+"""A policy under which both layers keep their graph."""
 autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 
@@ -96,3 +100,23 @@ CHANGES: dict[str, Callable[[Model, int], None] | None] = {
     "evaluation between": evaluation_between,
     "a hook comes": a_hook_comes,
 }
+
+
+def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Captures]:
+    """Have every model that is prepared from now on record on a CPU; what they record.
+
+    Args:
+        patch: Undoes it.
+        least_visits: Eager visits of a form before it is recorded.
+    """
+    made: list[Captures] = []
+
+    def captures_for(policy: Any, device: Any, recorder: Any, blocks: Any) -> Captures | None:
+        if policy.cuda_graphs is False:
+            return None
+        made.append(Captures(recorder or TapeRecorder(), device))
+        return made[-1]
+
+    patch.setattr("poros.model.runtime.captures_for", captures_for)
+    patch.setattr("poros.layer.captured._LEAST_VISITS", least_visits)
+    return made

@@ -15,11 +15,10 @@ from poros.errors import ParityError
 from poros.gates.tape import TapeRecorder
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
-from tests.exact.recorded import CHANGES, autocast, recorded, train, trained
+from tests.exact.recorded import CHANGES, KEPT, autocast, recorded, train, trained
 from tests.support import same_bits
 
 Model = Any
-KEPT = {"slots": 2, "keep_last": 2}
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -125,7 +124,7 @@ def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
             pass
 
     monkeypatch.setattr(Form, "in_flight", Unseen(), raising=False)
-    monkeypatch.setattr("poros.layer.captured._may_replay", lambda call, form: True)
+    monkeypatch.setattr("poros.layer.captured._is_there", lambda call, form: True)
     assert not all(map(same_bits, two_losses(model), expected))
 
 

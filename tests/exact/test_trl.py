@@ -22,6 +22,7 @@ from poros.gates import tiny
 from poros.gates.reference import Entry, Trajectory, compare_trajectories
 from poros.gates.trainer_parity import ADAPTER_FILES, train_with_trainer
 from poros.head.host_matrix import HostMatrix
+from tests.exact.recorded import record_on_tapes
 from tests.support import prepare_plain
 
 trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
@@ -206,6 +207,22 @@ def test_sft(kind: str, tmp_path: Path) -> None:
     assert arguments.bf16 == (kind != "no autocast")
     assert arguments.gradient_checkpointing == (kind != "no checkpointing")
     assert dtypes(arms.model) == {torch.bfloat16}, "TRL casts the adapters of 4-bit models"
+
+
+@pytest.mark.parametrize("keep_last", [0, 1])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_visits_that_are_replayed(
+    kind: str, keep_last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of changing lengths, and DPO's reference pass, which takes no gradients."""
+    made = record_on_tapes(monkeypatch)
+    arms = {
+        "sft": lambda: Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS),
+        "dpo": lambda: Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
+    }[kind]()
+    monkeypatch.setattr(f"{__name__}.NUM_STEPS", 8)
+    check(arms, {"keep_last": keep_last, "slots": 2 + keep_last}, pad_to_multiple_of=16)
+    assert sum(captures.num_replays for captures in made) > 0
 
 
 def test_sft_on_completions_only_with_evaluation(tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ class Captures:
         form = call.form = self._form_of(call, "recomputed")
         if form is None:
             return call.forward()
-        return self._replay_forward(call, form) or self._run_forward(call, form)
+        results = self._replay_forward(call, form)
+        return self._run_forward(call, form) if results is None else results
 
     def kept(self, call: "LayerCall") -> list[torch.Tensor] | None:
         """The same of one that keeps its graph; None if it is to run in the graph around it.
@@ -278,13 +279,10 @@ class Captures:
         replayed = form.backwards.setdefault(around, None)
         if replayed is None or replayed.is_proved or not _is_there(call, form):
             return
-        wanted, proof, visit = (
-            [*outgoing, *call.terms()],
-            form.deterministic.get(around),
-            call.layer.visit,
-        )
+        wanted, proof = [*outgoing, *call.terms()], form.deterministic.get(around)
         if proof is not None:
-            with visit(Phase.BACKWARD, form.facts.adapters), call.ambient.rng.replay():
+            own_visit = call.layer.visit(Phase.BACKWARD, form.facts.adapters)
+            with own_visit, call.ambient.rng.replay():
                 wanted = with_steady_attention(form.facts, tensors, gradients, around)
         is_kept = proof is None and form.kind == "kept"
         try:

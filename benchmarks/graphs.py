@@ -2,7 +2,7 @@
 
     python -m benchmarks.graphs qwen2.5-7b --seq 512 --slots 2
     python -m benchmarks.graphs qwen2.5-7b --seq 512 --slots 28 --keep-last 28
-    python -m benchmarks.graphs qwen2.5-7b --layers 8 --lengths 200
+    python -m benchmarks.graphs small --lengths 1000
 
 One model, streamed by Poros, with visits that run and then with visits that are replayed, in turns.
 The floor is phase by phase: the larger of copies and kernels of the forward, plus the same of the
@@ -30,7 +30,10 @@ from benchmarks import memory
 from benchmarks.forecast import copy_rate
 from benchmarks.loops import make_optimizer
 from benchmarks.models import config_of, random_model, with_lora
+from benchmarks.visits import small_model
 from benchmarks.work import Work, batch_of
+from poros.api import prepare_with
+from poros.gates.tape import TapeRecorder
 from poros.layer.streamed import streamed_layer
 
 Figures = dict[str, float]
@@ -148,36 +151,29 @@ def used_besides() -> int:
     return whole - free - torch.cuda.memory_reserved()
 
 
-def of_lengths(model: Any, options: argparse.Namespace) -> Figures:
+def of_lengths(num_batches: int) -> Figures:
     """Shares of replayed visits over batches of one row whose lengths are spread.
 
-    Lengths are drawn from a lognormal distribution (median 200 tokens, sigma 0.6), as they are and
-    padded to the next multiple.
+    Which visits are replayed does not hang on the device: a small model on the CPU shows it, whose
+    recordings are replayed by a stand-in. Lengths are drawn from a lognormal distribution (median
+    200 tokens, sigma 0.6), as they are and padded to the next multiple.
     """
-    device = torch.device("cuda")
     found: Figures = {}
-    for multiple in (1, 32, 64, 128):
+    for multiple in (1, 16, 64, 128, 256):
+        model = small_model(1, 4).train()
+        policy = poros.StreamingPolicy(self_check="off", allow_unvalidated=True, device="cpu")
+        prepare_with(model, policy, recorder=TapeRecorder())
+        captures = poros.runtime(model).context.captures
         generator = torch.Generator().manual_seed(3)
-        drawn = (5.3 + 0.6 * torch.randn(options.lengths, generator=generator)).exp().int().tolist()
-        poros.prepare(model, slots=2, self_check="off", allow_unvalidated=True, cuda_graphs=True)
-        run = Run(model, device, 64)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+        drawn = (5.3 + 0.6 * torch.randn(num_batches, generator=generator)).exp().int().tolist()
         for length in drawn:
-            run.use(-(-length // multiple) * multiple)
-            run.forward().backward()
-            run.update()
-        torch.cuda.synchronize()
-        name = f"padded to {multiple}"
-        found[f"{name}: ms a step"] = (time.perf_counter() - began) * 1e3 / len(drawn)
-        captures = run.runtime.context.captures
+            tokens = torch.zeros(1, -(-length // multiple) * multiple, dtype=torch.long)
+            model(input_ids=tokens, labels=tokens).loss.backward()
         visits = captures.num_replays + sum(captures.eager.values())
-        found[f"{name}: share replayed"] = captures.num_replays / visits
-        found[f"{name}: recordings"] = captures.num_recorded
-        found[f"{name}: recording, s"] = captures.recording_ms / 1e3
-        found[f"{name}: pools, GB"] = pools_num_bytes() / 1e9
-        del run, captures
-        poros.restore(model)
+        found[f"padded to {multiple}: share replayed"] = captures.num_replays / visits
+        found[f"padded to {multiple}: recordings a hundred steps"] = (
+            100 * captures.num_recorded / num_batches
+        )
     return found
 
 
@@ -281,20 +277,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--dora", action="store_true")
-    parser.add_argument("--lengths", type=int, default=0, help="batches of lengths that vary")
+    parser.add_argument(
+        "--lengths", type=int, default=0, help="so many batches of lengths that vary, on the CPU"
+    )
     parser.add_argument("--loss", default="chunked")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, help="one line of JSON")
     options = parser.parse_args(argv)
+    if options.lengths:
+        torch.set_num_threads(1)
+        for name, value in of_lengths(options.lengths).items():
+            print(f"| {name} | {value:.3f} |")
+        return 0
     config = config_of(options.model)
     if options.layers:
         config.num_hidden_layers = options.layers
     model = with_lora(
         random_model(config, "nf4"), options.rank, options.dropout, use_dora=options.dora
     ).train()
-    work = of_lengths(model, options) if options.lengths else measure(options, model)
+    work = measure(options, model)
     machine = memory.environment(torch.device("cuda"))
     if options.out:
         asked = {key: value for key, value in vars(options).items() if key != "out"}

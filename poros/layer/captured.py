@@ -38,8 +38,8 @@ from poros.layer.call_facts import CallFacts
 from poros.layer.forms import Around, Form, Kind, LooseTensors, Replayed, SharedMemory
 from poros.layer.proving import different_ones, varies, with_steady_attention
 from poros.layer.recording import Recordings
-from poros.layer.retained import is_packed_by_others
 from poros.layer.rng import RngStash
+from poros.layer.watched import is_seen, obstacle_around
 from poros.slots.schedule import Phase
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LEAST_VISITS = 2
-"""Eager visits of a form before it is recorded."""
+"""Eager visits of a form before it is recorded; one more for each recording of the layer that had
+to make way before it was worth its while."""
+_LEAST_REPLAYS = 4
+"""From which on a recording was: it takes about as long as two visits that run."""
 _MOST_RECORDED = 4
 """Forms of one layer that are recorded at a time; of a layer that keeps its graph, one."""
 _IDLE_VISITS = 16
@@ -107,6 +110,7 @@ class Captures:
         self._most_tokens = most_tokens
         self._forms: dict[int, dict[Any, Form]] = {}
         self._num_visits: Counter[int] = Counter()
+        self._num_wasted: Counter[int] = Counter()
 
     # ------------------------------------------------------------------ forwards
 
@@ -131,7 +135,7 @@ class Captures:
             return None
         results = self._replay_forward(call, form)
         if results is None:
-            if form.refusal is not None or form.num_visits < _LEAST_VISITS - 1:
+            if form.refusal is not None or form.num_visits < self._least_visits(call.layer) - 1:
                 # Nothing is recorded of it yet, so nothing has to be known of it.
                 self.eager[form.refusal or NEW] += 1
                 form.num_visits += 1
@@ -157,6 +161,7 @@ class Captures:
             with call.layer.occupy(Phase.INFERENCE):
                 results = replayed.run(call.tensors, self.memory)
             self.num_replays += 1
+            form.num_replays += 1
             call.take_over(form.facts)
             return call.unpack_results(results)
         returned = run()
@@ -172,7 +177,7 @@ class Captures:
 
     def _form_of(self, call: "LayerCall", kind: Kind) -> Form | None:
         """The form of a call whose forward comes now; None if it is not to be replayed."""
-        reason = call.obstacle(kind) or _obstacle_around()
+        reason = call.obstacle(kind) or obstacle_around()
         if not self.is_on:
             reason = "no room for recordings in the budget"
         elif call.num_tokens > self._most_tokens:
@@ -210,6 +215,7 @@ class Captures:
         with call.layer.occupy(Phase.FORWARD):
             results: Any = replayed.run(call.tensors, self.memory)
         self.num_replays += 1
+        form.num_replays += 1
         form.in_flight = weakref.ref(call)
         for result, (_, _, requires_grad) in zip(results, form.facts.forms, strict=True):
             result.requires_grad_(requires_grad)
@@ -254,7 +260,7 @@ class Captures:
             ``call.repeated``. None if it has to run.
         """
         form = call.form
-        if form is None or _is_seen(call) or not _is_there(call, form):
+        if form is None or is_seen(call) or not _is_there(call, form):
             return None
         replayed = self._proved(form.backwards.get(Around.capture(gradients, self._device)))
         if replayed is None:
@@ -270,7 +276,7 @@ class Captures:
     ) -> None:
         """An eager backward has run, and its terms are still there; not within a visit."""
         form = call.form
-        if form is None or form.facts is None or _is_seen(call):
+        if form is None or form.facts is None or is_seen(call):
             return
         self.eager[form.refusal or NEW] += 1
         if form.refusal is not None:
@@ -339,7 +345,9 @@ class Captures:
             (layer, form)
             for layer in layers
             for form in self._forms.get(layer.index, {}).values()
-            if form.refusal is None and form.is_wanting and form.num_visits >= _LEAST_VISITS
+            if form.refusal is None
+            and form.is_wanting
+            and form.num_visits >= self._least_visits(layer)
         ]
         # Memory that is made in inference mode could not be used out of it.
         if not wanted or not is_on or torch.is_inference_mode_enabled():
@@ -385,7 +393,11 @@ class Captures:
         if self._num_visits[layer.index] - oldest.last_visit < _IDLE_VISITS:
             return False
         del forms[oldest.conditions]
+        self._num_wasted[layer.index] += oldest.num_replays < _LEAST_REPLAYS
         return True
+
+    def _least_visits(self, layer: "LayerBody") -> int:
+        return _LEAST_VISITS + self._num_wasted[layer.index]
 
     def _settle(
         self, call: "LayerCall", form: Form, replayed: Replayed, different: str | None
@@ -427,22 +439,6 @@ class Captures:
         self._recorder.forget()
 
 
-def _is_seen(call: "LayerCall") -> bool:
-    """Whether somebody wants to see what happens within this backward."""
-    return (
-        call.keeps_recomputed
-        or call.layer.context.watching_graph() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
-
-
 def _is_there(call: "LayerCall", form: Form) -> bool:
     """Whether what its recorded backward reads is still that of its forward."""
     return form.kind != "kept" or form.in_flight() is call
-
-
-def _obstacle_around() -> str | None:
-    """What somebody does around this call that a replay would not show."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return "operators that are watched"
-    return "saved tensors that are packed" if is_packed_by_others() else None

@@ -120,6 +120,8 @@ class Form:
     num_visits: int = 0
     last_visit: int = 0
     """Its number among all visits of the layer."""
+    num_replays: int = 0
+    """Of its forward."""
     facts: "CallFacts | None" = None
     """What an eager forward has found, for those that replay."""
     forward: Replayed | None = None

@@ -202,3 +202,19 @@ def test_under_strict_a_recording_with_other_bits_is_an_error(
     captures, _ = recorded(model, cuda_graphs=True, self_check="warn")
     train(model, 6, 1)
     assert captures.num_replays == 0
+
+
+def test_recordings_that_do_not_pay_make_the_next_ones_rarer(bases: Bases) -> None:
+    """Lengths that come twice, and not again."""
+    model = adapted(bases)
+    captures, recorder = recorded(model, self_check="off")
+    for length in range(8, 40):
+        for _ in range(2):
+            tokens = torch.arange(length)[None]
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    # Of two layers: as many forms as there are places, and one that another made way for.
+    assert recorder.num_recorded == 2 * 2 * (4 + 1)
+    assert captures.num_replays == 0
+    for _ in range(8):  # what comes often is recorded all the same
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert captures.num_replays > 0

@@ -42,7 +42,8 @@ NOT_HASHED = {
         "poros.kernels": "compose_gpu dequantize_gpu gated_gpu launching lora_gpu "
         "online_softmax_gpu row_norm_gpu",
         # Records are made on a CPU, on which no visits are recorded.
-        "poros.layer": "attention call_facts captured forms proving recording refused_calls",
+        "poros.layer": "attention call_facts captured forms proving recording refused_calls "
+        "watched",
         "poros.model": "adapter_kinds added_adapters foreign guards measuring recorded saving "
         "sizing stats",
         "poros.planning": "cost_model formula meta_model planner request speeds",

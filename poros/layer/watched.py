@@ -1,0 +1,26 @@
+"""Whether somebody watches what a layer computes, which a replay would not show."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from poros.layer.retained import is_packed_by_others
+
+if TYPE_CHECKING:
+    from poros.layer.call import LayerCall
+
+
+def is_seen(call: "LayerCall") -> bool:
+    """Whether somebody wants to see what happens within this backward."""
+    return (
+        call.keeps_recomputed
+        or call.layer.context.watching_graph() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def obstacle_around() -> str | None:
+    """What somebody does around this call that a replay would not show."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return "operators that are watched"
+    return "saved tensors that are packed" if is_packed_by_others() else None

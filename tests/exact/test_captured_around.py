@@ -166,3 +166,22 @@ def test_a_tensor_that_a_module_exchanges(
     found, captures = run(True)
     assert all(map(same_bits, found, expected))
     assert (captures.num_replays > 0) != in_a_list
+
+
+REPLAYED = dict.fromkeys(["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"])
+RUN = {"gemma4": "tensors that layers share", "mixtral": "hooks", "qwen3_moe": "hooks"}
+
+
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+@pytest.mark.parametrize(("architecture", "reason"), {**REPLAYED, **RUN}.items())
+def test_promised_architectures(
+    architecture: str, reason: str | None, policy: dict[str, Any], bases: Bases
+) -> None:
+    """Layers that share keys and values, or whose routers are recorded by hooks, run as always."""
+    options = {} if architecture == "qwen3_moe" else {"lora_dropout": 0.1}
+    expected = train(adapted(bases, architecture, **options), 7, 1)
+    model = adapted(bases, architecture, **options)
+    captures, _ = recorded(model, **policy)
+    assert all(map(same_bits, train(model, 7, 1), expected))
+    assert (captures.num_replays > 0) == (reason is None)
+    assert reason is None or reason in captures.eager

@@ -97,9 +97,12 @@ class CudaRecorder(Recorder):
     def _recover(self) -> None:
         """After a recording that has failed.
 
-        If the device has ended it, or it could not begin, PyTorch takes its random numbers for
-        recorded ones from then on (its issue 171263), until one ends well.
+        If the device has ended it, or it could not begin, PyTorch takes memory and random numbers
+        for recorded ones from then on (its issue 171263), the latter until one ends well.
         """
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, self._pool)
         nothing = torch.cuda.CUDAGraph()
         nothing.capture_begin(
             pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"

@@ -16,12 +16,19 @@ class Cuda:
     Attributes:
         is_capturing: Whether random numbers are taken for recorded ones.
         pools: By handle, how many graphs have memory in it.
+        underway: Those that take the memory of a recording now. Nothing can be given back then.
     """
 
     def __init__(self) -> None:
         self.is_capturing = False
         self.pools: dict[int, int] = {}
+        self.underway: set[int] = set()
         self.ends_badly = False
+
+    def end(self, device: int, pool: int) -> None:
+        if pool not in self.underway:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.underway.remove(pool)
 
     def handle(self) -> int:
         self.pools[len(self.pools)] = -1  # new
@@ -36,6 +43,9 @@ class Graph:
         self.cuda.is_capturing = True
         if self.cuda.pools[pool] == 0:
             raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        if pool in self.cuda.underway:
+            raise RuntimeError("already recording to mempool_id")
+        self.cuda.underway.add(pool)
         self.cuda.pools[pool] = max(0, self.cuda.pools[pool]) + 1
         self.pool = pool
 
@@ -43,7 +53,10 @@ class Graph:
         if self.cuda.ends_badly:
             self.cuda.ends_badly = False
             raise RuntimeError("operation failed due to a previous error during capture")
+        if not hasattr(self, "pool"):
+            raise RuntimeError("capture_end() called before capture_begin()")
         self.cuda.is_capturing = False
+        self.cuda.underway.remove(self.pool)
 
     def replay(self) -> None:
         pass
@@ -66,7 +79,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", cuda.handle)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(graphs, "recording_stream", lambda device: Stream())
     return cuda
@@ -113,7 +127,7 @@ def test_a_recording_that_fails_leaves_random_numbers_alone(
 
     with pytest.raises(error):
         recorder.record(run)
-    assert not cuda.is_capturing
+    assert not cuda.is_capturing and not cuda.underway
     recorder.record(nothing)
     del kept
 

@@ -134,8 +134,9 @@ class Captures:
             self.eager["a second forward before the backward of the first"] += 1
             return None
         results = self._replay_forward(call, form)
+        least = _LEAST_VISITS + self._num_wasted[call.layer.index]
         if results is None:
-            if form.refusal is not None or form.num_visits < self._least_visits(call.layer) - 1:
+            if form.refusal is not None or form.num_visits < least - 1:
                 # Nothing is recorded of it yet, so nothing has to be known of it.
                 self.eager[form.refusal or NEW] += 1
                 form.num_visits += 1
@@ -177,11 +178,12 @@ class Captures:
 
     def _form_of(self, call: "LayerCall", kind: Kind) -> Form | None:
         """The form of a call whose forward comes now; None if it is not to be replayed."""
-        reason = call.obstacle(kind) or obstacle_around()
         if not self.is_on:
-            reason = "no room for recordings in the budget"
+            reason: str | None = "no room for recordings in the budget"
         elif call.num_tokens > self._most_tokens:
             reason = "so many tokens that the device is busy anyway"
+        else:
+            reason = call.obstacle(kind) or obstacle_around()
         if reason is not None:
             self.eager[reason] += 1
             return None
@@ -341,40 +343,45 @@ class Captures:
         if not is_on and self.is_on:
             self.forget()
         self.is_on = is_on
-        wanted = [
-            (layer, form)
-            for layer in layers
-            for form in self._forms.get(layer.index, {}).values()
-            if form.refusal is None
-            and form.is_wanting
-            and form.num_visits >= self._least_visits(layer)
-        ]
-        # Memory that is made in inference mode could not be used out of it.
-        if not wanted or not is_on or torch.is_inference_mode_enabled():
-            return False
+        # A model that is called within a backward is checkpointed. Memory that is made in inference
+        # mode could not be used out of it.
+        is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
+        wanted = [] if is_within or not is_on else self._wanted(layers)
         begun = time.perf_counter()
-        num_before = self.num_recorded
-        # What visits that ran have left behind, replayed ones cannot have.
-        self._recorder.give_back()
+        num_before, has_given_back = self.num_recorded, False
         for layer, form in wanted:
-            self._record(layer, form)
+            if self._is_ready(layer, form):
+                if not has_given_back:
+                    # What visits that ran have left behind, replayed ones cannot have.
+                    self._recorder.give_back()
+                has_given_back = True
+                self._record(layer, form)
         if self.num_recorded > num_before:
             took = (time.perf_counter() - begun) * 1000
             self.recording_ms += took
-            logger.info(
-                "poros: recorded %d visits of layers in %.1f s",
-                self.num_recorded - num_before,
-                took / 1000,
-            )
+            number = self.num_recorded - num_before
+            logger.info("poros: recorded %d visits of layers in %.1f s", number, took / 1000)
         return self.num_recorded > num_before
 
+    def _wanted(self, layers: Sequence["LayerBody"]) -> list[tuple["LayerBody", Form]]:
+        found = []
+        for layer in layers:
+            least = _LEAST_VISITS + self._num_wasted[layer.index]
+            found += [
+                (layer, form)
+                for form in self._forms.get(layer.index, {}).values()
+                if form.num_visits >= least and form.refusal is None and form.is_wanting
+            ]
+        return found
+
+    def _is_ready(self, layer: "LayerBody", form: Form) -> bool:
+        """Whether it can be recorded now: adapters may be switched off for a while, for one."""
+        is_current = form.facts is not None and form.facts.are_current(form.addresses)
+        return is_current and (form.forward is not None or self._makes_way(layer, form))
+
     def _record(self, layer: "LayerBody", form: Form) -> None:
-        if form.facts is None or not form.facts.are_current(form.addresses):
-            return  # adapters that are switched off for a while, for one
-        if form.forward is None and not self._makes_way(layer, form):
-            return
         try:
-            self._recordings.record(layer, form, form.facts)
+            self._recordings.record(layer, form)
             self.num_recorded += 1
         except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
             self._refuse(layer, form, f"cannot be recorded: {str(error).splitlines()[0]}")
@@ -395,9 +402,6 @@ class Captures:
         del forms[oldest.conditions]
         self._num_wasted[layer.index] += oldest.num_replays < _LEAST_REPLAYS
         return True
-
-    def _least_visits(self, layer: "LayerBody") -> int:
-        return _LEAST_VISITS + self._num_wasted[layer.index]
 
     def _settle(
         self, call: "LayerCall", form: Form, replayed: Replayed, different: str | None

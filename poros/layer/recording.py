@@ -37,13 +37,16 @@ class Recordings:
         self._recorder = recorder
         self._memory = memory
 
-    def record(self, layer: "LayerBody", form: Form, facts: "CallFacts") -> None:
+    def record(self, layer: "LayerBody", form: Form) -> None:
         """Record what is wanted of ``form``. Not within a visit.
 
         Raises:
             RuntimeError: Or whatever else the layer or the device raises, if it cannot be. Some of
                 it may be recorded then.
         """
+        facts = form.facts
+        if facts is None:
+            return
         is_late = form.forward is not None and None in form.backwards.values()
         if form.kind == "kept" and is_late:
             # A backward belongs to the graph of a forward, which others have changed since.

@@ -218,3 +218,40 @@ def test_recordings_that_do_not_pay_make_the_next_ones_rarer(bases: Bases) -> No
     for _ in range(8):  # what comes often is recorded all the same
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     assert captures.num_replays > 0
+
+
+def test_memory_is_given_back_only_when_something_is_recorded(bases: Bases) -> None:
+    """On a GPU the host waits for the device then."""
+    model = adapted(bases)
+    captures, recorder = recorded(model, self_check="off")
+    calls: list[int] = []
+    recorder.give_back = lambda: calls.append(captures.num_recorded)  # type: ignore[method-assign]
+    for _ in range(8):
+        for length in range(8, 13):  # one more than there are places for
+            tokens = torch.arange(length)[None]
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert captures.num_replays > 0
+    assert 0 < len(calls) == len(set(calls)) <= 2 * 4
+
+
+def test_nothing_is_recorded_within_a_backward(bases: Bases) -> None:
+    """Under a checkpoint around all of the model its forward runs once more in the backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = adapted(bases)
+    _, recorder = recorded(model, self_check="off")
+    begin, places = recorder.record, []
+
+    def record(run: Callable[[], None], is_held: bool = False) -> Any:
+        places.append(torch._C._current_graph_task_id())
+        return begin(run, is_held)
+
+    recorder.record = record  # type: ignore[method-assign]
+    embedded = torch.randn(1, 12, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def loss(hidden: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=hidden, use_cache=False).logits.float().sum()
+
+    for _ in range(6):
+        checkpoint(loss, embedded, use_reentrant=True).backward()
+    assert set(places) <= {-1} and recorder.num_recorded > 0

@@ -1,0 +1,97 @@
+"""Whole runs with recorded visits on a GPU: 200 steps of a real size, a Trainer, resuming."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+import poros
+from poros.gates import tiny
+from poros.gates.reference import compare_trajectories
+from tests.exact.trainer_arms import FULL, RESUME_AT, Arms, check_not_vacuous
+from tests.gpu.models import BF16, Model, model_of, same, same_runs, train, trained
+from tests.support import prepare_plain, same_bits
+
+pytestmark = pytest.mark.gpu
+
+NUM_STEPS = 200
+LENGTHS = (384, 256, 384)
+HALF_A_BILLION = Qwen2Config(
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    vocab_size=2048,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
+)
+
+
+def losses_and_adapters(model: Model) -> list[torch.Tensor]:
+    """Of 200 steps on batches of two lengths; the random state at the end."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(2)
+    losses = []
+    for number in range(NUM_STEPS):
+        length = LENGTHS[number % len(LENGTHS)]
+        tokens = torch.randint(0, 2048, (1, length), generator=generator).cuda()
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    adapters = [each.detach().clone() for each in trained(model)]
+    return [*losses, *adapters, torch.cuda.get_rng_state()]
+
+
+def half_a_billion(folder: Path) -> Model:
+    if not folder.exists():
+        tiny.write_checkpoint(HALF_A_BILLION, folder, dtype=BF16)
+    base = tiny.load_base(folder, dtype=BF16, device="cuda")
+    torch.manual_seed(0)
+    return tiny.attach_lora(base, rank=16, dropout=0.05).train()
+
+
+def test_two_hundred_steps_of_half_a_billion_parameters(tmp_path: Path) -> None:
+    expected = losses_and_adapters(half_a_billion(tmp_path / "base"))
+    model = half_a_billion(tmp_path / "base")
+    poros.prepare(model, slots=2, keep_last=0, loss="reference", cuda_graphs=True)
+    found = losses_and_adapters(model)
+    captures = poros.runtime(model).context.captures
+    print(captures.num_replays, dict(captures.eager))
+    assert same_runs(found, expected)
+    assert captures.num_replays > 0.9 * NUM_STEPS * 24 * 2
+    # Something was learned, and something drawn.
+    assert not same(found[0], found[NUM_STEPS - 1])
+
+
+@pytest.mark.parametrize("keep_last", [0, 4])
+def test_a_trainer_that_evaluates_and_resumes(keep_last: int, tmp_path: Path) -> None:
+    replayed = partial(prepare_plain, slots=4, keep_last=keep_last, cuda_graphs=True)
+    arms = Arms.make(tmp_path, torch.float32, "cuda")
+    expected = arms.run("resident", **FULL)
+    check_not_vacuous(expected)
+    assert compare_trajectories(expected, arms.run("streamed", replayed, **FULL)) == []
+    assert poros.runtime(arms.model).stats()["num_replayed_visits"] > 0
+    resumed = arms.run("resumed", replayed, arms.checkpoint("streamed", RESUME_AT), **FULL)
+    assert poros.runtime(arms.model).stats()["num_replayed_visits"] > 0
+    assert arms.log_history("resumed") == arms.log_history("resident")
+    for name, weight in expected.steps[-1].weights.items():
+        assert same_bits(weight, resumed.steps[-1].weights[name]), name
+
+
+@pytest.mark.parametrize("architecture", ["gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe"])
+def test_architectures_with_more_than_layers_that_repeat(architecture: str, tmp_path: Path) -> None:
+    """Shared keys and values, routed experts: what cannot be replayed runs, to the same bits."""
+    options = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    expected = train(model_of(tmp_path, architecture, **options))
+    model = model_of(tmp_path, architecture, **options)
+    poros.prepare(model, slots=2, keep_last=0, loss="reference", cuda_graphs=True)
+    assert same_runs(train(model), expected)
+    captures = poros.runtime(model).context.captures
+    print(architecture, captures.num_replays, dict(captures.eager))
+    assert captures.num_replays or captures.eager

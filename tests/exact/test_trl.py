@@ -5,185 +5,19 @@ model ignores), adapters of a 4-bit model cast to bf16 by the trainer, its own c
 loss, computed from the head's weight. The trainers are subclassed only to listen.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedTokenizerFast
 
-import poros
-from poros.gates import tiny
-from poros.gates.reference import Entry, Trajectory, compare_trajectories
-from poros.gates.trainer_parity import ADAPTER_FILES, train_with_trainer
+from poros.gates.reference import Trajectory, compare_trajectories
 from poros.head.host_matrix import HostMatrix
 from tests.exact.recorded import record_on_tapes
+from tests.exact.trl_arms import COMPLETIONS, PREFERENCES, TEXTS, Arms, Prepare, check, trl
 from tests.support import prepare_plain
-
-trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
-datasets = pytest.importorskip("datasets", reason="trl needs datasets")
-
-NUM_LAYERS = 3
-NUM_STEPS = 2
-WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"
-Prepare = Callable[..., Any]
-
-
-def sentence(number: int, length: int) -> str:
-    words = WORDS.split()
-    return " ".join(words[(number * 7 + 3 * each) % len(words)] for each in range(length))
-
-
-TEXTS = [{"text": sentence(number, 6 + number % 9)} for number in range(24)]
-COMPLETIONS = [
-    {"prompt": sentence(number, 5), "completion": sentence(number + 1, 4 + number % 5)}
-    for number in range(24)
-]
-PREFERENCES = [
-    {
-        "prompt": sentence(number, 5 + number % 3),
-        "chosen": sentence(number + 1, 4 + number % 4),
-        "rejected": sentence(number + 2, 3 + number % 6),
-    }
-    for number in range(24)
-]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer, made on the spot."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    known = ["<pad>", "<bos>", "<eos>", "<unk>", *dict.fromkeys(WORDS.split())]
-    words = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>")
-    )
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-    )
-
-
-class Arms:
-    """Runs a trainer on a resident and on a prepared model, made from equal bytes.
-
-    Args:
-        folder: Where the checkpoint and the outputs go.
-        trainer_class: Of TRL.
-        arguments_class: Its arguments.
-        rows: The training rows.
-        dtype: Of the base, and of its 4-bit computation.
-        quantize: Whether the base is NF4.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        trainer_class: type,
-        arguments_class: type,
-        rows: list[dict[str, str]],
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        quantize: bool = True,
-    ) -> None:
-        self.folder = folder
-        self.trainer_class = trainer_class
-        self.arguments_class = arguments_class
-        self.rows = rows
-        self.dtype = dtype
-        self.quantize = quantize
-        self.trainer: Any = None
-        """The trainer of the latest run."""
-        self.eval_rows: list[dict[str, str]] | None = None
-        config = tiny.small_config("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
-        tiny.write_checkpoint(config, folder / "base", dtype=dtype)
-
-    def base(self) -> Any:
-        return tiny.load_base(self.folder / "base", dtype=self.dtype, quantize=self.quantize)
-
-    def run(
-        self, prepare: Prepare | None = None, *, attach_in_trainer: bool = False, **options: Any
-    ) -> Trajectory:
-        """One training run; the adapter is made by the caller, or by the trainer."""
-        extra: dict[str, Any] = {}
-        if attach_in_trainer:
-            model = self.base()
-            extra["peft_config"] = LoraConfig(
-                r=4, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM"
-            )
-        else:
-            model = tiny.attach_lora(self.base(), dropout=0.05)
-            model = model if prepare is None else prepare(model)
-        arguments = self.arguments_class(
-            output_dir=str(self.folder / "run"),
-            max_steps=NUM_STEPS,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            **options,
-        )
-        owner = self
-
-        class Prepared(self.trainer_class):  # type: ignore[misc, name-defined]
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                owner.trainer = self
-                if attach_in_trainer and prepare is not None:
-                    prepare(self.model)
-
-        torch.manual_seed(3)
-        trajectory = train_with_trainer(
-            model,
-            arguments,
-            datasets.Dataset.from_list(self.rows),
-            eval_dataset=self.eval_rows and datasets.Dataset.from_list(self.eval_rows),
-            trainer_class=Prepared,
-            processing_class=tokenizer(),
-            **extra,
-        )
-        for number, line in enumerate(self.trainer.state.log_history):
-            for key, value in line.items():
-                if isinstance(value, int | float) and not key.endswith(("runtime", "per_second")):
-                    logged = torch.tensor(value, dtype=torch.float64)
-                    trajectory.extras.append(Entry("log", f"line {number}, {key}", logged))
-        return trajectory
-
-    @property
-    def model(self) -> Any:
-        """The model of the latest run."""
-        return self.trainer.model
-
-
-def check(arms: Arms, policy: dict[str, Any] | None = None, **options: Any) -> Trajectory:
-    """Both arms, compared in every bit; the streamed run."""
-    expected = arms.run(**options)
-    found = arms.run(partial(prepare_plain, **(policy or {})), **options)
-    assert [str(each) for each in compare_trajectories(expected, found)] == []
-    assert poros.runtime(arms.model).self_check["status"] == "passed"
-    assert poros.runtime(arms.model).stats()["num_loads"] > 0
-    # Equal runs show something only if there is something in them.
-    assert len(found.steps) == NUM_STEPS
-    for step in found.steps:
-        assert step.losses and all(bool(each.isfinite()) for each in step.losses)
-        assert len(step.gradients) == len(step.exp_avg) == 2 * 7 * NUM_LAYERS
-    assert all(bool(each.any()) for each in found.steps[-1].gradients.values())
-    losses = [float(each) for step in found.steps for each in step.losses]
-    assert len(set(losses)) == len(losses)
-    assert sum(entry.quantity == ADAPTER_FILES for entry in found.extras) >= 2
-    return found
 
 
 def dtypes(model: Any) -> set[torch.dtype]:
@@ -220,7 +54,7 @@ def test_visits_that_are_replayed(
         "sft": lambda: Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS),
         "dpo": lambda: Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
     }[kind]()
-    monkeypatch.setattr(f"{__name__}.NUM_STEPS", 8)
+    arms.num_steps = 8
     check(arms, {"keep_last": keep_last, "slots": 2 + keep_last}, pad_to_multiple_of=16)
     assert sum(captures.num_replays for captures in made) > 0
 

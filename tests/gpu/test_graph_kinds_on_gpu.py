@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -159,44 +160,39 @@ def test_two_hundred_steps(tmp_path: Path) -> None:
     assert captures.num_replays >= 195 * 2 * 2 * 4
 
 
+def pools() -> dict[tuple[int, int], int]:
+    """Bytes that the allocator holds in pools of recordings."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    for segment in torch.cuda.memory_snapshot():
+        found[tuple(segment["segment_pool_id"])] += segment["total_size"]
+    found.pop((0, 0), None)
+    return found
+
+
 def test_memory_is_given_back_on_restore(tmp_path: Path) -> None:
     model = model_of(tmp_path)
-
-    def pools() -> int:
-        gc.collect()
-        torch.cuda.empty_cache()
-        segments = torch.cuda.memory_snapshot()
-        return sum(
-            segment["total_size"]
-            for segment in segments
-            if tuple(segment["segment_pool_id"]) != (0, 0)
-        )
-
     torch._C._cuda_clearCublasWorkspaces()
     before = pools()
     prepared(model)
     train(model, 6)
-    assert pools() > before
+    assert sum(pools().values()) > sum(before.values())
     poros.restore(model)
-    assert pools() <= before
+    assert sum(pools().values()) <= sum(before.values())
 
 
 def test_the_plan_has_room_for_what_recordings_take(tmp_path: Path) -> None:
     model = model_of(tmp_path, hidden_size=1024)
     tokens = row(0, 2048) % 100
-    gc.collect()
-    torch.cuda.empty_cache()
     plan = poros.plan(model, seq_len=2048, num_slots=2, keep_last=0, loss="reference")
+    before = pools()
     prepared(model)
     for _ in range(10):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    gc.collect()
-    torch.cuda.empty_cache()
-    segments = torch.cuda.memory_snapshot()
-    held = sum(
-        segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)
-    )
-    print(held, plan.terms["recordings"])
+    after = pools()
+    held = sum(after.values()) - sum(before.values())
+    print(before, after, plan.terms["recordings"])
     # Pieces of memory come in steps of 2 and 20 MiB.
     assert 0.3 * plan.terms["recordings"] < held < 1.25 * plan.terms["recordings"] + 2**26
 

@@ -95,3 +95,21 @@ def test_architectures_with_more_than_layers_that_repeat(architecture: str, tmp_
     captures = poros.runtime(model).context.captures
     print(architecture, captures.num_replays, dict(captures.eager))
     assert captures.num_replays or captures.eager
+
+
+@pytest.mark.parametrize("keep_last", [0, 1])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trainers_of_trl(kind: str, keep_last: int, tmp_path: Path) -> None:
+    """Batches of changing lengths, and DPO's reference pass, which takes no gradients."""
+    pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
+    from tests.exact.trl_arms import PREFERENCES, TEXTS, check, trl
+    from tests.exact.trl_arms import Arms as TrlArms
+
+    classes = {
+        "sft": (trl.SFTTrainer, trl.SFTConfig, TEXTS),
+        "dpo": (trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
+    }
+    arms = TrlArms(tmp_path, *classes[kind], device="cuda", num_steps=12)
+    policy = {"keep_last": keep_last, "slots": 2 + keep_last, "cuda_graphs": True}
+    check(arms, policy, pad_to_multiple_of=4)
+    assert poros.runtime(arms.model).stats()["num_replayed_visits"] > 0

@@ -40,6 +40,7 @@ class Cell:
     """How one comparison is run; both arms take the same."""
 
     accumulation: int = 2
+    num_steps: int = NUM_STEPS
     no_sync: bool = False
     autocast: bool = False
     has_unused: bool = False
@@ -69,6 +70,10 @@ CELLS = {
     "autocast": Cell(autocast=True, quantize=False, options={"find_unused_parameters": True}),
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
     "trainer": Cell(trainer=True),
+    # On GPUs: visits are replayed within the steps of DDP.
+    "replayed": Cell(
+        num_steps=8, options={"bucket_cap_mb": 0.02}, policy={"cuda_graphs": True}, no_sync=True
+    ),
 }
 
 
@@ -119,12 +124,12 @@ def run_loop(
     device = device_of(rank)
     batches = [
         {key: value.to(device) for key, value in batch.items()}
-        for batch in tiny.make_batches(NUM_STEPS * cell.accumulation, num_tokens=12, seed=rank)
+        for batch in tiny.make_batches(cell.num_steps * cell.accumulation, num_tokens=12, seed=rank)
     ]
     torch.manual_seed(100 + rank)
     ddp.train()
     found: Bits = {}
-    for step in range(NUM_STEPS):
+    for step in range(cell.num_steps):
         for micro in range(cell.accumulation):
             where = f"step {step}, micro-batch {micro}"
             is_last = micro == cell.accumulation - 1
@@ -148,7 +153,7 @@ def run_loop(
     return {name: each.cpu() for name, each in found.items()}
 
 
-def run_trainer(model: Any, folder: Path) -> Bits:
+def run_trainer(model: Any, cell: Cell, folder: Path) -> Bits:
     """The HF Trainer, which wraps the model by itself."""
     rows = [
         {name: tensor[0] for name, tensor in batch.items()}
@@ -158,7 +163,7 @@ def run_trainer(model: Any, folder: Path) -> Bits:
         folder,
         use_cpu=True,
         ddp_backend="gloo",
-        max_steps=NUM_STEPS,
+        max_steps=cell.num_steps,
         gradient_accumulation_steps=2,
         dataloader_pin_memory=False,
     )
@@ -201,13 +206,15 @@ def main(folder: Path, cells: list[str]) -> None:
         if arm == "kernels":
             poros.use_adapter_kernels(model)
         if cell.trainer:
-            found = run_trainer(model, folder / arm)
+            found = run_trainer(model, cell, folder / arm)
         else:
             group = groups[min(cell.num_ranks, world)]
             found = run_loop(model, cell, rank, is_wrapped=arm != "alone", group=group)
         if arm == "streamed":
             runtime = poros.runtime(model)
             found["num_loads"] = torch.tensor(runtime.stats()["num_loads"])
+            if cell.policy.get("cuda_graphs"):
+                assert runtime.stats()["num_replayed_visits"] > 0
             found["checked"] = torch.tensor(runtime.self_check["status"] == "passed")
         torch.save(found, folder / f"{name}-{arm}-{rank}.pt")
     dist.barrier()

@@ -156,7 +156,7 @@ def test_other_ways_of_running_ddp(rest: Path, cell: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDP_BACKEND", "nccl")
-    cells = ["default", "no_sync", "every_backward", "autocast"]
+    cells = ["default", "no_sync", "every_backward", "autocast", "replayed"]
     launch(tmp_path, cells, 2)
     for cell in cells:
         assert_exact(tmp_path, cell, 2)

@@ -28,7 +28,7 @@ def launch(folder: Path, cells: list[str], world: int) -> None:
         for rank in range(world):
             environment = {
                 **os.environ,
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world),

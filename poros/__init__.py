@@ -22,6 +22,9 @@ __version__ = "0.1.0"
 _HOME = {
     "StreamingPolicy": "poros.config",
     "Limits": "poros.loaders.limits",
+    "BlockMajorMixin": "poros.accumulation.trainer",
+    "PorosTrainer": "poros.accumulation.trainer",
+    "accumulate": "poros.accumulation.loop",
     "load": "poros.loaders.load",
     "log_streaming": "poros.telemetry",
     "plan": "poros.planning.planner",
@@ -49,6 +52,9 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from poros.accumulation.loop import accumulate as accumulate
+    from poros.accumulation.trainer import BlockMajorMixin as BlockMajorMixin
+    from poros.accumulation.trainer import PorosTrainer as PorosTrainer
     from poros.api import patch_hf_model as patch_hf_model
     from poros.api import prepare as prepare
     from poros.api import restore as restore

@@ -8,7 +8,7 @@ them, as the forward has found them.
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,19 @@ from poros.layer.staying import Staying, StayingState
 from poros.layer.visit import BlockVisit, Visits
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
+
+
+class InPlace(Protocol):
+    """What is called in place of layers, where gradients are enabled.
+
+    Attributes:
+        begins: Whether a call of the model makes room for its micro-batch.
+    """
+
+    begins: bool
+
+    def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place of the forward of a streamed layer."""
 
 
 class ModelContext:
@@ -53,6 +66,9 @@ class ModelContext:
         check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
         captures: Visits that are recorded and replayed; None if all of them run.
+        in_place: Gives what is called in place of layers, if that is still there.
+        is_confined: Whether layers, called by others than the model's code, would be called in an
+            autocast region that ends with the model; None when the model's code calls them.
     """
 
     def __init__(
@@ -79,6 +95,17 @@ class ModelContext:
         self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
         self.captures: Captures | None = None
+        self.in_place: Callable[[], InPlace | None] | None = None
+        self.is_confined: bool | None = None
+
+    @contextmanager
+    def confined(self, is_confined: bool) -> Iterator[None]:
+        """Have the layers called in the body as in such a region, or outside of one."""
+        self.is_confined = is_confined
+        try:
+            yield
+        finally:
+            self.is_confined = None
 
     def is_model(self, module: object) -> bool:
         """Whether ``module`` is the prepared model itself."""
@@ -223,7 +250,8 @@ class LayerBody:
 
     def confines_autocast(self) -> bool:
         """Whether the active autocast region ends with the call of the model."""
-        return is_region_within(self.context.is_model)
+        known = self.context.is_confined
+        return is_region_within(self.context.is_model) if known is None else known
 
     def cast_trained_biases(self) -> None:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.

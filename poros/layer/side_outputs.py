@@ -35,6 +35,16 @@ def recorded_outputs() -> list[str]:
     return [key for key in collected if key != _FROM_RESULTS and not key.startswith("_")]
 
 
+def is_recording() -> bool:
+    """Whether transformers records anything of what layers give or do at the moment."""
+    return any(not key.startswith("_") for key in _active_collector.get() or ())
+
+
+def shared_mappings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a layer's keyword arguments that are mappings which layers share."""
+    return {key: value for key, value in kwargs.items() if _is_shared_mapping(value)}
+
+
 class SideOutputs:
     """What one call of one layer reads from and writes to besides its arguments and its result.
 
@@ -45,7 +55,7 @@ class SideOutputs:
     """
 
     def __init__(self, kwargs: Mapping[str, Any], name: str, tensors: list[torch.Tensor]) -> None:
-        self._mappings = {key: value for key, value in kwargs.items() if _is_shared_mapping(value)}
+        self._mappings = shared_mappings(kwargs)
         self._types = {key: type(value) for key, value in self._mappings.items()}
         self._held = {
             key: {

@@ -46,6 +46,9 @@ class StreamedLayer(LayerBody):
             for value in (*args, *kwargs.values()):
                 self._refuse_dropped_cache(value)
             return self._infer(args, kwargs, contents)
+        in_place = self.context.in_place
+        if in_place is not None and (other := in_place()) is not None:
+            return other.call(self, args, kwargs)
         if self.index == 0:
             refuse_outer_graph(self.name)
         self._refuse_recorded_outputs()

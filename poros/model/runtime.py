@@ -74,6 +74,7 @@ class Runtime:
         room: The room they have.
         digests: Of what streams, as it was before it was moved; None if nobody will look.
         tally: Which way adapted modules ran; None with PEFT's own modules.
+        accumulation: What ``poros.accumulation`` has found out about its micro-batches.
 
     Raises:
         CheckpointFormatError: If layers stay in a file that is not what was loaded; the model is
@@ -100,6 +101,7 @@ class Runtime:
         self.blocks = inventory.blocks
         self._findings: Callable[[], dict[str, Any]] = nothing_checked
         self._num_resizes = 0
+        self.accumulation: Any = None
         self._matrices_num_bytes = sum(each.matrix.nbytes for each in inventory.embeddings)
         self.room = Room(
             policy.slots or MIN_SLOTS, policy.keep_last or 0, bool(policy.offload_boundaries)
@@ -304,19 +306,21 @@ class Runtime:
         """Make room for a micro-batch, before the model computes anything of it.
 
         Args:
-            args: Of the model's forward.
-            kwargs: Likewise.
+            args, kwargs: Of the model's forward.
 
         Raises:
             VRAMBudgetError: If a given budget is below what such a step needs; the room is what it
                 was.
         """
+        in_place = self.context.in_place
+        if in_place is not None and (other := in_place()) is not None and not other.begins:
+            return  # this micro-batch is on its way already
         if torch.is_grad_enabled() and self.sizer.decides:
             self._make_room(args, kwargs)
         captures = self.context.captures
         if captures is not None:
             self.context.visits.end_all()
-            if captures.begin_pass(list(self._streamed_layers()), self.sizer.replays):
+            if captures.begin_pass(list(self.streamed_layers()), self.sizer.replays):
                 self.sizer.recorded()
 
     def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -345,7 +349,7 @@ class Runtime:
         self.context.visits.end_all()
         if self.context.captures is not None:
             self.context.captures.forget()  # blocks will lie elsewhere
-        layers = list(self._streamed_layers())
+        layers = list(self.streamed_layers())
         for layer in layers:
             layer.weights.bindings.require_at_rest()
         # Given up first, so that the new room can be had in the old one's place.
@@ -407,7 +411,8 @@ class Runtime:
             bindings |= bind_block(tensors, slab.layout, buffer, self.constants)
         return bindings
 
-    def _streamed_layers(self) -> Iterator[StreamedLayer]:
+    def streamed_layers(self) -> Iterator[StreamedLayer]:
+        """Its layers, in order."""
         for reference in self._layers:
             layer = reference()
             if layer is not None:
@@ -415,7 +420,7 @@ class Runtime:
 
     def _adapters(self) -> object:
         """Differs if what is trained in the first layer with adapters does."""
-        for layer in self._streamed_layers():
+        for layer in self.streamed_layers():
             adapters = layer.contents().adapters()
             if adapters:
                 return [(id(adapter.parameter), adapter.parameter.dtype) for adapter in adapters]

@@ -45,12 +45,16 @@ def collect(
         ``num_replayed_visits`` and ``num_eager_visits``: visits of layers, forwards and backwards,
         that were replayed from a recording, and that ran although visits are recorded.
 
+        ``num_groups``: groups of micro-batches that went through the blocks together.
+
         ``fallbacks``: one line each.
     """
     host, head, rows = runtime.host, runtime.head, runtime.rows
     manager, offloader, tally = runtime.manager, runtime.offloader, runtime.tally
     captures = runtime.context.captures
     eager = captures.eager if captures is not None else {}
+    grouped = runtime.accumulation
+    alone = grouped.alone if grouped is not None else {}
     unfused = tally.unfused if tally is not None else {}
     return {
         "num_loads": manager.num_loads,
@@ -74,11 +78,13 @@ def collect(
         "num_left_out_adapters": tally.num_left_out if tally is not None else 0,
         "num_replayed_visits": captures.num_replays if captures is not None else 0,
         "num_eager_visits": sum(eager.values()),
+        "num_groups": grouped.num_groups if grouped is not None else 0,
         "fallbacks": host.fallbacks
         + offloader.fallbacks
         + rows.fallbacks
         + [f"adapters ran as PEFT has them: {reason}" for reason in unfused]
-        + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED],
+        + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]
+        + [f"micro-batches ran one after the other: {reason}" for reason in alone],
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from poros.gates import tiny
 from poros.gates.reference import Trajectory
@@ -65,6 +66,7 @@ class Arms:
         name: str,
         prepare: Prepare | None = None,
         resume_from: Path | None = None,
+        trainer_class: type[Trainer] | None = None,
         **changes: Any,
     ) -> Trajectory:
         """Train resident, or as ``prepare`` makes it; checkpoints go to a folder of this name."""
@@ -87,6 +89,7 @@ class Arms:
             rows(24, seed=0),  # an epoch ends between resuming and the end
             eval_dataset=rows(2 * NUM_EVAL_BATCHES, seed=1),
             resume_from=resume_from,
+            trainer_class=trainer_class,
         )
 
     def checkpoint(self, name: str, step: int) -> Path:

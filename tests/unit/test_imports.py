@@ -24,6 +24,7 @@ LAYERS = [
     {"kernels"},
     {"layer", "head"},
     {"model"},
+    {"accumulation"},
     {"loaders"},
     {"planning", "self_check"},
     {"api"},

@@ -1,0 +1,77 @@
+"""Micro-batches that go together on several ranks, under DistributedDataParallel.
+
+DDP exchanges a gradient as soon as autograd has accumulated it in the one backward that it was told
+to wait for. So the gradients of all micro-batches but the last are added by hand, with the sums
+that autograd makes, and those of the last by autograd itself.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from poros.accumulation.micro_batch import NotTogether
+
+if TYPE_CHECKING:
+    from poros.accumulation.group import Differentiate
+    from poros.layer.streamed import StreamedLayer
+
+
+class Ranks:
+    """How a model is trained on several ranks, or on one.
+
+    Args:
+        model: As it is called.
+
+    Attributes:
+        inner: The model without what exchanges gradients.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.inner: nn.Module = model if self._ddp is None else self._ddp.module
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Gradients of a backward in the body stay with this rank."""
+        return nullcontext() if self._ddp is None else self._ddp.no_sync()
+
+    def require_together(self) -> None:
+        """Raise ``NotTogether`` if DDP would not understand it."""
+        if self._ddp is None:
+            return
+        if self._ddp.find_unused_parameters:
+            raise NotTogether("find_unused_parameters of DistributedDataParallel")
+        if self._ddp.static_graph:
+            raise NotTogether("static_graph of DistributedDataParallel")
+        for parameter in self.inner.parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise NotTogether("hooks on parameters under DistributedDataParallel")
+
+    def ways(self, number: int, *, is_last: bool) -> "Sequence[Differentiate] | None":
+        """How to take the gradients of so many micro-batches, whose last is the step's last."""
+        if self._ddp is None:
+            return None
+        from poros.accumulation.group import backward
+
+        return [*[_by_hand] * (number - 1), backward if is_last else _by_hand][:number]
+
+
+def _by_hand(
+    edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, layer: "StreamedLayer"
+) -> None:
+    """As ``torch.autograd.backward`` would, but that no node accumulates."""
+    module = layer.contents().modules()[0]
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    wanted = [*parameters, *([] if anchor is None else [anchor])]
+    found = torch.autograd.grad([edge], wanted, [gradient], allow_unused=True)
+    with torch.no_grad():
+        for parameter, term in zip(parameters, found, strict=False):
+            if term is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = term
+            else:
+                parameter.grad.add_(term)

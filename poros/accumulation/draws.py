@@ -1,0 +1,85 @@
+"""How many random numbers lie between two random states, and the state so many numbers later.
+
+Dropout takes numbers from the generator of the device it runs on, as many as the shape of its input
+says. A GPU's generator counts them: its state is a seed and an offset. A CPU's (Mersenne Twister,
+Matsumoto and Nishimura 1998) is stepped until it arrives, which finds the count and checks it.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from poros.layer.rng import RngStash
+
+_PERIOD = 624
+"""Numbers that a CPU's generator makes at a time."""
+_PLACE = 2
+"""Which 64-bit word of its state counts how many of them are used up."""
+MOST_DRAWS = 50_000_000
+"""Of a CPU's generator, for which one layer is searched."""
+
+
+class Draws(NamedTuple):
+    """Numbers taken from the generator of the CPU, and the offset by which a GPU's has moved."""
+
+    cpu: int
+    device: int
+
+
+NONE = Draws(0, 0)
+
+
+def between(before: RngStash, after: RngStash) -> Draws | None:
+    """What was drawn from ``before`` on to get to ``after``; None if no count explains it."""
+    cpu = _steps(before.cpu, after.cpu)
+    device = 0
+    if before.device_state is not None and after.device_state is not None:
+        start, end = _of_device(before), _of_device(after)
+        if start.initial_seed() != end.initial_seed():
+            return None
+        device = end.get_offset() - start.get_offset()
+    return None if cpu is None or device < 0 else Draws(cpu, device)
+
+
+def later(state: RngStash, draws: Draws) -> RngStash:
+    """The state after so many draws from ``state``. No generator in use is touched."""
+    cpu, device_state = state.cpu, state.device_state
+    if draws.cpu:
+        generator = torch.Generator()
+        generator.set_state(cpu)
+        _step(generator, draws.cpu)
+        cpu = generator.get_state()
+    if draws.device and device_state is not None:
+        generator = _of_device(state)
+        generator.set_offset(generator.get_offset() + draws.device)
+        device_state = generator.get_state()
+    return RngStash(cpu, device_state, state.device)
+
+
+def _of_device(state: RngStash) -> torch.Generator:
+    generator = torch.Generator(state.device)
+    assert state.device_state is not None
+    generator.set_state(state.device_state)
+    return generator
+
+
+def _steps(before: torch.Tensor, after: torch.Tensor) -> int | None:
+    """How many numbers a CPU's generator has to give to get from one state to the other."""
+    if torch.equal(before, after):
+        return 0
+    generator = torch.Generator()
+    generator.set_state(before)
+    place, wanted = (int(state.view(torch.int64)[_PLACE]) for state in (before, after))
+    num_steps = (wanted - place) % _PERIOD or _PERIOD
+    _step(generator, num_steps)
+    while not torch.equal(generator.get_state(), after):
+        if num_steps > MOST_DRAWS:
+            return None
+        _step(generator, _PERIOD)
+        num_steps += _PERIOD
+    return num_steps
+
+
+def _step(generator: torch.Generator, num_steps: int) -> None:
+    # A 32-bit number each.
+    torch.empty(num_steps, dtype=torch.int32, device="cpu").random_(generator=generator)

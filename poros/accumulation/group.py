@@ -1,0 +1,235 @@
+"""Micro-batches that go through the layers together: a block is loaded once for all of them.
+
+For each layer, from the first to the last, the forwards of all micro-batches; then each
+micro-batch's norm, head and loss, and their backward; then for each layer, from the last to the
+first, the backwards of all micro-batches. A gradient is summed over micro-batches in the order in
+which a run of one after the other sums it, by the same node of autograd, so the bits are the same,
+and hooks on parameters see the same gradients.
+
+Note: The random plan
+    One after the other, micro-batch g + 1 starts from the random state that g has left. Here it
+    starts before g has ended, so that state is computed: what a layer draws depends on its kind and
+    on shapes, so it is measured at the first layer, and at one of each other kind as soon as that
+    is found to differ. Every state is compared with the planned one as soon as it is known. At that
+    time nothing has happened to any gradient: the forwards are done again with what was found.
+    What draws more or less each time runs one after the other.
+
+Source:
+    Block-major order: Rajbhandari et al. 2021 (ZeRO-Infinity) and Ren et al. 2021 (ZeRO-Offload)
+    amortize a transfer over a larger batch; that it can be exact with dropout follows from
+    generators that count what they have given (Salmon et al. 2011, Philox).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from poros.accumulation.draws import NONE, Draws, between, later
+from poros.accumulation.micro_batch import MicroBatch, NotTogether
+from poros.errors import RematerializationError
+from poros.layer.rng import RngStash
+
+if TYPE_CHECKING:
+    from poros.layer.streamed import StreamedLayer
+
+_MOST_TRIES = 3
+"""Of the forwards of a group, with what the ones before have found."""
+_MOST_MISSES = 4
+"""Of the plan for one shape, until its micro-batches run one after the other."""
+
+Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, "StreamedLayer"], None]
+
+
+class _Mispredicted(Exception):
+    """A layer has left another random state than was planned."""
+
+
+class DrawTable:
+    """What layers have drawn so far, by their kind and the shapes they were called with."""
+
+    def __init__(self) -> None:
+        self._layers: dict[Hashable, Draws] = {}
+        self._tails: dict[Hashable, Draws] = {}
+        self._misses: Counter[Hashable] = Counter()
+
+    def of_layer(self, kind: Hashable, shape: Hashable) -> Draws | None:
+        return self._layers.get((kind, shape))
+
+    def of_tail(self, shape: Hashable) -> Draws:
+        """What comes behind the last layer; nothing, as far as is known."""
+        return self._tails.get(shape, NONE)
+
+    def note_layer(self, kind: Hashable, shape: Hashable, draws: Draws | None) -> None:
+        self._note(self._layers, (kind, shape), shape, draws)
+
+    def note_tail(self, shape: Hashable, draws: Draws | None) -> None:
+        self._note(self._tails, shape, shape, draws)
+
+    def require_predictable(self, shape: Hashable) -> None:
+        if self._misses[shape] >= _MOST_MISSES:
+            raise NotTogether("what is drawn at random does not depend on shapes alone")
+
+    def _note(
+        self,
+        table: dict[Hashable, Draws],
+        place: Hashable,
+        shape: Hashable,
+        draws: Draws | None,
+    ) -> None:
+        if place in table or draws is None:
+            self._misses[shape] += 1 if draws is not None else _MOST_MISSES
+        if draws is not None:
+            table[place] = draws
+
+
+class Group:
+    """Micro-batches that go through the layers together.
+
+    Args:
+        layers: Of the model, in order.
+        table: Of the model, too.
+
+    Attributes:
+        num_done: Micro-batches whose loss has gone backward to the last layer.
+        is_over: Whether the others of the group have to begin anew.
+    """
+
+    def __init__(self, layers: Sequence["StreamedLayer"], table: DrawTable) -> None:
+        self.num_done = 0
+        self.is_over = False
+        self._layers = layers
+        self._table = table
+        self._kinds = [_kind(layer) for layer in layers]
+        self._batches: list[MicroBatch] = []
+        self._starts: list[RngStash] = []
+        """Random states at which micro-batches begin; one more for what comes after them."""
+
+    def forward(self, runs: Sequence[Callable[[], Any]]) -> None:
+        """Take micro-batches through all layers.
+
+        Args:
+            runs: Each calls the model once with gradients and computes a loss. Called up to the
+                model's last layer, and once more in ``tail``.
+
+        Exactness:
+            No gradient is touched. Random states are those before it.
+
+        Raises:
+            NotTogether: If they have to run one after the other; nothing has happened.
+        """
+        if torch.is_autocast_enabled(self._layers[0].device.type):
+            raise NotTogether("an autocast region around all micro-batches")
+        start = RngStash.capture(self._layers[0].device)
+        try:
+            for _ in range(_MOST_TRIES):
+                try:
+                    self._forward(runs)
+                    return
+                except _Mispredicted:
+                    start.restore()
+            raise NotTogether("what is drawn at random does not depend on shapes alone")
+        finally:
+            start.restore()
+
+    def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
+        self._batches, self._starts = [], []
+        for run in runs:
+            self._starts.append(RngStash.capture(self._layers[0].device))
+            batch = MicroBatch(self._layers)
+            batch.collect(run)
+            self._table.require_predictable(batch.key)
+            self._run_first(batch)
+            self._batches.append(batch)
+            later(batch.states[-1], self._table.of_tail(batch.key)).restore()
+        self._starts.append(RngStash.capture(self._layers[0].device))
+        for index in range(1, len(self._layers)):
+            for batch in self._batches:
+                batch.forward(index)
+                self._check(index, batch)
+
+    def _run_first(self, batch: MicroBatch) -> None:
+        """Run the first layer, and plan the states of the others."""
+        batch.forward(0)
+        state = RngStash.capture(self._layers[0].device)
+        draws = between(batch.states[0], state)
+        if draws is None:
+            self._table.note_layer(self._kinds[0], batch.key, None)
+            raise _Mispredicted
+        batch.states.append(state)
+        for kind in self._kinds[1:]:
+            known = draws if kind == self._kinds[0] else self._table.of_layer(kind, batch.key)
+            state = later(state, draws if known is None else known)
+            batch.states.append(state)
+
+    def _check(self, index: int, batch: MicroBatch) -> None:
+        state = RngStash.capture(self._layers[0].device)
+        if not state.equals(batch.states[index + 1]):
+            draws = between(batch.states[index], state)
+            self._table.note_layer(self._kinds[index], batch.key, draws)
+            raise _Mispredicted
+
+    @contextmanager
+    def tail(self) -> Iterator[None]:
+        """Compute the next micro-batch's loss in the body, as in ``run``, and call its backward.
+
+        Raises:
+            NotTogether: If it has to run one after the other, and those after it; the random state
+                is the one at its beginning. ``backward`` is still to be called, for those before.
+        """
+        batch, start = self._batches[self.num_done], self._starts[self.num_done]
+        start.restore()
+        try:
+            with batch.tail():
+                yield
+        except NotTogether:
+            self.is_over = True
+            start.restore()
+            raise
+        self.num_done += 1
+        state = RngStash.capture(self._layers[0].device)
+        if not state.equals(self._starts[self.num_done]):
+            self._table.note_tail(batch.key, between(batch.states[-1], state))
+            self.is_over = True
+        self.is_over |= self.num_done == len(self._batches)
+
+    def backward(self, differentiate: Sequence[Differentiate] | None = None) -> None:
+        """Take the gradients of all layers, of the micro-batches that are done.
+
+        Args:
+            differentiate: For each of them what is called in place of ``torch.autograd.backward``.
+
+        Raises:
+            RematerializationError: If hooks draw random numbers as gradients pass.
+        """
+        done, self._batches = self._batches[: self.num_done], []
+        calls = differentiate or [backward] * len(done)
+        state = RngStash.capture(self._layers[0].device)
+        for index in reversed(range(len(self._layers))):
+            for batch, call in zip(done, calls, strict=True):
+                batch.backward(index, call)
+        for batch in done:
+            batch.backward_below()
+        if not RngStash.capture(self._layers[0].device).equals(state):
+            raise RematerializationError(
+                "expected backwards that draw no random numbers, found some that do (a hook that "
+                "adds noise to gradients?): micro-batches one after the other would have drawn "
+                "them in another order. Call backward for each of them, without poros.accumulate "
+                "or block-major trainers"
+            )
+
+
+def backward(
+    edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, layer: "StreamedLayer"
+) -> None:
+    torch.autograd.backward([edge], [gradient])
+
+
+def _kind(layer: "StreamedLayer") -> Hashable:
+    """Equal for layers that draw alike, for inputs of one shape."""
+    return tuple(
+        (type(module), getattr(module, "p", None), getattr(module, "attention_dropout", None))
+        for module in layer.contents().modules()
+    )

@@ -1,0 +1,163 @@
+"""Gradient accumulation for a training loop of one's own."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.accumulation.distributed import Ranks
+from poros.accumulation.group import DrawTable, Group
+from poros.accumulation.micro_batch import NotTogether
+from poros.model.runtime import Runtime, find_runtime
+
+logger = logging.getLogger(__name__)
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def accumulate(
+    model: nn.Module, batches: Iterable[Any], *, loss: Loss | None = None
+) -> list[torch.Tensor]:
+    """Add up the gradients of several micro-batches, each block being loaded once for all of them.
+
+    In place of ``loss(model, batch).backward()`` for each of them. Clipping and the optimizer's
+    step come afterwards, as ever::
+
+        for batches in groups_of_eight:
+            poros.accumulate(model, batches)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        model: Prepared, perhaps within ``DistributedDataParallel``; its gradients are exchanged
+            with those of the last micro-batch. A model that is not prepared runs them one after the
+            other.
+        batches: What ``loss`` takes.
+        loss: Called with the model and one of ``batches``, returns what to call ``backward`` of;
+            by default the model's own loss for ``model(**batch)``, over the number of batches. It
+            is called twice for each of them, and stopped in the model the first time: it must call
+            the model once with gradients, in the same way each time. Without ``autocast`` around
+            all; a region within it is fine.
+
+    Returns:
+        The losses, detached, in order: what ``loss`` has returned.
+
+    Exactness:
+        Gradients, random states and losses are bit for bit those of one micro-batch after the
+        other. Where that cannot be had together, they run one after the other, said in a line of
+        log and in ``poros.runtime(model).stats()``.
+
+    Raises:
+        UnsupportedModelError: If ``loss`` calls the model otherwise the second time.
+        RematerializationError: As any backward of a prepared model; and if hooks draw random
+            numbers as gradients pass.
+    """
+    todo = list(batches)
+    compute = loss or partial(_own_loss, num_batches=len(todo))
+    found: list[torch.Tensor] = []
+    ranks = Ranks(model)
+    runtime = find_runtime(model)
+
+    def step(batch: Any) -> None:
+        value = compute(model, batch)
+        value.backward()
+        found.append(value.detach())
+
+    while todo and runtime is not None and len(todo) > 1:
+        group = begin_group(runtime, ranks, [partial(compute, ranks.inner, each) for each in todo])
+        if group is None:
+            break
+        done, is_alone = 0, False
+        try:
+            while not group.is_over:
+                with group.tail(), nullcontext() if done == len(todo) - 1 else ranks.no_sync():
+                    step(todo[done])
+                done += 1
+        except NotTogether as reason:
+            note_alone(runtime, str(reason))
+            is_alone = True
+        group.backward(ranks.ways(done, is_last=done == len(todo)))
+        todo = todo[done:]
+        if is_alone:
+            break
+    for number, batch in enumerate(todo):
+        with nullcontext() if number == len(todo) - 1 else ranks.no_sync():
+            step(batch)
+    return found
+
+
+def begin_group(runtime: Runtime, ranks: Ranks, runs: list[Callable[[], Any]]) -> Group | None:
+    """A group whose layers have run; None if these micro-batches have to run one after the other.
+
+    Args:
+        runtime: Of the model.
+        ranks: It is trained on.
+        runs: See ``Group.forward``; of the model that is prepared, without what wraps it.
+    """
+    history = _history(runtime)
+    try:
+        ranks.require_together()
+        _require_separate_parameters(ranks.inner)
+        group = Group(list(runtime.streamed_layers()), history.table)
+        group.forward(runs)
+    except NotTogether as reason:
+        note_alone(runtime, str(reason))
+        return None
+    history.num_groups += 1
+    return group
+
+
+def note_alone(runtime: Runtime, reason: str) -> None:
+    """Micro-batches run one after the other: say so once for each reason, and count it."""
+    alone = _history(runtime).alone
+    if not alone[reason]:
+        logger.warning(
+            "poros: micro-batches run one after the other (%s): each of them loads all blocks. "
+            "The result is the same",
+            reason,
+        )
+    alone[reason] += 1
+
+
+class History:
+    """What is known of a model's micro-batches.
+
+    Attributes:
+        table: What its layers draw.
+        num_groups: Groups of micro-batches that went together.
+        alone: Why others did not, and how often.
+    """
+
+    def __init__(self) -> None:
+        self.table = DrawTable()
+        self.num_groups = 0
+        self.alone: Counter[str] = Counter()
+
+
+def _history(runtime: Runtime) -> History:
+    if runtime.accumulation is None:
+        runtime.accumulation = History()
+    found: History = runtime.accumulation
+    return found
+
+
+def _require_separate_parameters(model: nn.Module) -> None:
+    """A parameter with several places has one sum for all of them, for each micro-batch."""
+    places = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.requires_grad
+    )
+    if places and max(places.values()) > 1:
+        raise NotTogether("a trained parameter with several places in the model")
+
+
+def _own_loss(model: nn.Module, batch: Mapping[str, Any], num_batches: int) -> torch.Tensor:
+    found: torch.Tensor = model(**batch).loss
+    return found / num_batches

@@ -1,0 +1,342 @@
+"""One micro-batch whose layers are called one by one, and not by the model that holds them.
+
+The model's own code runs twice. The first time it is stopped at its last layer, having said what
+each layer is called with. Then the layers run, whenever their turn is. The second time it passes
+the layers by, is handed what the last one has given, and goes on to its loss: so norm, head, loss
+and whatever a trainer notes down are the model's and the trainer's own.
+
+Note: What the model's code must be like
+    Each layer is called once, in order, with gradients enabled, and is handed the very tensor that
+    the layer before it has returned, untouched; it draws no random numbers between two layers, and
+    nobody listens at the layers' own doors. Anything else is seen, and the micro-batches then run
+    one after the other (``NotTogether``).
+
+Note: Cuts
+    The graph is cut before each layer and behind the last. What a layer is given comes out of a
+    node that keeps the gradient that arrives there. It is no leaf: autocast would cast a leaf once
+    for all its uses, and sum their gradients in the low precision.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.modules import module as all_modules
+from torch.utils._pytree import tree_leaves
+
+from poros.errors import UnsupportedModelError
+from poros.layer.rng import RngStash
+from poros.layer.settings import Settings
+from poros.layer.side_outputs import is_recording, shared_mappings
+from poros.layer.state import autocast_of
+from poros.layer.watched import obstacle_around
+from poros.layer.within import Within
+
+if TYPE_CHECKING:
+    from poros.layer.streamed import StreamedLayer
+
+_INPUT = object()
+"""Stands for the layer's input among its arguments."""
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class NotTogether(BaseException):
+    """These micro-batches have to run one after the other; says why.
+
+    Passes through code of users and of models, which catch errors at times: so it is none.
+    """
+
+
+class _Stopped(BaseException):
+    """The last layer is reached."""
+
+
+class Cut:
+    """A value that passes from one part of the graph to the next, and its gradient back.
+
+    Args:
+        value: Behind the graph that has made it.
+        needs_gradient: Whether anything in that graph is trained.
+
+    Attributes:
+        gradient: What has arrived in backward; None before.
+        anchor: A leaf below the cut, which gets no gradient.
+    """
+
+    def __init__(self, value: torch.Tensor, needs_gradient: bool) -> None:
+        self.gradient: torch.Tensor | None = None
+        self.anchor: torch.Tensor | None = None
+        self.needs_gradient = needs_gradient
+        self.value: torch.Tensor | None = value
+
+    def take(self) -> torch.Tensor:
+        """The value, behind the cut; for once, since it may be freed from then on."""
+        value = self.value
+        assert value is not None
+        if self.needs_gradient:
+            self.anchor = torch.empty(0, device=value.device, requires_grad=True)
+            value = _Taken.apply(self.anchor, self)
+        self.value = None
+        return value
+
+
+class _Taken(torch.autograd.Function):
+    """The value of a ``Cut``; its gradient goes there and no further."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, cut: Cut) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.cut = cut
+        assert cut.value is not None
+        return cut.value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:  # type: ignore[override]
+        ctx.cut.gradient = gradient
+        return None, None
+
+
+class _Call(NamedTuple):
+    """What a layer is called with, its input left out."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class MicroBatch:
+    """One micro-batch on its way through the layers.
+
+    Args:
+        layers: Of the model, in order.
+
+    Attributes:
+        states: Random states before each layer, and behind the last; planned from the second on.
+        key: Equal for micro-batches whose layers draw alike.
+    """
+
+    def __init__(self, layers: Sequence["StreamedLayer"]) -> None:
+        self.states: list[RngStash] = []
+        self.key: Any = None
+        self._layers = layers
+        self._device = layers[0].device
+        self._calls: list[_Call] = []
+        self._given: torch.Tensor | None = None
+        self._version = 0
+        self._cuts: list[Cut] = []
+        self._edges: list[Any] = []
+        self._source: torch.Tensor | None = None
+        self._surroundings: Callable[[], AbstractContextManager[object]] | None = None
+        self._is_confined = False
+
+    # ------------------------------------------------------------- the model's code, first time
+
+    def collect(self, run: Callable[[], Any]) -> None:
+        """Run the model's code up to its last layer; random states are those of the first then.
+
+        Raises:
+            NotTogether: If it is not what it must be like.
+        """
+        watcher = _Collector(self)
+        with watching(self._layers, watcher):
+            try:
+                run()
+            except _Stopped:
+                self.states[0].restore()
+                return
+        raise NotTogether("the model does not call all of its layers with gradients enabled")
+
+    def note(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model's code; gives the input on, as if the layer had done nothing."""
+        index = len(self._calls)
+        given = _input_of(args, kwargs)
+        if layer is not self._layers[index] or given is None:
+            raise NotTogether("the model does not call its layers once each, in order")
+        state = RngStash.capture(self._device)
+        if index == 0:
+            self._begin(given, args, kwargs, state)
+        elif given is not self._given or given._version != self._version:
+            raise NotTogether("the model does something to hidden states between its layers")
+        elif not state.equals(self.states[0]):
+            raise NotTogether("the model draws random numbers between its layers")
+        self._require_unheard(layer)
+        others = [
+            each
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor) and each is not given and each.requires_grad
+        ]
+        if others:
+            raise NotTogether("layers are given other tensors that need gradients")
+        if shared_mappings(kwargs):
+            raise NotTogether("layers share tensors")
+        self._calls.append(
+            _Call(
+                tuple(_INPUT if value is given else value for value in args),
+                {key: _INPUT if value is given else value for key, value in kwargs.items()},
+            )
+        )
+        if len(self._calls) == len(self._layers):
+            self._given = None
+            raise _Stopped
+        return given
+
+    def _begin(
+        self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], state: RngStash
+    ) -> None:
+        obstacle = obstacle_around()
+        if obstacle is not None:
+            raise NotTogether(obstacle)
+        if is_recording():
+            raise NotTogether("outputs of layers are recorded")
+        self.states = [state]
+        self._given, self._version = given, given._version
+        autocast, settings = autocast_of(self._device), Settings.capture()
+        has_cache = torch.is_autocast_cache_enabled()
+        self._is_confined = self._layers[0].confines_autocast()
+        # As to the model's code, but that it ends with each layer: a region of its own.
+
+        def fill(stack: ExitStack) -> None:
+            for each in autocast:
+                if each.enabled:
+                    stack.enter_context(
+                        torch.autocast(each.device_type, each.dtype, cache_enabled=has_cache)
+                    )
+            stack.enter_context(settings.replay())
+
+        self._surroundings = lambda: Within(fill)
+        self.key = (
+            tuple(
+                (each.shape, each.dtype)
+                for each in tree_leaves((args, kwargs))
+                if isinstance(each, torch.Tensor)
+            ),
+            autocast,
+        )
+        # What is known of the input behind the model's code is its value and whether it needs a
+        # gradient; the code itself, and a trained embedding, come again.
+        self._cuts = [Cut(given.detach(), given.requires_grad)]
+
+    def _require_unheard(self, layer: "StreamedLayer") -> None:
+        module = layer.contents().modules()[0]
+        if any(getattr(module, name, None) for name in _HOOKS) or any(
+            getattr(all_modules, name, None) for name in _GLOBAL_HOOKS
+        ):
+            raise NotTogether("hooks on whole layers, or on all modules")
+
+    # ------------------------------------------------------------------------------ the layers
+
+    def forward(self, index: int) -> None:
+        """Run layer ``index`` from the random state that is planned for it."""
+        layer, (args, kwargs) = self._layers[index], self._calls[index]
+        assert self._surroundings is not None
+        self.states[index].restore()
+        cut = self._cuts[index]
+        given = cut.take()
+        with self._surroundings(), torch.enable_grad(), layer.context.confined(self._is_confined):
+            result = layer.forward(
+                tuple(given if value is _INPUT else value for value in args),
+                {key: given if value is _INPUT else value for key, value in kwargs.items()},
+            )
+        self._calls[index] = _Call((), {})
+        if not isinstance(result, torch.Tensor):
+            raise NotTogether("layers return more than hidden states")
+        # Not the result itself: it may wait for its backward on the host.
+        edge = torch.autograd.graph.get_gradient_edge(result) if result.requires_grad else None
+        self._edges.append(edge)
+        self._cuts.append(Cut(result.detach(), result.requires_grad))
+
+    def backward(
+        self,
+        index: int,
+        differentiate: Callable[[Any, torch.Tensor, torch.Tensor | None, "StreamedLayer"], None],
+    ) -> None:
+        """Take the gradients of layer ``index``, whose output's gradient has arrived."""
+        edge, self._edges[index] = self._edges[index], None
+        cut = self._cuts[index + 1]
+        gradient, cut.gradient = cut.gradient, None
+        if edge is not None and gradient is not None:
+            differentiate(edge, gradient, self._cuts[index].anchor, self._layers[index])
+
+    def backward_below(self) -> None:
+        """Take the gradients of what the model's code computes before its layers."""
+        source, self._source = self._source, None
+        gradient = self._cuts[0].gradient
+        if source is not None and gradient is not None:
+            torch.autograd.backward(source, gradient)
+
+    # ------------------------------------------------------------ the model's code, second time
+
+    @contextmanager
+    def tail(self) -> Iterator[None]:
+        """Run the model's code again in the body: it passes the layers by."""
+        watcher = _Passer(self)
+        with watching(self._layers, watcher):
+            yield
+        if watcher.place != len(self._layers):
+            raise UnsupportedModelError(
+                f"expected a loss that calls the model as it did before, found {watcher.place} of "
+                f"its {len(self._layers)} layers called. Call backward for each micro-batch, "
+                "without poros.accumulate or block-major trainers"
+            )
+
+    def hand_on(self, place: int, layer: "StreamedLayer", given: Any) -> Any:
+        """The layer at ``place`` is called by the model's code; what it gets."""
+        if place >= len(self._layers) or layer is not self._layers[place] or given is None:
+            raise NotTogether("the model runs more than once with gradients for one loss")
+        if place == 0:
+            if not RngStash.capture(self._device).equals(self.states[0]):
+                raise NotTogether("the model draws other random numbers when it runs again")
+            self._source = given if given.requires_grad else None
+        if place < len(self._layers) - 1:
+            return given
+        self.states[-1].restore()
+        return self._cuts[-1].take()
+
+
+def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The hidden states that a layer is called with."""
+    value = args[0] if args else kwargs.get("hidden_states")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+@contextmanager
+def watching(layers: Sequence["StreamedLayer"], watcher: "_Collector | _Passer") -> Iterator[None]:
+    """Have ``watcher`` called in place of layers. It is held here alone: with this it goes."""
+    context = layers[0].context
+    if context.in_place is not None and context.in_place() is not None:
+        raise NotTogether("micro-batches within micro-batches")
+    context.in_place = weakref.ref(watcher)
+    try:
+        yield
+    finally:
+        context.in_place = None
+
+
+class _Collector:
+    begins = True
+
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        self._micro_batch = micro_batch
+
+    def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._micro_batch.note(layer, args, kwargs)
+
+
+class _Passer:
+    begins = False
+
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        self._micro_batch = micro_batch
+        self.place = 0
+
+    def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self._micro_batch.hand_on(self.place, layer, _input_of(args, kwargs))
+        self.place += 1
+        return found

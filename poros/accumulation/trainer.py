@@ -1,0 +1,164 @@
+"""Trainers whose gradient accumulation loads each block once for all micro-batches of a step.
+
+``transformers.Trainer`` fetches all micro-batches of a step before the first of them, and then
+calls ``training_step`` for each. The mixin takes them through the layers together at the first of
+these calls. Each call then computes its own loss, by the trainer's own code, so what is logged,
+scaled and noted down is the trainer's; the layers' backwards come with the last of them, since a
+trainer exchanges gradients between ranks in that one alone.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
+
+from poros.accumulation.distributed import Ranks
+from poros.accumulation.loop import begin_group, note_alone
+from poros.accumulation.micro_batch import NotTogether
+from poros.model.runtime import Runtime, find_runtime
+
+if TYPE_CHECKING:
+    from poros.accumulation.group import Group
+
+Step = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class BlockMajorMixin:
+    """Placed before a trainer class: its accumulation goes through the blocks together.
+
+    ::
+
+        class MyTrainer(poros.BlockMajorMixin, trl.SFTTrainer): ...
+
+    Exactness:
+        Logged losses, gradients, weights, optimizer states and random states are bit for bit those
+        of the same trainer without the mixin. Where that cannot be had together, micro-batches run
+        one after the other, which a line of log and ``poros.runtime(model).stats()`` say.
+    """
+
+    _samples: "_Samples | None" = None
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own; notes the micro-batches of the step that begins."""
+        self._end_samples()
+        found = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._samples = _Samples(found[0])
+        return found
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """As the trainer's own; see the class."""
+        plain: Step = partial(_swapped, super().training_step, num_items_in_batch)  # type: ignore[misc]
+        samples = self._samples
+        if samples is None or not samples.is_next(inputs):
+            self._end_samples()
+            return plain(model, inputs)
+        try:
+            return samples.step(model, plain, self._is_synced())
+        except BaseException:
+            self._samples = None
+            raise
+
+    def _is_synced(self) -> bool:
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        return bool(accelerator.sync_gradients)
+
+    def _end_samples(self) -> None:
+        """A step was left before its last micro-batch: have the gradients that belong to it."""
+        samples, self._samples = self._samples, None
+        if samples is not None:
+            samples.end()
+
+
+class PorosTrainer(BlockMajorMixin, Trainer):
+    """``transformers.Trainer`` with ``BlockMajorMixin``: the same arguments, the same result.
+
+    With ``gradient_accumulation_steps=G``, each block of a prepared model is loaded once for all G
+    micro-batches.
+    """
+
+
+class _Samples:
+    """The micro-batches of one optimizer step, on their way."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self._todo = list(samples)
+        self._group: Group | None = None
+        self._ranks: Ranks | None = None
+        self._num_done = 0
+        """Of the group."""
+        self._is_alone = False
+
+    def is_next(self, inputs: Any) -> bool:
+        return bool(self._todo) and self._todo[0] is inputs
+
+    def step(self, model: nn.Module, plain: Step, is_synced: bool) -> torch.Tensor:
+        """The loss of the next micro-batch; its gradients with those of its group.
+
+        Args:
+            model: As the trainer calls it.
+            plain: The trainer's own step.
+            is_synced: Whether the optimizer's step comes behind it.
+        """
+        if self._group is None and not self._is_alone and len(self._todo) > 1 and not is_synced:
+            self._begin(model, plain)
+        inputs = self._todo.pop(0)
+        group = self._group
+        if group is None:
+            return plain(model, inputs)
+        try:
+            with group.tail():
+                loss = plain(model, inputs)
+        except NotTogether as reason:
+            self._is_alone = True
+            runtime = find_runtime(model)
+            assert runtime is not None
+            note_alone(runtime, str(reason))
+            self._finish(is_last=False)
+            return plain(model, inputs)
+        self._num_done += 1
+        if group.is_over or is_synced:
+            self._finish(is_last=is_synced)
+        return loss
+
+    def end(self) -> None:
+        """No more micro-batches come, though some were expected."""
+        if self._group is not None:
+            self._finish(is_last=False)
+
+    def _begin(self, model: nn.Module, plain: Step) -> None:
+        runtime = find_runtime(model)
+        self._is_alone = True
+        if runtime is None or not _is_understood(model, runtime):
+            return
+        self._ranks = Ranks(model)
+        runs = [partial(plain, self._ranks.inner, each) for each in self._todo]
+        self._group = begin_group(runtime, self._ranks, runs)
+        self._is_alone = self._group is None
+        self._num_done = 0
+
+    def _finish(self, *, is_last: bool) -> None:
+        group, ranks, self._group = self._group, self._ranks, None
+        if group is not None and ranks is not None:
+            group.backward(ranks.ways(self._num_done, is_last=is_last))
+
+
+def _swapped(
+    training_step: Callable[..., torch.Tensor], num_items: Any, model: nn.Module, inputs: Any
+) -> torch.Tensor:
+    # Some trainers take labels out of what they are given.
+    return training_step(model, dict(inputs) if type(inputs) is dict else inputs, num_items)
+
+
+def _is_understood(model: nn.Module, runtime: Runtime) -> bool:
+    """Whether ``model`` is the prepared one, in nothing that has backwards of its own."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if runtime.context.is_model(inner):
+        return True
+    note_alone(runtime, f"a model within a {type(model).__name__}")
+    return False

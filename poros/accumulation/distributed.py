@@ -66,7 +66,9 @@ def _by_hand(
     module = layer.contents().modules()[0]
     parameters = [each for each in module.parameters() if each.requires_grad]
     wanted = [*parameters, *([] if anchor is None else [anchor])]
-    found = torch.autograd.grad([edge], wanted, [gradient], allow_unused=True)
+    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        [edge], wanted, [gradient], allow_unused=True
+    )
     with torch.no_grad():
         for parameter, term in zip(parameters, found, strict=False):
             if term is None:

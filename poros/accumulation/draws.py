@@ -34,7 +34,8 @@ def between(before: RngStash, after: RngStash) -> Draws | None:
     cpu = _steps(before.cpu, after.cpu)
     device = 0
     if before.device_state is not None and after.device_state is not None:
-        start, end = _of_device(before), _of_device(after)
+        start = _counting(before.device_state, before.device)
+        end = _counting(after.device_state, after.device)
         if start.initial_seed() != end.initial_seed():
             return None
         device = end.get_offset() - start.get_offset()
@@ -50,16 +51,16 @@ def later(state: RngStash, draws: Draws) -> RngStash:
         _step(generator, draws.cpu)
         cpu = generator.get_state()
     if draws.device and device_state is not None:
-        generator = _of_device(state)
+        generator = _counting(device_state, state.device)
         generator.set_offset(generator.get_offset() + draws.device)
         device_state = generator.get_state()
     return RngStash(cpu, device_state, state.device)
 
 
-def _of_device(state: RngStash) -> torch.Generator:
-    generator = torch.Generator(state.device)
-    assert state.device_state is not None
-    generator.set_state(state.device_state)
+def _counting(state: torch.Tensor, device: torch.device) -> torch.Generator:
+    """A GPU's generator in this state, which says how many numbers it has given."""
+    generator = torch.Generator(device)
+    generator.set_state(state)
     return generator
 
 

@@ -224,6 +224,7 @@ class Group:
 def backward(
     edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, layer: "StreamedLayer"
 ) -> None:
+    """Take the gradients of one layer and one micro-batch, as a ``Differentiate``."""
     torch.autograd.backward([edge], [gradient])
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -91,7 +91,7 @@ def accumulate(
     return found
 
 
-def begin_group(runtime: Runtime, ranks: Ranks, runs: list[Callable[[], Any]]) -> Group | None:
+def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]]) -> Group | None:
     """A group whose layers have run; None if these micro-batches have to run one after the other.
 
     Args:
@@ -112,8 +112,10 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: list[Callable[[], Any]]) -
     return group
 
 
-def note_alone(runtime: Runtime, reason: str) -> None:
+def note_alone(runtime: Runtime | None, reason: str) -> None:
     """Micro-batches run one after the other: say so once for each reason, and count it."""
+    if runtime is None:
+        return
     alone = _history(runtime).alone
     if not alone[reason]:
         logger.warning(

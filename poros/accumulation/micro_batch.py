@@ -19,7 +19,7 @@ Note: Cuts
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -75,33 +75,33 @@ class Cut:
         self.gradient: torch.Tensor | None = None
         self.anchor: torch.Tensor | None = None
         self.needs_gradient = needs_gradient
-        self.value: torch.Tensor | None = value
+        self._values = [value]
 
     def take(self) -> torch.Tensor:
         """The value, behind the cut; for once, since it may be freed from then on."""
-        value = self.value
-        assert value is not None
-        if self.needs_gradient:
-            self.anchor = torch.empty(0, device=value.device, requires_grad=True)
-            value = _Taken.apply(self.anchor, self)
-        self.value = None
-        return value
+        value = self._values.pop()
+        if not self.needs_gradient:
+            return value
+        self.anchor = torch.empty(0, device=value.device, requires_grad=True)
+        taken: torch.Tensor = _Taken.apply(self.anchor, [value], self)
+        return taken
 
 
 class _Taken(torch.autograd.Function):
     """The value of a ``Cut``; its gradient goes there and no further."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, values: list[torch.Tensor], cut: Cut
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.cut = cut
-        assert cut.value is not None
-        return cut.value.detach()
+        return values[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:
         ctx.cut.gradient = gradient
-        return None, None
+        return None, None, None
 
 
 class _Call(NamedTuple):
@@ -133,7 +133,7 @@ class MicroBatch:
         self._cuts: list[Cut] = []
         self._edges: list[Any] = []
         self._source: torch.Tensor | None = None
-        self._surroundings: Callable[[], AbstractContextManager[object]] | None = None
+        self._surroundings: Callable[[], AbstractContextManager[object]] = nullcontext
         self._is_confined = False
 
     # ------------------------------------------------------------- the model's code, first time
@@ -235,7 +235,6 @@ class MicroBatch:
     def forward(self, index: int) -> None:
         """Run layer ``index`` from the random state that is planned for it."""
         layer, (args, kwargs) = self._layers[index], self._calls[index]
-        assert self._surroundings is not None
         self.states[index].restore()
         cut = self._cuts[index]
         given = cut.take()

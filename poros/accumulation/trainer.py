@@ -90,6 +90,7 @@ class _Samples:
         self._todo = list(samples)
         self._group: Group | None = None
         self._ranks: Ranks | None = None
+        self._runtime: Runtime | None = None
         self._num_done = 0
         """Of the group."""
         self._is_alone = False
@@ -116,9 +117,7 @@ class _Samples:
                 loss = plain(model, inputs)
         except NotTogether as reason:
             self._is_alone = True
-            runtime = find_runtime(model)
-            assert runtime is not None
-            note_alone(runtime, str(reason))
+            note_alone(self._runtime, str(reason))
             self._finish(is_last=False)
             return plain(model, inputs)
         self._num_done += 1
@@ -132,12 +131,14 @@ class _Samples:
             self._finish(is_last=False)
 
     def _begin(self, model: nn.Module, plain: Step) -> None:
-        runtime = find_runtime(model)
+        self._runtime = runtime = find_runtime(model)
         self._is_alone = True
         if runtime is None or not _is_understood(model, runtime):
             return
         self._ranks = Ranks(model)
-        runs = [partial(plain, self._ranks.inner, each) for each in self._todo]
+        runs: list[Callable[[], Any]] = [
+            partial(plain, self._ranks.inner, each) for each in self._todo
+        ]
         self._group = begin_group(runtime, self._ranks, runs)
         self._is_alone = self._group is None
         self._num_done = 0

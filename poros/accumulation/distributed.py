@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from poros.accumulation.micro_batch import NotTogether
+from poros.accumulation.micro_batch import Differentiate, NotTogether, backward
 
 if TYPE_CHECKING:
-    from poros.accumulation.group import Differentiate
     from poros.layer.streamed import StreamedLayer
 
 
@@ -50,12 +49,10 @@ class Ranks:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise NotTogether("hooks on parameters under DistributedDataParallel")
 
-    def ways(self, number: int, *, is_last: bool) -> "Sequence[Differentiate] | None":
+    def ways(self, number: int, *, is_last: bool) -> Sequence[Differentiate] | None:
         """How to take the gradients of so many micro-batches, whose last is the step's last."""
         if self._ddp is None:
             return None
-        from poros.accumulation.group import backward
-
         return [*[_by_hand] * (number - 1), backward if is_last else _by_hand][:number]
 
 

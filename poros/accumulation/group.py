@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.accumulation.draws import NONE, Draws, between, later
-from poros.accumulation.micro_batch import MicroBatch, NotTogether
+from poros.accumulation.micro_batch import Differentiate, MicroBatch, NotTogether, backward
 from poros.errors import RematerializationError
 from poros.layer.rng import RngStash
 
@@ -39,8 +39,6 @@ _MOST_TRIES = 3
 """Of the forwards of a group, with what the ones before have found."""
 _MOST_MISSES = 4
 """Of the plan for one shape, until its micro-batches run one after the other."""
-
-Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, "StreamedLayer"], None]
 
 
 class _Mispredicted(Exception):
@@ -219,13 +217,6 @@ class Group:
                 "them in another order. Call backward for each of them, without poros.accumulate "
                 "or block-major trainers"
             )
-
-
-def backward(
-    edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, layer: "StreamedLayer"
-) -> None:
-    """Take the gradients of one layer and one micro-batch, as a ``Differentiate``."""
-    torch.autograd.backward([edge], [gradient])
 
 
 def _kind(layer: "StreamedLayer") -> Hashable:

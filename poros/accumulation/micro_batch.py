@@ -48,6 +48,18 @@ _GLOBAL_HOOKS = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, "StreamedLayer"], None]
+"""Takes the gradients of one layer and one micro-batch: the edge behind the layer, the gradient
+there, a leaf below the layer, and the layer."""
+
+
+def backward(
+    edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, layer: "StreamedLayer"
+) -> None:
+    """Take the gradients of one layer and one micro-batch, as a ``Differentiate``."""
+    torch.autograd.backward([edge], [gradient])
+
+
 class NotTogether(BaseException):
     """These micro-batches have to run one after the other; says why.
 
@@ -251,11 +263,7 @@ class MicroBatch:
         self._edges.append(edge)
         self._cuts.append(Cut(result.detach(), result.requires_grad))
 
-    def backward(
-        self,
-        index: int,
-        differentiate: Callable[[Any, torch.Tensor, torch.Tensor | None, "StreamedLayer"], None],
-    ) -> None:
+    def backward(self, index: int, differentiate: Differentiate) -> None:
         """Take the gradients of layer ``index``, whose output's gradient has arrived."""
         edge, self._edges[index] = self._edges[index], None
         cut = self._cuts[index + 1]

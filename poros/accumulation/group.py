@@ -31,12 +31,11 @@ from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.micro_batch import Differentiate, MicroBatch, NotTogether, backward
 from poros.errors import RematerializationError
 from poros.layer.rng import RngStash
+from poros.layer.watched import watchers
 
 if TYPE_CHECKING:
     from poros.layer.streamed import StreamedLayer
 
-_MOST_TRIES = 3
-"""Of the forwards of a group, with what the ones before have found."""
 _MOST_MISSES = 4
 """Of the plan for one shape, until its micro-batches run one after the other."""
 
@@ -122,7 +121,9 @@ class Group:
             raise NotTogether("an autocast region around all micro-batches")
         start = RngStash.capture(self._layers[0].device)
         try:
-            for _ in range(_MOST_TRIES):
+            # One for each kind of layer and each shape that may turn out to differ.
+            num_tries = 2 + len(runs) * (len(set(self._kinds)) - 1)
+            for _ in range(num_tries):
                 try:
                     self._forward(runs)
                     return
@@ -134,9 +135,10 @@ class Group:
 
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches, self._starts = [], []
+        around = watchers()
         for run in runs:
             self._starts.append(RngStash.capture(self._layers[0].device))
-            batch = MicroBatch(self._layers)
+            batch = MicroBatch(self._layers, around)
             batch.collect(run)
             self._table.require_predictable(batch.key)
             self._run_first(batch)

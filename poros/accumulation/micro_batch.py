@@ -31,7 +31,7 @@ from poros.layer.rng import RngStash
 from poros.layer.settings import Settings
 from poros.layer.side_outputs import is_recording, shared_mappings
 from poros.layer.state import autocast_of
-from poros.layer.watched import obstacle_around
+from poros.layer.watched import watchers
 from poros.layer.within import Within
 
 if TYPE_CHECKING:
@@ -128,13 +128,15 @@ class MicroBatch:
 
     Args:
         layers: Of the model, in order.
+        around: Who watches around all micro-batches; see ``watchers``.
 
     Attributes:
         states: Random states before each layer, and behind the last; planned from the second on.
         key: Equal for micro-batches whose layers draw alike.
     """
 
-    def __init__(self, layers: Sequence["StreamedLayer"]) -> None:
+    def __init__(self, layers: Sequence["StreamedLayer"], around: object) -> None:
+        self._around = around
         self.states: list[RngStash] = []
         self.key: Any = None
         self._layers = layers
@@ -202,9 +204,8 @@ class MicroBatch:
     def _begin(
         self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], state: RngStash
     ) -> None:
-        obstacle = obstacle_around()
-        if obstacle is not None:
-            raise NotTogether(obstacle)
+        if watchers() != self._around:
+            raise NotTogether("somebody watches operators or packs saved tensors within the loss")
         if is_recording():
             raise NotTogether("outputs of layers are recorded")
         self.states = [state]

@@ -24,3 +24,12 @@ def obstacle_around() -> str | None:
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return "operators that are watched"
     return "saved tensors that are packed" if is_packed_by_others() else None
+
+
+def watchers() -> tuple[int, int, bool]:
+    """How many modes see operators and functions, and whether somebody packs saved tensors."""
+    return (
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        is_packed_by_others(),
+    )

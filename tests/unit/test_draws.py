@@ -1,0 +1,63 @@
+"""Counting random draws, and states that are that many draws later."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from poros.accumulation import draws
+from poros.accumulation.draws import NONE, Draws, between, later
+from poros.layer.rng import RngStash
+
+CPU = torch.device("cpu")
+WAYS: dict[str, Callable[[], object]] = {
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(70001), 0.3),
+    "uniform": lambda: torch.rand(3),
+    "normal": lambda: torch.randn(17),
+    "integers": lambda: torch.randint(0, 5, (623,)),
+    "permutation": lambda: torch.randperm(600),
+    "a whole period": lambda: torch.randint(0, 5, (624,)),
+}
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_so_many_draws_later_is_the_state(way: str, is_fresh: bool) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        if not is_fresh:
+            torch.rand(100)
+        start = RngStash.capture(CPU)
+        WAYS[way]()
+        end = RngStash.capture(CPU)
+        found = between(start, end)
+        assert found is not None and found.cpu > 0
+        assert later(start, found).equals(end)
+        assert not later(start, Draws(found.cpu + 1, 0)).equals(end)
+        # Neither touches the generator in use.
+        assert RngStash.capture(CPU).equals(end)
+
+
+def test_nothing_drawn() -> None:
+    start = RngStash.capture(CPU)
+    assert between(start, start) == NONE and later(start, NONE).equals(start)
+
+
+def test_another_seed_is_no_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "MOST_DRAWS", 10_000)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        start = RngStash.capture(CPU)
+        torch.manual_seed(4)
+        assert between(start, RngStash.capture(CPU)) is None
+
+
+def test_a_normal_number_that_is_kept_for_later_is_no_number_of_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draws, "MOST_DRAWS", 10_000)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        start = RngStash.capture(CPU)
+        torch.randn(1)
+        assert between(start, RngStash.capture(CPU)) is None

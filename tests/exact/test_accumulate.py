@@ -104,8 +104,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_other_adapters(adapter: str, bases: Bases) -> None:
     resident = build(bases, adapter=adapter, **OTHERS[adapter])
     model = prepare_plain(build(bases, adapter=adapter, **OTHERS[adapter]), slots=2)
-    if adapter == "dora":
-        poros.use_adapter_kernels(resident)
     assert same(train(model), train(resident, together=False)) and num_groups(model) == 3
 
 

@@ -50,20 +50,32 @@ class DrawTable:
     def __init__(self) -> None:
         self._layers: dict[Hashable, Draws] = {}
         self._tails: dict[Hashable, Draws] = {}
+        self._tail_in_layers: tuple[Draws, Draws] | None = None
+        """Of the latest shape that was found out: behind the last layer, and in the first."""
         self._misses: Counter[Hashable] = Counter()
 
     def of_layer(self, kind: Hashable, shape: Hashable) -> Draws | None:
         return self._layers.get((kind, shape))
 
-    def of_tail(self, shape: Hashable) -> Draws:
-        """What comes behind the last layer; nothing, as far as is known."""
-        return self._tails.get(shape, NONE)
+    def of_tail(self, shape: Hashable, first: Draws) -> Draws:
+        """What comes behind the last layer.
+
+        For a shape that is new, nothing; or, if it was anything before, as much in terms of what
+        the first layer draws: a pass of a reference model draws with all of its layers.
+        """
+        known = self._tails.get(shape)
+        if known is not None or self._tail_in_layers is None:
+            return known or NONE
+        tail, layer = self._tail_in_layers
+        return Draws(*(b and c * a // b for a, b, c in zip(tail, layer, first, strict=True)))
 
     def note_layer(self, kind: Hashable, shape: Hashable, draws: Draws | None) -> None:
         self._note(self._layers, (kind, shape), shape, draws)
 
-    def note_tail(self, shape: Hashable, draws: Draws | None) -> None:
+    def note_tail(self, shape: Hashable, draws: Draws | None, first: Draws) -> None:
         self._note(self._tails, shape, shape, draws)
+        if draws is not None:
+            self._tail_in_layers = draws, first
 
     def require_predictable(self, shape: Hashable) -> None:
         if self._misses[shape] >= _MOST_MISSES:
@@ -143,7 +155,7 @@ class Group:
             self._table.require_predictable(batch.key)
             self._run_first(batch)
             self._batches.append(batch)
-            later(batch.states[-1], self._table.of_tail(batch.key)).restore()
+            later(batch.states[-1], self._table.of_tail(batch.key, batch.first_draws)).restore()
         self._starts.append(RngStash.capture(self._layers[0].device))
         for index in range(1, len(self._layers)):
             for batch in self._batches:
@@ -158,6 +170,7 @@ class Group:
         if draws is None:
             self._table.note_layer(self._kinds[0], batch.key, None)
             raise _Mispredicted
+        batch.first_draws = draws
         batch.states.append(state)
         for kind in self._kinds[1:]:
             known = draws if kind == self._kinds[0] else self._table.of_layer(kind, batch.key)
@@ -191,7 +204,8 @@ class Group:
         self.num_done += 1
         state = RngStash.capture(self._layers[0].device)
         if not state.equals(self._starts[self.num_done]):
-            self._table.note_tail(batch.key, between(batch.states[-1], state))
+            draws = between(batch.states[-1], state)
+            self._table.note_tail(batch.key, draws, batch.first_draws)
             self.is_over = True
         self.is_over |= self.num_done == len(self._batches)
 

@@ -26,6 +26,7 @@ import torch
 from torch.nn.modules import module as all_modules
 from torch.utils._pytree import tree_leaves
 
+from poros.accumulation.draws import NONE
 from poros.errors import UnsupportedModelError
 from poros.layer.rng import RngStash
 from poros.layer.settings import Settings
@@ -132,12 +133,14 @@ class MicroBatch:
 
     Attributes:
         states: Random states before each layer, and behind the last; planned from the second on.
+        first_draws: Of the first layer.
         key: Equal for micro-batches whose layers draw alike.
     """
 
     def __init__(self, layers: Sequence["StreamedLayer"], around: object) -> None:
         self._around = around
         self.states: list[RngStash] = []
+        self.first_draws = NONE
         self.key: Any = None
         self._layers = layers
         self._device = layers[0].device

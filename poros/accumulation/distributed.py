@@ -42,7 +42,11 @@ class Ranks:
         if self._ddp is None:
             return
         if self._ddp.find_unused_parameters:
-            raise NotTogether("find_unused_parameters of DistributedDataParallel")
+            # Its search begins at the loss, whose graph ends before the layers.
+            raise NotTogether(
+                "find_unused_parameters of DistributedDataParallel; a Trainer has it unless "
+                "ddp_find_unused_parameters=False"
+            )
         if self._ddp.static_graph:
             raise NotTogether("static_graph of DistributedDataParallel")
         for parameter in self.inner.parameters():

@@ -45,6 +45,8 @@ class Cell:
     autocast: bool = False
     has_unused: bool = False
     trainer: bool = False
+    together: bool = False
+    """Whether the streamed arm's micro-batches go through the blocks together."""
     quantize: bool = True
     num_layers: int = 3
     num_ranks: int = 2
@@ -70,6 +72,25 @@ CELLS = {
     "autocast": Cell(autocast=True, quantize=False, options={"find_unused_parameters": True}),
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
     "trainer": Cell(trainer=True),
+    "together": Cell(
+        accumulation=4,
+        no_sync=True,
+        together=True,
+        num_layers=5,
+        num_ranks=3,
+        options={"bucket_cap_mb": 0.02},
+    ),
+    "together, bucket views": Cell(
+        no_sync=True, together=True, options={"gradient_as_bucket_view": True}
+    ),
+    # Finding unused parameters: these run one after the other.
+    "together, unused": Cell(
+        no_sync=True,
+        together=True,
+        has_unused=True,
+        options={"find_unused_parameters": True},
+    ),
+    "together, trainer": Cell(trainer=True, together=True),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(
         num_steps=8, options={"bucket_cap_mb": 0.02}, policy={"cuda_graphs": True}, no_sync=True
@@ -113,7 +134,13 @@ def arms_of(name: str) -> list[str]:
 
 
 def run_loop(
-    model: Any, cell: Cell, rank: int, *, is_wrapped: bool = True, group: Any = None
+    model: Any,
+    cell: Cell,
+    rank: int,
+    *,
+    is_wrapped: bool = True,
+    is_together: bool = False,
+    group: Any = None,
 ) -> Bits:
     """A plain training loop; everything it computes, by name."""
     adapters = trainable(model)
@@ -130,15 +157,26 @@ def run_loop(
     ddp.train()
     found: Bits = {}
     for step in range(cell.num_steps):
-        for micro in range(cell.accumulation):
+        parts = batches[step * cell.accumulation : (step + 1) * cell.accumulation]
+        if is_together:
+            losses = poros.accumulate(ddp, parts)
+            for micro, loss in enumerate(losses):
+                found[f"step {step}, micro-batch {micro}: loss"] = loss * cell.accumulation
+            parts = []
+        for micro, batch in enumerate(parts):
             where = f"step {step}, micro-batch {micro}"
             is_last = micro == cell.accumulation - 1
             hold_back = cell.no_sync and not is_last and is_wrapped
             with ddp.no_sync() if hold_back else nullcontext():
                 with torch.autocast(device.type, torch.bfloat16, enabled=cell.autocast):
-                    loss = ddp(**batches[step * cell.accumulation + micro]).loss
+                    loss = ddp(**batch).loss
                 (loss / cell.accumulation).backward()
             found[f"{where}: loss"] = loss.detach().clone()
+            for name, parameter in adapters.items():
+                if parameter.grad is not None and not (cell.together and not is_last):
+                    found[f"{where}: gradient of {name}"] = parameter.grad.clone()
+        if is_together:
+            where = f"step {step}, micro-batch {cell.accumulation - 1}"
             for name, parameter in adapters.items():
                 if parameter.grad is not None:
                     found[f"{where}: gradient of {name}"] = parameter.grad.clone()
@@ -153,7 +191,7 @@ def run_loop(
     return {name: each.cpu() for name, each in found.items()}
 
 
-def run_trainer(model: Any, cell: Cell, folder: Path) -> Bits:
+def run_trainer(model: Any, cell: Cell, folder: Path, trainer_class: Any = None) -> Bits:
     """The HF Trainer, which wraps the model by itself."""
     rows = [
         {name: tensor[0] for name, tensor in batch.items()}
@@ -166,10 +204,11 @@ def run_trainer(model: Any, cell: Cell, folder: Path) -> Bits:
         max_steps=cell.num_steps,
         gradient_accumulation_steps=2,
         dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False if cell.together else None,
     )
     if arguments.world_size != dist.get_world_size():
         raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks")
-    trajectory = train_with_trainer(model, arguments, rows)
+    trajectory = train_with_trainer(model, arguments, rows, trainer_class=trainer_class)
     return {each.name: each.tensor for each in trajectory.entries()}
 
 
@@ -206,12 +245,24 @@ def main(folder: Path, cells: list[str]) -> None:
         if arm == "kernels":
             poros.use_adapter_kernels(model)
         if cell.trainer:
-            found = run_trainer(model, cell, folder / arm)
+            is_together = cell.together and arm == "streamed"
+            trainer_class = poros.PorosTrainer if is_together else None
+            found = run_trainer(model, cell, folder / arm, trainer_class)
         else:
             group = groups[min(cell.num_ranks, world)]
-            found = run_loop(model, cell, rank, is_wrapped=arm != "alone", group=group)
+            found = run_loop(
+                model,
+                cell,
+                rank,
+                is_wrapped=arm != "alone",
+                is_together=cell.together and arm == "streamed",
+                group=group,
+            )
         if arm == "streamed":
             runtime = poros.runtime(model)
+            if cell.together and not cell.has_unused:
+                assert runtime.stats()["num_groups"] == cell.num_steps
+                assert not runtime.stats()["fallbacks"], runtime.stats()["fallbacks"]
             found["num_loads"] = torch.tensor(runtime.stats()["num_loads"])
             if cell.policy.get("cuda_graphs"):
                 assert runtime.stats()["num_replayed_visits"] > 0

@@ -130,6 +130,26 @@ def test_a_resident_run_with_our_kernels_fills_the_same_buckets(essential: Path)
         assert [str(each) for each in compare_mappings(expected, found)] == []
 
 
+TOGETHER = ("together", "together, bucket views", "together, unused", "together, trainer")
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    # A trainer takes all ranks there are.
+    for world, cells in ((3, TOGETHER[:-1]), (2, TOGETHER[-1:])):
+        folder = tmp_path_factory.mktemp("ddp")
+        launch(folder, list(cells), world)
+        folders |= dict.fromkeys(cells, folder)
+    return folders
+
+
+@pytest.mark.parametrize("cell", TOGETHER)
+def test_micro_batches_that_go_together(together: dict[str, Path], cell: str) -> None:
+    """One exchange of gradients a step, in the order of a resident run, on two and three ranks."""
+    assert len(assert_exact(together[cell], cell)) == CELLS[cell].num_ranks
+
+
 @pytest.mark.slow
 def test_four_ranks_do_too(tmp_path: Path) -> None:
     launch(tmp_path, ["four_ranks"], 4)
@@ -156,7 +176,7 @@ def test_other_ways_of_running_ddp(rest: Path, cell: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDP_BACKEND", "nccl")
-    cells = ["default", "no_sync", "every_backward", "autocast", "replayed"]
+    cells = ["default", "no_sync", "every_backward", "autocast", "replayed", "together"]
     launch(tmp_path, cells, 2)
     for cell in cells:
         assert_exact(tmp_path, cell, 2)

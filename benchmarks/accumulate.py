@@ -1,0 +1,241 @@
+"""Micro-batches that go through the blocks together: time of one, beside others and a slower link.
+
+    python -m benchmarks.accumulate qwen2.5-7b --sizes 1 2 4 8 16 --links 0 25 12
+
+One model, prepared in each of these ways in turn, in one process; each way's steps of all sizes are
+measured before the next way's, and the ways take turns in passes:
+
+- two slots, over the plain link and over slower ones (each copy to the device is followed by a
+  pause on the copy stream that makes it as long as it would be at that rate): all micro-batches of
+  a step together, and one after the other;
+- all blocks on the GPU, layers recomputed, micro-batches one after the other and together: what
+  streaming is compared with, the same work without a link;
+- with ``--checkpointing``: PEFT and transformers alone, the base on the GPU, activation
+  checkpointing.
+
+Times are of a whole optimizer step, to the end of its work, over the number of micro-batches;
+medians. The same tokens in all ways; rates and loads are counted by the runtime.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import poros
+from benchmarks import memory
+from benchmarks.loops import make_optimizer
+from benchmarks.models import config_of, random_model, with_lora
+from benchmarks.work import Work, batch_of
+from poros.api import prepare_with
+from poros.streams import CudaStreams, Event
+
+Row = dict[str, Any]
+
+
+class SlowLink(CudaStreams):
+    """Copies that take as long as over a slower link: the copy stream pauses behind each.
+
+    Args:
+        device: The GPU.
+        gb_per_s: The rate.
+        cycles_per_ms: Of the clock that ``torch.cuda._sleep`` counts.
+        plain: The rate of the link itself.
+    """
+
+    def __init__(
+        self, device: torch.device, gb_per_s: float, cycles_per_ms: float, plain: float
+    ) -> None:
+        super().__init__(device)
+        self._rest_ms_per_byte = (1 / gb_per_s - 1 / plain) / 1e6
+        self._options = (device, gb_per_s, cycles_per_ms, plain)
+        self._cycles_per_ms = cycles_per_ms
+
+    def beside(self) -> "SlowLink":
+        return SlowLink(*self._options)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Event) -> Event:
+        super().copy(target, source, after=after)
+        stream = self._copies()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(source.nbytes * self._rest_ms_per_byte * self._cycles_per_ms))
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+
+def cycles_per_ms(device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)
+    begin.record()
+    torch.cuda._sleep(100_000_000)
+    end.record()
+    torch.cuda.synchronize(device)
+    return 1e8 / begin.elapsed_time(end)
+
+
+def plain_rate(device: torch.device) -> float:
+    source = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return source.nbytes / min(times) / 1e9
+
+
+class Steps:
+    """Optimizer steps of one model on the same tokens."""
+
+    def __init__(self, model: Any, seq: int, most: int) -> None:
+        self.model = model
+        self.optimizer = make_optimizer(model)
+        batch = batch_of(model.config.vocab_size, Work(1, seq), torch.device("cuda"))
+        self.batches = [{**batch, "use_cache": False} for _ in range(most)]
+
+    def ms(self, size: int, is_together: bool) -> float:
+        """Of a micro-batch."""
+        batches = self.batches[:size]
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        if is_together:
+            poros.accumulate(self.model, batches)
+        else:
+            for batch in batches:
+                (self.model(**batch).loss / size).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) * 1e3 / size
+
+
+def ways(options: argparse.Namespace, num_layers: int) -> Iterator[tuple[str, float, int]]:
+    """Names, rates (0: the plain link) and slots."""
+    for link in options.links:
+        yield f"2 slots, {link:g} GB/s" if link else "2 slots", link, options.slots
+    yield "all on the GPU, recomputed", 0, num_layers
+
+
+def measure(options: argparse.Namespace, model: Any) -> list[Row]:
+    device = torch.device("cuda")
+    plain, cycles = plain_rate(device), cycles_per_ms(device)
+    times: dict[tuple[str, str, int], list[float]] = {}
+    facts: dict[tuple[str, str, int], Row] = {}
+
+    def take(way: str, order: str, size: int, steps: Steps, stats: Callable[[], Row]) -> None:
+        is_together = order == "together"
+        before = stats()
+        steps.ms(size, is_together)
+        after = stats()
+        found = [steps.ms(size, is_together) for _ in range(options.steps)]
+        times.setdefault((way, order, size), []).extend(found)
+        facts[way, order, size] = {
+            key: after[key] - before[key]
+            for key in ("num_loads", "h2d_num_bytes", "head_num_bytes")
+            if key in after
+        }
+
+    for turn in range(options.passes):
+        found = list(ways(options, model.config.num_hidden_layers))
+        for way, link, slots in found if turn % 2 == 0 else reversed(found):
+            gc.collect()
+            memory.empty(device)
+            policy = poros.StreamingPolicy(
+                slots=slots,
+                keep_last=0,
+                loss=options.loss,
+                stream_head=options.stream_head,
+                self_check="off",
+                allow_unvalidated=True,
+            )
+            streams = SlowLink(device, link, cycles, plain) if link else CudaStreams(device)
+            prepare_with(model, policy, streams=streams)
+            runtime = poros.runtime(model)
+            steps = Steps(model, options.seq, max(options.sizes))
+            for _ in range(options.warm):
+                steps.ms(2, False)
+                steps.ms(2, True)
+            for size in options.sizes:
+                memory.reset_peaks(device)
+                take(way, "together", size, steps, runtime.stats)
+                peak = torch.cuda.max_memory_reserved() / 1e9
+                facts[way, "together", size]["peak reserved, GB"] = peak
+                if size == 1 or not link or size == options.alone:
+                    take(way, "one after the other", size, steps, runtime.stats)
+            print(f"  {way}: {runtime.stats()['fallbacks']}", flush=True)
+            del steps, runtime
+            poros.restore(model)
+    if options.checkpointing:
+        model.to(device)
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
+        steps = Steps(model, options.seq, max(options.sizes))
+        for size in options.sizes[:2] + options.sizes[-1:]:
+            steps.ms(size, False)
+            take("PEFT, checkpointing", "one after the other", size, steps, dict)
+    return [
+        {
+            "way": way,
+            "order": order,
+            "micro-batches": size,
+            "ms a micro-batch": statistics.median(values),
+            "least": min(values),
+            "most": max(values),
+            **facts[way, order, size],
+        }
+        for (way, order, size), values in times.items()
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.accumulate", description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--links", type=float, nargs="+", default=[0, 25, 12], help="GB/s; 0: all")
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--alone", type=int, default=8, help="size to run alone over slow links")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dropout", type=float, default=0.05)
+    parser.add_argument("--loss", default="chunked")
+    parser.add_argument("--stream-head", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="a line of JSON for each row")
+    options = parser.parse_args(argv)
+    config = config_of(options.model)
+    if options.layers:
+        config.num_hidden_layers = options.layers
+    model = with_lora(random_model(config, "nf4"), options.rank, options.dropout).train()
+    rows = measure(options, model)
+    machine = memory.environment(torch.device("cuda"))
+    asked = {key: value for key, value in vars(options).items() if key != "out"}
+    if options.out:
+        with options.out.open("a") as file:
+            for row in rows:
+                print(json.dumps({"options": asked, "machine": machine, **row}), file=file)
+    print(f"{asked}, {machine['device']}")
+    for row in rows:
+        print("| " + " | ".join(_text(value) for value in row.values()) + " |")
+    return 0
+
+
+def _text(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

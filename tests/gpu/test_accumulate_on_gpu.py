@@ -1,0 +1,129 @@
+"""Micro-batches that go through the blocks together, on a GPU: the bits of one after the other."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import poros
+from poros.gates.reference import compare_trajectories
+from tests.exact.trainer_arms import FULL, Arms
+from tests.gpu.models import BF16, Model, model_of, same_runs, trained
+from tests.support import prepare_plain
+
+pytestmark = pytest.mark.gpu
+
+FP32 = torch.float32
+
+
+def run(
+    model: Model,
+    together: bool,
+    *,
+    size: int = 4,
+    num_steps: int = 8,
+    lengths: tuple[int, ...] = (96, 64, 96, 33),
+    autocast: bool = False,
+) -> list[torch.Tensor]:
+    def loss(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            torch.autocast("cuda", dtype=BF16, enabled=autocast),
+        ):
+            found: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return found / size
+
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-3, fused=True)
+    generator = torch.Generator().manual_seed(2)
+    facts: list[torch.Tensor] = []
+    for _ in range(num_steps):
+        step = [
+            torch.randint(0, 100, (2, lengths[place % len(lengths)]), generator=generator).cuda()
+            for place in range(size)
+        ]
+        if together:
+            facts += poros.accumulate(model, step, loss=loss)
+        else:
+            for tokens in step:
+                value = loss(model, tokens)
+                value.backward()
+                facts.append(value.detach())
+        facts += [each.grad.clone() for each in trained(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    facts += [each.detach().clone() for each in trained(model)]
+    return [*facts, torch.cuda.get_rng_state(), torch.get_rng_state()]
+
+
+def check(folder: Path, policy: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    of_run = {key: options.pop(key) for key in ("size", "autocast", "lengths") if key in options}
+    expected = run(model_of(folder, **options), False, **of_run)
+    model = model_of(folder, **options)
+    poros.prepare(model, **{"slots": 2, "keep_last": 0, "loss": "reference", **(policy or {})})
+    found = run(model, True, **of_run)
+    stats = poros.runtime(model).stats()
+    print({key: stats[key] for key in ("num_groups", "num_replayed_visits", "fallbacks")})
+    assert same_runs(found, expected)
+    assert poros.runtime(model).self_check["status"] == "passed"
+    assert not [line for line in stats["fallbacks"] if line.startswith("micro-batches")]
+    assert stats["num_groups"] == 8
+    return stats
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_equals_one_after_the_other(
+    dtype: torch.dtype, dropout: float, graphs: bool, tmp_path: Path
+) -> None:
+    stats = check(tmp_path, {"cuda_graphs": graphs}, dtype=dtype, dropout=dropout)
+    assert (stats["num_replayed_visits"] > 0) == graphs
+    # 4 layers, 2 slots.
+    assert stats["num_loads"] == 6 + 7 * 4
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"slots": 4},
+    {"slots": 4, "keep_last": 2},
+    {"slots": 4, "keep_last": 4},
+    {"block_size": 2},
+    {"offload_boundaries": True},
+    {"adapter_kernels": "peft"},
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_every_policy(policy: dict[str, Any], tmp_path: Path) -> None:
+    check(tmp_path, policy)
+
+
+def test_autocast_and_eight(tmp_path: Path) -> None:
+    check(tmp_path, dtype=FP32, autocast=True, size=8)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3", "qwen3"])
+def test_other_architectures(architecture: str, tmp_path: Path) -> None:
+    check(tmp_path, architecture=architecture)
+
+
+def test_slices_of_the_head(tmp_path: Path) -> None:
+    policy: Any = {"slots": 2, "keep_last": 0, "stream_head": True, "stream_embedding": True}
+    expected = run(poros.prepare(model_of(tmp_path), **policy), False)
+    model = poros.prepare(model_of(tmp_path), **policy)
+    assert same_runs(run(model, True), expected)
+    assert poros.runtime(model).stats()["num_groups"] == 8
+
+
+def test_the_trainer(tmp_path: Path) -> None:
+    arms = Arms.make(tmp_path, FP32, "cuda")
+    options: Any = {**FULL, "gradient_accumulation_steps": 4}
+    expected = arms.run("resident", **options)
+    together = partial(prepare_plain, slots=2)
+    found = arms.run("together", together, trainer_class=poros.PorosTrainer, **options)
+    assert compare_trajectories(expected, found) == []
+    assert arms.log_history("together") == arms.log_history("resident")
+    assert poros.runtime(arms.model).stats()["num_groups"] > 0

@@ -28,10 +28,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.accumulation.draws import NONE, Draws, between, later
-from poros.accumulation.micro_batch import Differentiate, MicroBatch, NotTogether, backward
+from poros.accumulation.micro_batch import Around, Differentiate, MicroBatch, NotTogether, backward
 from poros.errors import RematerializationError
 from poros.layer.rng import RngStash
-from poros.layer.watched import watchers
 
 if TYPE_CHECKING:
     from poros.layer.streamed import StreamedLayer
@@ -147,7 +146,7 @@ class Group:
 
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches, self._starts = [], []
-        around = watchers()
+        around = Around.capture()
         for run in runs:
             self._starts.append(RngStash.capture(self._layers[0].device))
             batch = MicroBatch(self._layers, around)

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as all_modules
-from torch.utils._pytree import tree_leaves
 
 from poros.accumulation.draws import NONE
 from poros.errors import UnsupportedModelError
@@ -117,6 +116,18 @@ class _Taken(torch.autograd.Function):
         return None, None, None
 
 
+class Around(NamedTuple):
+    """What is around all micro-batches of a group."""
+
+    watchers: tuple[int, int, bool]
+    """See ``poros.layer.watched``."""
+    settings: Settings
+
+    @classmethod
+    def capture(cls) -> "Around":
+        return cls(watchers(), Settings.capture())
+
+
 class _Call(NamedTuple):
     """What a layer is called with, its input left out."""
 
@@ -129,7 +140,7 @@ class MicroBatch:
 
     Args:
         layers: Of the model, in order.
-        around: Who watches around all micro-batches; see ``watchers``.
+        around: What is around all micro-batches.
 
     Attributes:
         states: Random states before each layer, and behind the last; planned from the second on.
@@ -137,7 +148,7 @@ class MicroBatch:
         key: Equal for micro-batches whose layers draw alike.
     """
 
-    def __init__(self, layers: Sequence["StreamedLayer"], around: object) -> None:
+    def __init__(self, layers: Sequence["StreamedLayer"], around: Around) -> None:
         self._around = around
         self.states: list[RngStash] = []
         self.first_draws = NONE
@@ -176,20 +187,16 @@ class MicroBatch:
         given = _input_of(args, kwargs)
         if layer is not self._layers[index] or given is None:
             raise NotTogether("the model does not call its layers once each, in order")
-        state = RngStash.capture(self._device)
         if index == 0:
-            self._begin(given, args, kwargs, state)
+            self._begin(given, args, kwargs)
         elif given is not self._given or given._version != self._version:
             raise NotTogether("the model does something to hidden states between its layers")
-        elif not state.equals(self.states[0]):
-            raise NotTogether("the model draws random numbers between its layers")
-        self._require_unheard(layer)
-        others = [
-            each
-            for each in tree_leaves((args, kwargs))
-            if isinstance(each, torch.Tensor) and each is not given and each.requires_grad
-        ]
-        if others:
+        _require_unheard(layer)
+        if any(
+            each is not given and each.requires_grad
+            for value in (*args, *kwargs.values())
+            for each in _tensors(value)
+        ):
             raise NotTogether("layers are given other tensors that need gradients")
         if shared_mappings(kwargs):
             raise NotTogether("layers share tensors")
@@ -201,20 +208,21 @@ class MicroBatch:
         )
         if len(self._calls) == len(self._layers):
             self._given = None
+            if not RngStash.capture(self._device).equals(self.states[0]):
+                raise NotTogether("the model draws random numbers between its layers")
             raise _Stopped
         return given
 
-    def _begin(
-        self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], state: RngStash
-    ) -> None:
-        if watchers() != self._around:
+    def _begin(self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if watchers() != self._around.watchers:
             raise NotTogether("somebody watches operators or packs saved tensors within the loss")
         if is_recording():
             raise NotTogether("outputs of layers are recorded")
-        self.states = [state]
+        self.states = [RngStash.capture(self._device)]
         self._given, self._version = given, given._version
         autocast, settings = autocast_of(self._device), Settings.capture()
         has_cache = torch.is_autocast_cache_enabled()
+        has_autocast = any(each.enabled for each in autocast)
         self._is_confined = self._layers[0].confines_autocast()
         # As to the model's code, but that it ends with each layer: a region of its own.
 
@@ -226,25 +234,19 @@ class MicroBatch:
                     )
             stack.enter_context(settings.replay())
 
-        self._surroundings = lambda: Within(fill)
+        is_usual = not has_autocast and settings == self._around.settings
+        self._surroundings = nullcontext if is_usual else lambda: Within(fill)
         self.key = (
             tuple(
                 (each.shape, each.dtype)
-                for each in tree_leaves((args, kwargs))
-                if isinstance(each, torch.Tensor)
+                for value in (*args, *kwargs.values())
+                for each in _tensors(value)
             ),
             autocast,
         )
         # What is known of the input behind the model's code is its value and whether it needs a
         # gradient; the code itself, and a trained embedding, come again.
         self._cuts = [Cut(given.detach(), given.requires_grad)]
-
-    def _require_unheard(self, layer: "StreamedLayer") -> None:
-        module = layer.contents().modules()[0]
-        if any(getattr(module, name, None) for name in _HOOKS) or any(
-            getattr(all_modules, name, None) for name in _GLOBAL_HOOKS
-        ):
-            raise NotTogether("hooks on whole layers, or on all modules")
 
     # ------------------------------------------------------------------------------ the layers
 
@@ -315,6 +317,21 @@ def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | N
     """The hidden states that a layer is called with."""
     value = args[0] if args else kwargs.get("hidden_states")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """In an argument of a layer; what else it may hold is refused when the layer runs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _require_unheard(layer: "StreamedLayer") -> None:
+    own = vars(layer.module())
+    if any(map(own.get, _HOOKS)) or any(map(vars(all_modules).get, _GLOBAL_HOOKS)):
+        raise NotTogether("hooks on whole layers, or on all modules")
 
 
 @contextmanager

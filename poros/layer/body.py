@@ -151,6 +151,10 @@ class LayerBody:
         self._layer = weakref.ref(layer)
         self._take_stock(layer)
 
+    def module(self) -> nn.Module | None:
+        """The layer itself, if it is still there."""
+        return self._layer()
+
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward, compiled if that was asked for; only inside a visit."""
         if isinstance(self.own_forward, CompiledForward):

@@ -41,14 +41,14 @@ class StreamedLayer(LayerBody):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's forward as its caller sees it."""
+        in_place = self.context.in_place
+        if in_place is not None and torch.is_grad_enabled() and (other := in_place()) is not None:
+            return other.call(self, args, kwargs)
         contents = self.contents()
         if not torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 self._refuse_dropped_cache(value)
             return self._infer(args, kwargs, contents)
-        in_place = self.context.in_place
-        if in_place is not None and (other := in_place()) is not None:
-            return other.call(self, args, kwargs)
         if self.index == 0:
             refuse_outer_graph(self.name)
         self._refuse_recorded_outputs()

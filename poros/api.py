@@ -9,7 +9,7 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.devices import default_device, library_workspace, usable_device
-from poros.errors import PolicyError, PreparedModelError, quoted
+from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
 from poros.graphs import Recorder
 from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back
@@ -175,7 +175,13 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
         )
-        return planner[0].plan(request)
+        found = planner[0].plan(request)
+        if found.micro_batches < shape.micro_batches:
+            raise VRAMBudgetError(
+                f"vram_budget: expected room for {shape.micro_batches} micro-batches together, "
+                f"found room for {found.micro_batches}"
+            )
+        return found
 
     return estimate
 

@@ -265,6 +265,9 @@ def plan(
         typer.Option(help="Of the adapters: float32, bfloat16.", show_default="what PEFT takes"),
     ] = None,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    accumulate: Annotated[
+        int | None, typer.Option(help="The same, going through the blocks together.")
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = 1,
     slots: Annotated[
         int | None, typer.Option(help="Device slots.", show_default="what the budget affords")
@@ -343,7 +346,8 @@ def plan(
             seq_len=seq,
             batch_size=batch,
             vram_budget=vram,
-            accumulation=accumulation,
+            accumulation=accumulate or accumulation,
+            micro_batches=accumulate or 1,
             block_size=block_size,
             num_slots=slots,
             optimizer=optimizer,

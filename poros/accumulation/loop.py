@@ -13,6 +13,7 @@ from torch import nn
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.group import DrawTable, Group
 from poros.accumulation.micro_batch import NotTogether
+from poros.errors import VRAMBudgetError
 from poros.model.runtime import Runtime, find_runtime
 
 logger = logging.getLogger(__name__)
@@ -104,12 +105,28 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
         ranks.require_together()
         _require_separate_parameters(ranks.inner)
         group = Group(list(runtime.streamed_layers()), history.table)
-        group.forward(runs)
+        _forward(runtime, group, runs)
     except NotTogether as reason:
         note_alone(runtime, str(reason))
         return None
     history.num_groups += 1
     return group
+
+
+def _forward(runtime: Runtime, group: Group, runs: Sequence[Callable[[], Any]]) -> None:
+    """Take as many micro-batches through the layers as there is memory for: all, half of them."""
+    number = len(runs)
+    while number > 1:
+        runtime.num_together = number
+        try:
+            group.forward(runs[:number])
+            return
+        except VRAMBudgetError as error:
+            logger.info("poros: %d micro-batches do not fit together: %s", number, error)
+        finally:
+            runtime.num_together = 1
+        number = -(-number // 2)
+    raise NotTogether("no memory for two of them")
 
 
 def note_alone(runtime: Runtime | None, reason: str) -> None:

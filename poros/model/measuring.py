@@ -261,7 +261,11 @@ class MeasuredSizer(Sizer):
         self._reserve = RESERVE
         self._measure(Stage.MEASURING)
         smaller = self._affordable(needs, room) or self._floor(shape, is_checking)
-        logger.info("poros: %d x %d tokens are more than any before: %s", *shape, _words(smaller))
+        logger.info(
+            "poros: %d x %d tokens, %d together, are more than any before: %s",
+            *shape,
+            _words(smaller),
+        )
         return smaller
 
     def _fits(self, room: Room, needs: Needs) -> bool:
@@ -332,7 +336,8 @@ class MeasuredSizer(Sizer):
 
     def _attributed(self, room: Room, persistent: int, rest: int) -> Needs:
         """What a step takes, if it took ``rest`` for itself and for the graphs of kept layers."""
-        graph = self.graph_num_bytes
+        together = max((shape.micro_batches for shape in self._seen), default=1)
+        graph = self.graph_num_bytes * together
         num_kept = min(room.keep_last, self._sizes.num_layers)
         before = [
             needs

@@ -12,7 +12,6 @@ from torch import nn
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
 from poros.graphs import Recorder
-from poros.head.host_matrix import HostMatrix
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
@@ -30,7 +29,7 @@ from poros.model.inspect import Inventory
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
-from poros.model.stats import collect, nothing_checked
+from poros.model.stats import collect, held_num_bytes, nothing_checked
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
@@ -74,7 +73,8 @@ class Runtime:
         room: The room they have.
         digests: Of what streams, as it was before it was moved; None if nobody will look.
         tally: Which way adapted modules ran; None with PEFT's own modules.
-        accumulation: What ``poros.accumulation`` has found out about its micro-batches.
+        num_together: Micro-batches that go through the blocks together with the one that comes.
+        accumulation: What ``poros.accumulation`` has found out about them.
 
     Raises:
         CheckpointFormatError: If layers stay in a file that is not what was loaded; the model is
@@ -101,6 +101,7 @@ class Runtime:
         self.blocks = inventory.blocks
         self._findings: Callable[[], dict[str, Any]] = nothing_checked
         self._num_resizes = 0
+        self.num_together = 1
         self.accumulation: Any = None
         self._matrices_num_bytes = sum(each.matrix.nbytes for each in inventory.embeddings)
         self.room = Room(
@@ -324,7 +325,7 @@ class Runtime:
                 self.sizer.recorded()
 
     def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        shape = shape_of(args, kwargs)
+        shape = shape_of(args, kwargs, self.num_together)
         if shape is None:
             return
         is_checking = self.self_check["status"] == "pending"
@@ -431,17 +432,7 @@ class Runtime:
         model = self._model()
         if model is None:
             return 0
-        tensors = [*model.parameters(), *model.buffers()]
-        gradients = [parameter.grad for parameter in model.parameters()]
-        tensors += [gradient for gradient in gradients if gradient is not None]
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in tensors
-            if tensor.device == self.device
-            and not isinstance(tensor, HostMatrix)
-            and not self.small.holds(tensor)
-        }
-        return sum(storages.values()) + self.device_num_bytes
+        return held_num_bytes(model, self.device, self.small) + self.device_num_bytes
 
 
 def find_runtime(model: object) -> Runtime | None:

@@ -43,9 +43,11 @@ class Shape(NamedTuple):
 
     batch_size: int
     seq_len: int
+    micro_batches: int = 1
+    """How many of them go through the blocks together."""
 
     def is_within(self, other: "Shape") -> bool:
-        return self.batch_size <= other.batch_size and self.seq_len <= other.seq_len
+        return all(own <= others for own, others in zip(self, other, strict=True))
 
 
 class Room(NamedTuple):
@@ -174,7 +176,8 @@ def growth(shape: Shape, known: Shape) -> float:
     (attention without a fused kernel; everything else grows with the length itself).
     """
     rows, length = shape.batch_size / known.batch_size, shape.seq_len / known.seq_len
-    return max(1.0, rows * length * max(1.0, length))
+    together = max(1.0, shape.micro_batches / known.micro_batches)
+    return max(1.0, rows * length * max(1.0, length) * together)
 
 
 class Sizer:
@@ -298,10 +301,10 @@ def with_shape(shapes: Sequence[Shape], shape: Shape) -> list[Shape]:
     return [*(known for known in shapes if not known.is_within(shape)), shape]
 
 
-def shape_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Shape | None:
+def shape_of(args: Sequence[Any], kwargs: dict[str, Any], micro_batches: int = 1) -> Shape | None:
     """The shape of the micro-batch in the arguments of a model, if it can be told."""
     named = (kwargs.get(key) for key in ("inputs_embeds", "input_ids", "hidden_states"))
     for value in (*named, *args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.ndim > 1:
-            return Shape(*value.shape[:2])
+            return Shape(value.shape[0], value.shape[1], micro_batches)
     return None

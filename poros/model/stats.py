@@ -2,7 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from poros.head.host_matrix import HostMatrix
 from poros.layer.captured import EXPECTED
+from poros.layer.staying import SmallTensors
 from poros.streams import Timings, gb_per_s
 
 if TYPE_CHECKING:
@@ -86,6 +91,21 @@ def collect(
         + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]
         + [f"micro-batches ran one after the other: {reason}" for reason in alone],
     }
+
+
+def held_num_bytes(model: nn.Module, device: torch.device, small: SmallTensors) -> int:
+    """Bytes on the device of a model's tensors and gradients, but for those in ``small``."""
+    tensors = [*model.parameters(), *model.buffers()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    tensors += [gradient for gradient in gradients if gradient is not None]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device == device
+        and not isinstance(tensor, HostMatrix)
+        and not small.holds(tensor)
+    }
+    return sum(storages.values())
 
 
 def nothing_checked() -> dict[str, Any]:

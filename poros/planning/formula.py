@@ -35,17 +35,16 @@ from itertools import accumulate
 from typing import Any
 
 from poros.config import MIN_SLOTS
-from poros.errors import PolicyError, VRAMBudgetError
+from poros.errors import VRAMBudgetError
 from poros.head.embedding import stays_on_host
 from poros.layer.captured import MOST_FLOP
 from poros.layout import BlockLayout, slot_sizes
+from poros.planning.optimizers import optimizer_cost
 from poros.planning.request import PlanRequest, Speeds
 from poros.slots.schedule import divide
 
 _COMING_AND_GOING = ("gradients", "boundaries", "kept graphs", "workspace")
 """Terms of which only the moment with the largest sum counts."""
-_MIN_8BIT_NUM_ELEMENTS, _8BIT_BLOCK = 4096, 256
-"""bitsandbytes keeps smaller states in float32, and one float32 scale per block of others."""
 
 
 @dataclass(frozen=True)
@@ -123,15 +122,6 @@ class StepCost:
 
 
 @dataclass(frozen=True)
-class OptimizerCost:
-    """Bytes of an optimizer."""
-
-    state: int
-    temporaries: int = 0
-    """During its step."""
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """A decision and its terms. Sizes are bytes; see the module's docstring."""
 
@@ -143,8 +133,8 @@ class MemoryPlan:
     block_size: int
     num_adapter_parameters: int
     bytes_per_step: int
-    """Over the wire, both ways, per micro-batch once warm: 2 (K - S) blocks, and 2 boundaries per
-    recomputed layer if they are offloaded."""
+    """Over the wire, both ways, per micro-batch once warm: 2 (K - S) blocks over the number of
+    micro-batches that go together, and 2 boundaries per recomputed layer if they are offloaded."""
     host_num_bytes: int
     """The frozen base, and offloaded boundaries."""
     vram_budget: int | None
@@ -157,6 +147,8 @@ class MemoryPlan:
     keep more of it, so where those do not fit into the budget it takes ours."""
     replays: bool = False
     """Whether visits of layers are recorded and replayed, which takes memory of its own."""
+    micro_batches: int = 1
+    """How many go through the blocks together."""
 
     @property
     def total_num_bytes(self) -> int:
@@ -170,7 +162,8 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``poros plan --json`` prints them."""
         decided = ("num_slots", "keep_last", "offload_boundaries", "num_blocks", "block_size")
-        numbers = (*decided, "num_adapter_parameters", "bytes_per_step", "step_ms")
+        others = ("num_adapter_parameters", "bytes_per_step", "step_ms")
+        numbers = (*decided, "micro_batches", *others)
         return {
             "total_num_bytes": self.total_num_bytes,
             "terms": dict(self.terms),
@@ -202,20 +195,30 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
     flop = 2 * request.batch_size * request.seq_len * shapes.num_linear_parameters
     pays = flop <= MOST_FLOP * len(shapes.layers)
     choices = [
-        (replays, kernels)
+        (replays, kernels, together)
         for replays in ((True, False) if request.cuda_graphs is None else (request.cuda_graphs,))
         if pays or not replays or request.cuda_graphs
         for kernels in (("peft", "fused") if request.self_check and cost.checked else ("peft",))
+        for together in fewer(request.micro_batches)
     ]
-    for replays, kernels in choices:
+    for replays, kernels, together in choices:
         chosen = cost if kernels == "peft" else replace(cost, checked=())
+        asked = replace(request, cuda_graphs=replays, micro_batches=together)
         try:
-            found = _plan_for(shapes, chosen, replace(request, cuda_graphs=replays))
-            return replace(found, check_kernels=kernels, replays=replays)
+            found = _plan_for(shapes, chosen, asked)
+            return replace(found, check_kernels=kernels, replays=replays, micro_batches=together)
         except VRAMBudgetError:
-            if (replays, kernels) == choices[-1]:
+            if (replays, kernels, together) == choices[-1]:
                 raise
     raise AssertionError("expected a choice")
+
+
+def fewer(number: int) -> Iterator[int]:
+    """``number``, half of it, and so on down to 1."""
+    while number > 1:
+        yield number
+        number = -(-number // 2)
+    yield 1
 
 
 def _plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan:
@@ -245,45 +248,12 @@ def _plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPla
     return chosen
 
 
-def optimizer_cost(request: PlanRequest, shapes: Shapes) -> OptimizerCost:
-    """What the optimizer keeps for a model's adapters, and needs besides during its step.
-
-    Raises:
-        PolicyError: If it is not one of those known here.
-    """
-    if request.optimizer_num_bytes is not None:
-        return OptimizerCost(request.optimizer_num_bytes)
-    known = {
-        "adamw_torch_fused": OptimizerCost(2 * shapes.adapters),
-        # The foreach implementation takes the roots of all second moments at once.
-        "adamw_torch": OptimizerCost(2 * shapes.adapters, shapes.adapters),
-        **dict.fromkeys(
-            # Paged states leave the device only while something else needs the room.
-            ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"),
-            OptimizerCost(sum(_two_8bit_states(number) for number, _ in shapes.adapter_sizes)),
-        ),
-        "sgd": OptimizerCost(0),
-    }
-    if request.optimizer not in known:
-        raise PolicyError(
-            f"optimizer: expected one of {', '.join(known)}, found {request.optimizer!r}; for "
-            "another one give optimizer_num_bytes"
-        )
-    return known[request.optimizer]
-
-
-def _two_8bit_states(num_elements: int) -> int:
-    if num_elements < _MIN_8BIT_NUM_ELEMENTS:
-        return 2 * 4 * num_elements
-    return 2 * (num_elements + 4 * -(-num_elements // _8BIT_BLOCK))
-
-
 class _Formula:
     """Plans of one model and one micro-batch."""
 
     def __init__(self, shapes: Shapes, cost: StepCost, request: PlanRequest) -> None:
         self.shapes, self.cost, self.request = shapes, cost, request
-        self.optimizer = optimizer_cost(request, shapes)
+        self.optimizer = optimizer_cost(request, shapes.adapter_sizes)
         self.num_layers, size = len(shapes.layers), request.block_size
         starts = range(0, self.num_layers, size)
         self.blocks = [BlockLayout.join(shapes.layers[first : first + size]) for first in starts]
@@ -322,7 +292,7 @@ class _Formula:
             "embedding": shapes.embedding - on_host["embedding"],
             "head": shapes.head - on_host["head"] + buffers,
             "other": shapes.other - on_host["other"],
-            "inputs": self.cost.inputs + self.cost.shared,
+            "inputs": request.micro_batches * (self.cost.inputs + self.cost.shared),
             "recordings": self._recordings(first_kept) if request.cuda_graphs else 0,
             "libraries": request.libraries,
         }
@@ -332,8 +302,9 @@ class _Formula:
             terms["self-check"] = max(0, *self._first_step(first_kept, offload), later) - later
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
-        forward = sum(loaded[found.ring_slots :]) + travelling
-        backward = sum(loaded[: len(loaded) - found.ring_slots])
+        together = request.micro_batches
+        forward = sum(loaded[found.ring_slots :]) // together + travelling
+        backward = sum(loaded[: len(loaded) - found.ring_slots]) // together
         boundaries = first_kept * self.cost.boundary if offload else 0
         return MemoryPlan(
             terms=terms,
@@ -346,7 +317,7 @@ class _Formula:
             bytes_per_step=forward + backward + 2 * boundaries,
             host_num_bytes=sum(block.num_bytes for block in self.blocks)
             + on_host.total()
-            + boundaries,
+            + together * boundaries,
             vram_budget=request.budget,
             # Boundaries leave against the direction of the blocks and come back with it.
             step_ms=self._step_ms(max(forward, boundaries), backward + boundaries, first_kept),
@@ -372,14 +343,22 @@ class _Formula:
         return head if stays_on_host(head.matrix, wanted) else None
 
     def _boundaries(self, num_inputs: int, offload: bool) -> int:
-        """Bytes of so many layers' inputs, as far as they are on the device."""
-        return (min(num_inputs, 2) if offload else num_inputs) * self.cost.boundary
+        """Bytes of so many layers' inputs, as far as they are on the device.
+
+        Of micro-batches that go together, each waits with what it has in hand: the last layer's
+        result, or a gradient.
+        """
+        together = self.request.micro_batches
+        num_waiting = together - 1
+        num_there = min(num_inputs * together, 2) if offload else num_inputs * together
+        return (num_there + num_waiting) * self.cost.boundary
 
     def _later_step(self, first_kept: int, offload: bool) -> Iterator[tuple[int, int, int, int]]:
         """What comes and goes within a step, at each moment that may be the largest."""
         adapters, cost = self.shapes.adapters, self.cost
         sizes = (layer.saved + layer.kept_input for layer in cost.layers[first_kept:])
-        graphs = list(accumulate(sizes, initial=0))
+        together = self.request.micro_batches
+        graphs = list(accumulate((together * size for size in sizes), initial=0))
         # Gradients are there from the first micro-batch on, layer by layer from the last.
         before = adapters if self.request.accumulation > 1 else 0
         yield before, self._boundaries(first_kept, offload), graphs[-1], cost.loss_peak

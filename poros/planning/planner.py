@@ -56,6 +56,7 @@ def plan(
     optimizer_num_bytes: int | None = None,
     library_num_bytes: int | None = None,
     accumulation: int = 1,
+    micro_batches: int = 1,
     speeds: Speeds | None = None,
 ) -> MemoryPlan:
     """Plan a training step: memory term by term, slots and kept layers, bytes moved.
@@ -96,6 +97,7 @@ def plan(
         seq_len=seq_len,
         batch_size=batch_size,
         accumulation=accumulation,
+        micro_batches=micro_batches,
         vram_budget=vram_budget,
         block_size=block_size,
         num_slots=num_slots,

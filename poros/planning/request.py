@@ -26,6 +26,8 @@ class PlanRequest:
         batch_size: Rows per micro-batch.
         accumulation: Micro-batches per optimizer step: with several, all gradients are there while
             the layers' inputs are.
+        micro_batches: Of these, how many are to go through the blocks together; as many do as fit,
+            all of them, half of them, and so on.
         vram_budget: Bytes, or ``"8GiB"``; None plans two slots and reports what that needs.
         block_size: Layers per transfer.
         num_slots: Fixes the slots; None takes what the budget affords.
@@ -50,6 +52,7 @@ class PlanRequest:
     seq_len: int
     batch_size: int = 1
     accumulation: int = 1
+    micro_batches: int = 1
     vram_budget: int | float | str | None = None
     block_size: int = 1
     num_slots: int | None = None
@@ -67,7 +70,7 @@ class PlanRequest:
     speeds: Speeds | None = None
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "batch_size", "accumulation"):
+        for name in ("seq_len", "batch_size", "accumulation", "micro_batches"):
             require_positive(name, getattr(self, name))
         # The policy says what is wrong with the others.
         StreamingPolicy(

@@ -299,3 +299,35 @@ def test_a_loop_that_never_calls_train_keeps_to_the_budget() -> None:
     model(**tiny.make_batches(1, num_tokens=8)[0]).loss.backward()
     assert runtime.plan is not None and runtime.plan.total_num_bytes <= full()
     assert runtime.num_streamed_blocks < NUM_LAYERS
+
+
+def groups(model: Any, number: int = 4) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Losses and gradients of so many micro-batches."""
+    torch.manual_seed(3)
+    losses = poros.accumulate(model, tiny.make_batches(number, num_tokens=16, padded=False))
+    return losses, [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 1), (0.6, 2), (0.0, 0)])
+def test_as_many_micro_batches_go_together_as_the_budget_has_room_for(
+    share: float, expected: int
+) -> None:
+    """All four, twice two, or one after the other."""
+    options = {**SHAPE, "offload_boundaries": False, "num_slots": 2, "keep_last": 0}
+    least, most = (
+        poros.plan(build(), **options, self_check=False, micro_batches=number).total_num_bytes
+        for number in (1, 4)
+    )
+    budget = int(least + share * (most - least))
+    losses, gradients = groups(build().train())
+    chosen: Any = {"offload_boundaries": False, "self_check": "off", "slots": 2, "keep_last": 0}
+    model = prepare_plain(build().train(), device="cpu", vram_budget=f"{budget}B", **chosen)
+    found_losses, found_gradients = groups(model)
+    assert all(map(torch.equal, losses, found_losses))
+    assert all(map(torch.equal, gradients, found_gradients))
+    stats = poros.runtime(model).stats()
+    assert stats["num_groups"] == expected
+    is_alone = any("no memory for two" in line for line in stats["fallbacks"])
+    assert is_alone == (expected == 0)
+    plan = poros.runtime(model).plan
+    assert plan is not None and plan.total_num_bytes <= budget

@@ -18,9 +18,9 @@ from poros.planning.formula import (
     MemoryPlan,
     Shapes,
     StepCost,
-    optimizer_cost,
     plan_for,
 )
+from poros.planning.optimizers import optimizer_cost
 from poros.planning.request import PlanRequest, Speeds
 from tests.planning.cells import OperatorBytes, num_bytes, optimizer_of, state_of
 from tests.support import prepare_plain
@@ -171,7 +171,7 @@ def test_an_optimizer_keeps_and_needs_what_is_planned(name: str) -> None:
     trained = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
     adapter_sizes = [(each.numel(), 4 * each.numel()) for each in trained]
     request = PlanRequest(seq_len=1, optimizer=name)
-    expected = optimizer_cost(request, replace(SHAPES, adapter_sizes=adapter_sizes))
+    expected = optimizer_cost(request, adapter_sizes)
     optimizer = optimizer_of(name, trained)
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
@@ -231,3 +231,26 @@ def test_of_many_tokens_nothing_is_recorded_unless_that_is_asked_for() -> None:
     assert not plan(shapes, num_slots=2, cuda_graphs=None).replays
     assert plan(shapes, num_slots=2, cuda_graphs=True).replays
     assert plan(num_slots=2, cuda_graphs=None).replays
+
+
+def test_micro_batches_that_go_together() -> None:
+    """Their inputs wait at every layer, and a block is loaded once for all of them."""
+    one, four = plan(accumulation=4), plan(accumulation=4, micro_batches=4)
+    # 8 layers' inputs of 16 bytes for each, and what three others have in hand.
+    assert four.terms["boundaries"] - one.terms["boundaries"] == 3 * 8 * 16 + 3 * 16
+    assert four.terms["inputs"] == 4 * one.terms["inputs"]
+    assert (one.micro_batches, four.micro_batches) == (1, 4)
+    assert four.bytes_per_step == one.bytes_per_step / 4
+    kept = plan(num_slots=8, keep_last=8, micro_batches=4)
+    assert kept.terms["kept graphs"] == 4 * plan(num_slots=8, keep_last=8).terms["kept graphs"]
+
+
+def test_as_many_go_together_as_fit() -> None:
+    def needs(number: int) -> int:
+        return plan(micro_batches=number, offload_boundaries=False).total_num_bytes
+
+    for budget, number in ((needs(8), 8), (needs(8) - 1, 4), (needs(4) - 1, 2), (needs(1), 1)):
+        found = plan(vram_budget=budget, micro_batches=8, offload_boundaries=False)
+        assert found.micro_batches == number and found.total_num_bytes <= budget
+    with pytest.raises(VRAMBudgetError):
+        plan(vram_budget=needs(1) - 1, micro_batches=8, offload_boundaries=False)

@@ -22,12 +22,14 @@ Source:
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from poros.accumulation.draws import NONE, Draws, between, later
+from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import Around, Differentiate, MicroBatch, NotTogether, backward
 from poros.errors import RematerializationError
 from poros.layer.rng import RngStash
@@ -99,21 +101,28 @@ class Group:
     Args:
         layers: Of the model, in order.
         table: Of the model, too.
+        head: Reads the head for all of them, if it is read in slices.
 
     Attributes:
         num_done: Micro-batches whose loss has gone backward to the last layer.
         is_over: Whether the others of the group have to begin anew.
     """
 
-    def __init__(self, layers: Sequence["StreamedLayer"], table: DrawTable) -> None:
+    def __init__(
+        self,
+        layers: Sequence["StreamedLayer"],
+        table: DrawTable,
+        head: SharedHead | None = None,
+    ) -> None:
+        self._head = head
         self.num_done = 0
         self.is_over = False
         self._layers = layers
         self._table = table
         self._kinds = [_kind(layer) for layer in layers]
         self._batches: list[MicroBatch] = []
-        self._starts: list[RngStash] = []
-        """Random states at which micro-batches begin; one more for what comes after them."""
+        self._end = RngStash.capture(layers[0].device)
+        """The random state behind all of them."""
 
     def forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         """Take micro-batches through all layers.
@@ -137,25 +146,28 @@ class Group:
             for _ in range(num_tries):
                 try:
                     self._forward(runs)
-                    return
+                    break
                 except _Mispredicted:
                     start.restore()
-            raise NotTogether("what is drawn at random does not depend on shapes alone")
+            else:
+                raise NotTogether("what is drawn at random does not depend on shapes alone")
+            if self._head is not None and self._head.is_ahead:
+                pairs = zip(self._batches, runs, strict=True)
+                self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
         finally:
             start.restore()
 
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
-        self._batches, self._starts = [], []
+        self._batches = []
         around = Around.capture()
         for run in runs:
-            self._starts.append(RngStash.capture(self._layers[0].device))
             batch = MicroBatch(self._layers, around)
             batch.collect(run)
             self._table.require_predictable(batch.key)
             self._run_first(batch)
             self._batches.append(batch)
             later(batch.states[-1], self._table.of_tail(batch.key, batch.first_draws)).restore()
-        self._starts.append(RngStash.capture(self._layers[0].device))
+        self._end = RngStash.capture(self._layers[0].device)
         for index in range(1, len(self._layers)):
             for batch in self._batches:
                 batch.forward(index)
@@ -191,22 +203,24 @@ class Group:
             NotTogether: If it has to run one after the other, and those after it; the random state
                 is the one at its beginning. ``backward`` is still to be called, for those before.
         """
-        batch, start = self._batches[self.num_done], self._starts[self.num_done]
-        start.restore()
+        batch = self._batches[self.num_done]
+        batch.start.restore()
+        asked = nullcontext() if self._head is None else self._head.asked(is_for_good=True)
         try:
-            with batch.tail():
+            with asked, batch.tail():
                 yield
         except NotTogether:
             self.is_over = True
-            start.restore()
+            batch.start.restore()
             raise
         self.num_done += 1
         state = RngStash.capture(self._layers[0].device)
-        if not state.equals(self._starts[self.num_done]):
+        is_last = self.num_done == len(self._batches)
+        if not state.equals(self._end if is_last else self._batches[self.num_done].start):
             draws = between(batch.states[-1], state)
             self._table.note_tail(batch.key, draws, batch.first_draws)
             self.is_over = True
-        self.is_over |= self.num_done == len(self._batches)
+        self.is_over |= is_last
 
     def backward(self, differentiate: Sequence[Differentiate] | None = None) -> None:
         """Take the gradients of all layers, of the micro-batches that are done.
@@ -215,7 +229,8 @@ class Group:
             differentiate: For each of them what is called in place of ``torch.autograd.backward``.
 
         Raises:
-            RematerializationError: If hooks draw random numbers as gradients pass.
+            RematerializationError: If hooks draw random numbers as gradients pass, or a loss that
+                was computed ahead was another one in the end.
         """
         done, self._batches = self._batches[: self.num_done], []
         calls = differentiate or [backward] * len(done)
@@ -225,6 +240,8 @@ class Group:
                 batch.backward(index, call)
         for batch in done:
             batch.backward_below()
+        if self._head is not None:
+            self._head.require_same()
         if not RngStash.capture(self._layers[0].device).equals(state):
             raise RematerializationError(
                 "expected backwards that draw no random numbers, found some that do (a hook that "

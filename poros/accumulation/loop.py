@@ -12,6 +12,7 @@ from torch import nn
 
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.group import DrawTable, Group
+from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import NotTogether
 from poros.errors import VRAMBudgetError
 from poros.model.runtime import Runtime, find_runtime
@@ -104,7 +105,7 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
     try:
         ranks.require_together()
         _require_separate_parameters(ranks.inner)
-        group = Group(list(runtime.streamed_layers()), history.table)
+        group = Group(list(runtime.streamed_layers()), history.table, history.head(runtime))
         _forward(runtime, group, runs)
     except NotTogether as reason:
         note_alone(runtime, str(reason))
@@ -156,6 +157,16 @@ class History:
         self.table = DrawTable()
         self.num_groups = 0
         self.alone: Counter[str] = Counter()
+        self._latest: SharedHead | None = None
+
+    def head(self, runtime: Runtime) -> SharedHead | None:
+        """For the next group; None if the head is not read in slices."""
+        reader = runtime.head.slices
+        if reader is None:
+            return None
+        calls = [] if self._latest is None else self._latest.num_calls
+        self._latest = SharedHead(reader, is_ahead=bool(calls) and set(calls) == {1})
+        return self._latest
 
 
 def _history(runtime: Runtime) -> History:

@@ -67,8 +67,8 @@ class NotTogether(BaseException):
     """
 
 
-class _Stopped(BaseException):
-    """The last layer is reached."""
+class Stopped(BaseException):
+    """The model's code is as far as it is wanted: at the last layer, or at the loss."""
 
 
 class Cut:
@@ -88,6 +88,10 @@ class Cut:
         self.anchor: torch.Tensor | None = None
         self.needs_gradient = needs_gradient
         self._values = [value]
+
+    def look(self) -> torch.Tensor:
+        """The value, which stays; nothing comes back from it."""
+        return self._values[-1].detach().requires_grad_(self.needs_gradient)
 
     def take(self) -> torch.Tensor:
         """The value, behind the cut; for once, since it may be freed from then on."""
@@ -143,6 +147,7 @@ class MicroBatch:
         around: What is around all micro-batches.
 
     Attributes:
+        start: The random state at which the model's code begins.
         states: Random states before each layer, and behind the last; planned from the second on.
         first_draws: Of the first layer.
         key: Equal for micro-batches whose layers draw alike.
@@ -150,6 +155,7 @@ class MicroBatch:
 
     def __init__(self, layers: Sequence["StreamedLayer"], around: Around) -> None:
         self._around = around
+        self.start = RngStash.capture(layers[0].device)
         self.states: list[RngStash] = []
         self.first_draws = NONE
         self.key: Any = None
@@ -176,7 +182,7 @@ class MicroBatch:
         with watching(self._layers, watcher):
             try:
                 run()
-            except _Stopped:
+            except Stopped:
                 self.states[0].restore()
                 return
         raise NotTogether("the model does not call all of its layers with gradients enabled")
@@ -210,7 +216,7 @@ class MicroBatch:
             self._given = None
             if not RngStash.capture(self._device).equals(self.states[0]):
                 raise NotTogether("the model draws random numbers between its layers")
-            raise _Stopped
+            raise Stopped
         return given
 
     def _begin(self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -284,7 +290,17 @@ class MicroBatch:
         if source is not None and gradient is not None:
             torch.autograd.backward(source, gradient)
 
-    # ------------------------------------------------------------ the model's code, second time
+    # ------------------------------------------------------------ the model's code, again
+
+    def look_ahead(self, run: Callable[[], Any]) -> bool:
+        """Run the model's code behind its layers up to where it is stopped; whether it was."""
+        self.start.restore()
+        with watching(self._layers, _Passer(self, is_ahead=True)):
+            try:
+                run()
+            except Stopped:
+                return True
+        return False
 
     @contextmanager
     def tail(self) -> Iterator[None]:
@@ -299,18 +315,21 @@ class MicroBatch:
                 "without poros.accumulate or block-major trainers"
             )
 
-    def hand_on(self, place: int, layer: "StreamedLayer", given: Any) -> Any:
-        """The layer at ``place`` is called by the model's code; what it gets."""
+    def hand_on(self, place: int, layer: "StreamedLayer", given: Any, is_ahead: bool) -> Any:
+        """The layer at ``place`` is called by the model's code; what it gets.
+
+        ``is_ahead``: not for good, so without a graph.
+        """
         if place >= len(self._layers) or layer is not self._layers[place] or given is None:
             raise NotTogether("the model runs more than once with gradients for one loss")
         if place == 0:
             if not RngStash.capture(self._device).equals(self.states[0]):
                 raise NotTogether("the model draws other random numbers when it runs again")
-            self._source = given if given.requires_grad else None
+            self._source = given if given.requires_grad and not is_ahead else None
         if place < len(self._layers) - 1:
             return given
         self.states[-1].restore()
-        return self._cuts[-1].take()
+        return self._cuts[-1].look() if is_ahead else self._cuts[-1].take()
 
 
 def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -360,11 +379,13 @@ class _Collector:
 class _Passer:
     begins = False
 
-    def __init__(self, micro_batch: MicroBatch) -> None:
+    def __init__(self, micro_batch: MicroBatch, is_ahead: bool = False) -> None:
         self._micro_batch = micro_batch
+        self._is_ahead = is_ahead
         self.place = 0
 
     def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._micro_batch.hand_on(self.place, layer, _input_of(args, kwargs))
+        given = _input_of(args, kwargs)
+        found = self._micro_batch.hand_on(self.place, layer, given, self._is_ahead)
         self.place += 1
         return found

@@ -35,7 +35,8 @@ _ALIGNMENT = 128
 Slices = Callable[[int], Iterator[tuple[int, torch.Tensor]]]
 """Takes a width, and gives the head's rows in order, so many at a time: the number of the first,
 and the rows, of shape (width, columns; the last may be fewer), on the device. Rows are not read any
-more once the next ones are asked for."""
+more once the next ones are asked for. Its ``known``, if it has one, is asked before it is read: it
+takes what is ``Asked``, and gives the ``Online`` of all slices if that was computed ahead."""
 
 
 class Step(NamedTuple):
@@ -108,6 +109,10 @@ def sliced_cross_entropy(
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
     given = _Given(labels, read, width, tuple(steps), ignore_index, wants_gradient)
+    known: Callable[[Asked], Online | None] | None = getattr(read, "known", None)
+    if known is not None:
+        is_trained = any(each is not None and each.requires_grad for each in (weight, bias, added))
+        given = given._replace(known=known(Asked(hidden, bias, added, is_trained, given)))
     loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, added, given)
     return loss
 
@@ -122,10 +127,51 @@ class _Given(NamedTuple):
     ignore_index: int
     wants_gradient: bool
     """Of the hidden states."""
+    known: "Online | None" = None
+    """What all slices together give, if that was computed ahead."""
 
     @property
     def is_counted(self) -> torch.Tensor:
         return self.labels != self.ignore_index
+
+
+class Asked(NamedTuple):
+    """What a loss asks of the head."""
+
+    hidden: torch.Tensor
+    bias: torch.Tensor | None
+    added: torch.Tensor | None
+    is_trained: bool
+    """Whether the head, or what is added to it, gets a gradient."""
+    given: _Given
+
+    def without_graph(self) -> "Asked":
+        """The same, of which nothing gets a gradient."""
+        return self._replace(
+            hidden=self.hidden.detach(),
+            bias=None if self.bias is None else self.bias.detach(),
+            added=None if self.added is None else self.added.detach(),
+        )
+
+    def is_like(self, other: "Asked") -> bool:
+        """Whether ``other`` asks for the same, but for values."""
+        return (
+            self.is_trained == other.is_trained
+            and self.given[2:] == other.given[2:]
+            and list(map(_form, self._tensors())) == list(map(_form, other._tensors()))
+        )
+
+    def differs_from(self, other: "Asked") -> torch.Tensor:
+        """Whether the values are other ones, bit for bit: a bool on the device."""
+        found = [
+            (_as_integers(own) != _as_integers(its)).any()
+            for own, its in zip(self._tensors(), other._tensors(), strict=True)
+            if own is not None and its is not None
+        ]
+        return torch.stack(found).any()
+
+    def _tensors(self) -> list[torch.Tensor | None]:
+        return [self.hidden, self.bias, self.added, self.given.labels]
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
@@ -138,15 +184,17 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         added: torch.Tensor | None,
         given: _Given,
     ) -> torch.Tensor:
-        found = _Online(hidden, given.labels, given.wants_gradient)
-        for first, rows in given.read(given.width):
-            found.add(first, _whole_rows(first, rows, added, hidden.dtype), bias, given.steps)
+        found = given.known
+        if found is None:
+            found = Online(hidden, given.labels, given.wants_gradient)
+            for first, rows in given.read(given.width):
+                found.add(first, rows, bias, added, given.steps)
         by_hidden = found.gradient() if given.wants_gradient else None
         # What the gradient of the head follows from, if it gets one.
         is_trained = any(ctx.needs_input_grad[1:4])
         again = (hidden, weight, bias, added, found.scale()) if is_trained else ()
         ctx.save_for_backward(by_hidden, *again)
-        ctx.given, ctx.dtype = given, hidden.dtype
+        ctx.given, ctx.dtype = given._replace(known=None), hidden.dtype
         return found.losses().masked_fill(~given.is_counted, 0.0).sum()
 
     @staticmethod
@@ -213,7 +261,17 @@ def _whole_rows(
     return torch.cat([rows, added[first : first + len(rows)].to(dtype)], dim=1)
 
 
-class _Online:
+def _form(tensor: torch.Tensor | None) -> object:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bits, such that a NaN equals itself."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(kinds[tensor.element_size()])
+
+
+class Online:
     """What is known of each token after some slices. See "One pass"."""
 
     def __init__(self, hidden: torch.Tensor, labels: torch.Tensor, wants_gradient: bool) -> None:
@@ -222,10 +280,16 @@ class _Online:
         self._running = Running.of(labels, num_columns, hidden.dtype)
 
     def add(
-        self, first: int, rows: torch.Tensor, bias: torch.Tensor | None, steps: Sequence[Step]
+        self,
+        first: int,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        added: torch.Tensor | None,
+        steps: Sequence[Step],
     ) -> None:
-        """Take in the logits of some rows of the head."""
+        """Take in the logits of some rows of the head: see ``sliced_cross_entropy``."""
         running = self._running
+        rows = _whole_rows(first, rows, added, self._hidden.dtype)
         part = None if bias is None else bias[first : first + len(rows)]
         logits, slope = _logits(self._hidden, rows, part, steps, running.wants_rows)
         weights = add_logits(running, first, logits, slope, rows)

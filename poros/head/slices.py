@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from poros.head.loss import slice_width
+from poros.head.loss import Asked, Online, slice_width
 from poros.streams import Event, StreamContext
 
 
@@ -36,6 +36,7 @@ class SliceReader:
     Attributes:
         matrix_num_bytes: Of the matrix.
         h2d_num_bytes: Of the slices that went there so far.
+        in_place: Gives what is asked before slices are read, if that is still there.
         check: Called with the name, the matrix, which rows these are, and the rows that came, if
             set.
 
@@ -46,6 +47,7 @@ class SliceReader:
     def __init__(self, name: str, matrix: torch.Tensor, streams: StreamContext) -> None:
         self.h2d_num_bytes = 0
         self.check: Callable[[str, torch.Tensor, slice, torch.Tensor], None] | None = None
+        self.in_place: Callable[[], Callable[[Asked], Online | None] | None] | None = None
         self._name, self._matrix = name, matrix
         self._streams = streams.beside()
         self._buffers = [self._streams.allocate(size) for size in buffer_sizes(matrix)]
@@ -83,6 +85,11 @@ class SliceReader:
     def let_go(self) -> None:
         """Undo ``hold_all``."""
         self._whole = None
+
+    def known(self, asked: Asked) -> Online | None:
+        """What all slices give, if that was computed ahead: see ``poros.head.loss.Slices``."""
+        ask = None if self.in_place is None else self.in_place()
+        return None if ask is None else ask(asked)
 
     def __call__(self, width: int) -> Iterator[tuple[int, torch.Tensor]]:
         """All rows in order, ``width`` at a time: see ``poros.head.loss.Slices``.

@@ -30,7 +30,8 @@ import torch
 
 from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.head import SharedHead
-from poros.accumulation.micro_batch import Around, Differentiate, MicroBatch, NotTogether, backward
+from poros.accumulation.micro_batch import Differentiate, MicroBatch, NotTogether, backward
+from poros.accumulation.surroundings import Surroundings
 from poros.errors import RematerializationError
 from poros.layer.rng import RngStash
 
@@ -159,7 +160,7 @@ class Group:
 
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches = []
-        around = Around.capture()
+        around = Surroundings.capture(self._layers[0].device)
         for run in runs:
             batch = MicroBatch(self._layers, around)
             batch.collect(run)

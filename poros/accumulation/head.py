@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from poros.accumulation.micro_batch import Stopped
+from poros.accumulation.surroundings import Surroundings
 from poros.errors import RematerializationError
 from poros.head.loss import Asked, Online
 from poros.head.slices import SliceReader
@@ -27,11 +28,13 @@ from poros.head.slices import SliceReader
 class _Note(NamedTuple):
     asked: Asked
     online: Online
+    surroundings: Surroundings
 
     @classmethod
     def of(cls, asked: Asked) -> "_Note":
         given = asked.given
-        return cls(asked, Online(asked.hidden, given.labels, given.wants_gradient))
+        online = Online(asked.hidden, given.labels, given.wants_gradient)
+        return cls(asked, online, Surroundings.capture(asked.hidden.device))
 
 
 class SharedHead:
@@ -72,9 +75,11 @@ class SharedHead:
                 by_width[note.asked.given.width].append(note)
         with torch.no_grad():
             for width, notes in by_width.items():
+                now = Surroundings.capture(notes[0].asked.hidden.device)
                 for first, rows in self._reader(width):
-                    for asked, online in notes:
-                        online.add(first, rows, asked.bias, asked.added, asked.given.steps)
+                    for asked, online, surroundings in notes:
+                        with surroundings.entering(now)():
+                            online.add(first, rows, asked.bias, asked.added, asked.given.steps)
 
     @contextmanager
     def asked(self, is_for_good: bool) -> Iterator[None]:

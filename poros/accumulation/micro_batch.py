@@ -19,20 +19,17 @@ Note: Cuts
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as all_modules
 
 from poros.accumulation.draws import NONE
+from poros.accumulation.surroundings import Surroundings
 from poros.errors import UnsupportedModelError
 from poros.layer.rng import RngStash
-from poros.layer.settings import Settings
 from poros.layer.side_outputs import is_recording, shared_mappings
-from poros.layer.state import autocast_of
-from poros.layer.watched import watchers
-from poros.layer.within import Within
 
 if TYPE_CHECKING:
     from poros.layer.streamed import StreamedLayer
@@ -120,18 +117,6 @@ class _Taken(torch.autograd.Function):
         return None, None, None
 
 
-class Around(NamedTuple):
-    """What is around all micro-batches of a group."""
-
-    watchers: tuple[int, int, bool]
-    """See ``poros.layer.watched``."""
-    settings: Settings
-
-    @classmethod
-    def capture(cls) -> "Around":
-        return cls(watchers(), Settings.capture())
-
-
 class _Call(NamedTuple):
     """What a layer is called with, its input left out."""
 
@@ -153,7 +138,7 @@ class MicroBatch:
         key: Equal for micro-batches whose layers draw alike.
     """
 
-    def __init__(self, layers: Sequence["StreamedLayer"], around: Around) -> None:
+    def __init__(self, layers: Sequence["StreamedLayer"], around: Surroundings) -> None:
         self._around = around
         self.start = RngStash.capture(layers[0].device)
         self.states: list[RngStash] = []
@@ -167,7 +152,7 @@ class MicroBatch:
         self._cuts: list[Cut] = []
         self._edges: list[Any] = []
         self._source: torch.Tensor | None = None
-        self._surroundings: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._entering: Callable[[], AbstractContextManager[object]] = nullcontext
         self._is_confined = False
 
     # ------------------------------------------------------------- the model's code, first time
@@ -220,35 +205,22 @@ class MicroBatch:
         return given
 
     def _begin(self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if watchers() != self._around.watchers:
-            raise NotTogether("somebody watches operators or packs saved tensors within the loss")
         if is_recording():
             raise NotTogether("outputs of layers are recorded")
         self.states = [RngStash.capture(self._device)]
         self._given, self._version = given, given._version
-        autocast, settings = autocast_of(self._device), Settings.capture()
-        has_cache = torch.is_autocast_cache_enabled()
-        has_autocast = any(each.enabled for each in autocast)
+        surroundings = Surroundings.capture(self._device)
+        if surroundings.watchers != self._around.watchers:
+            raise NotTogether("somebody watches operators or packs saved tensors within the loss")
+        self._entering = surroundings.entering(self._around)
         self._is_confined = self._layers[0].confines_autocast()
-        # As to the model's code, but that it ends with each layer: a region of its own.
-
-        def fill(stack: ExitStack) -> None:
-            for each in autocast:
-                if each.enabled:
-                    stack.enter_context(
-                        torch.autocast(each.device_type, each.dtype, cache_enabled=has_cache)
-                    )
-            stack.enter_context(settings.replay())
-
-        is_usual = not has_autocast and settings == self._around.settings
-        self._surroundings = nullcontext if is_usual else lambda: Within(fill)
         self.key = (
             tuple(
                 (each.shape, each.dtype)
                 for value in (*args, *kwargs.values())
                 for each in _tensors(value)
             ),
-            autocast,
+            surroundings.autocast,
         )
         # What is known of the input behind the model's code is its value and whether it needs a
         # gradient; the code itself, and a trained embedding, come again.
@@ -262,7 +234,7 @@ class MicroBatch:
         self.states[index].restore()
         cut = self._cuts[index]
         given = cut.take()
-        with self._surroundings(), torch.enable_grad(), layer.context.confined(self._is_confined):
+        with self._entering(), torch.enable_grad(), layer.context.confined(self._is_confined):
             result = layer.forward(
                 tuple(given if value is _INPUT else value for value in args),
                 {key: given if value is _INPUT else value for key, value in kwargs.items()},

@@ -133,8 +133,8 @@ class MemoryPlan:
     block_size: int
     num_adapter_parameters: int
     bytes_per_step: int
-    """Over the wire, both ways, per micro-batch once warm: 2 (K - S) blocks over the number of
-    micro-batches that go together, and 2 boundaries per recomputed layer if they are offloaded."""
+    """Over the wire, both ways, per micro-batch once warm: 2 (K - S) blocks and the head, over the
+    number of micro-batches that go together, and 2 boundaries per recomputed layer if they are offloaded."""
     host_num_bytes: int
     """The frozen base, and offloaded boundaries."""
     vram_budget: int | None
@@ -303,7 +303,7 @@ class _Formula:
         # At the turn the last blocks are in the slots, at the next step's start the first ones.
         loaded = [block.num_bytes for block in ring]
         together = request.micro_batches
-        forward = sum(loaded[found.ring_slots :]) // together + travelling
+        forward = (sum(loaded[found.ring_slots :]) + travelling) // together
         backward = sum(loaded[: len(loaded) - found.ring_slots]) // together
         boundaries = first_kept * self.cost.boundary if offload else 0
         return MemoryPlan(
@@ -361,7 +361,9 @@ class _Formula:
         graphs = list(accumulate((together * size for size in sizes), initial=0))
         # Gradients are there from the first micro-batch on, layer by layer from the last.
         before = adapters if self.request.accumulation > 1 else 0
-        yield before, self._boundaries(first_kept, offload), graphs[-1], cost.loss_peak
+        # Ahead of losses that share the head's slices: hidden states, and their sums in float32.
+        ahead = 3 * cost.boundary * together if together > 1 and self._streamed_head() else 0
+        yield before, self._boundaries(first_kept, offload), graphs[-1], cost.loss_peak + ahead
         yield adapters, 0, 0, self.optimizer.temporaries
         for index, layer in enumerate(cost.layers):
             gradients = before or self.gradients_above[index]

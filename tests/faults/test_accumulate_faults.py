@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import poros
-from poros.accumulation import group, micro_batch
+from poros.accumulation import group, surroundings
 from poros.accumulation.draws import Draws, later
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
@@ -87,7 +87,7 @@ def last_group_first(patch: Patch) -> None:
 
 
 def without_autocast(patch: Patch) -> None:
-    patch.setattr(micro_batch, "autocast_of", lambda device: ())
+    patch.setattr(surroundings, "autocast_of", lambda device: ())
 
 
 def no_gradients_below(patch: Patch) -> None:

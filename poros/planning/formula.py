@@ -134,7 +134,8 @@ class MemoryPlan:
     num_adapter_parameters: int
     bytes_per_step: int
     """Over the wire, both ways, per micro-batch once warm: 2 (K - S) blocks and the head, over the
-    number of micro-batches that go together, and 2 boundaries per recomputed layer if they are offloaded."""
+    number of micro-batches that go together, and 2 boundaries per recomputed layer if they are
+    offloaded."""
     host_num_bytes: int
     """The frozen base, and offloaded boundaries."""
     vram_budget: int | None

@@ -14,7 +14,8 @@ measured before the next way's, and the ways take turns in passes:
   checkpointing.
 
 Times are of a whole optimizer step, to the end of its work, over the number of micro-batches;
-medians. The same tokens in all ways; rates and loads are counted by the runtime.
+medians; each row is printed as soon as it is there. The same tokens in all ways; rates and loads are
+counted by the runtime.
 """
 
 import argparse
@@ -126,25 +127,14 @@ def ways(options: argparse.Namespace, num_layers: int) -> Iterator[tuple[str, fl
     yield "all on the GPU, recomputed", 0, num_layers
 
 
-def measure(options: argparse.Namespace, model: Any) -> list[Row]:
+Take = Callable[[str, str, int, Steps, Callable[[], Row]], None]
+
+
+def prepared_ways(options: argparse.Namespace, model: Any, take: Take) -> None:
+    """All ways that Poros has, in turns."""
     device = torch.device("cuda")
     plain, cycles = plain_rate(device), cycles_per_ms(device)
-    times: dict[tuple[str, str, int], list[float]] = {}
-    facts: dict[tuple[str, str, int], Row] = {}
-
-    def take(way: str, order: str, size: int, steps: Steps, stats: Callable[[], Row]) -> None:
-        is_together = order == "together"
-        before = stats()
-        steps.ms(size, is_together)
-        after = stats()
-        found = [steps.ms(size, is_together) for _ in range(options.steps)]
-        times.setdefault((way, order, size), []).extend(found)
-        facts[way, order, size] = {
-            key: after[key] - before[key]
-            for key in ("num_loads", "h2d_num_bytes", "head_num_bytes")
-            if key in after
-        }
-
+    print(f"  plain link: {plain:.1f} GB/s", flush=True)
     for turn in range(options.passes):
         found = list(ways(options, model.config.num_hidden_layers))
         for way, link, slots in found if turn % 2 == 0 else reversed(found):
@@ -166,35 +156,57 @@ def measure(options: argparse.Namespace, model: Any) -> list[Row]:
                 steps.ms(2, False)
                 steps.ms(2, True)
             for size in options.sizes:
-                memory.reset_peaks(device)
                 take(way, "together", size, steps, runtime.stats)
-                peak = torch.cuda.max_memory_reserved() / 1e9
-                facts[way, "together", size]["peak reserved, GB"] = peak
-                if size == 1 or not link or size == options.alone:
+                is_fast = not link and size in (1, options.alone)
+                if is_fast or (link and size == 1):
                     take(way, "one after the other", size, steps, runtime.stats)
             print(f"  {way}: {runtime.stats()['fallbacks']}", flush=True)
             del steps, runtime
             poros.restore(model)
+
+
+def checkpointing(options: argparse.Namespace, model: Any, take: Take) -> None:
+    """PEFT and transformers alone."""
+    model.to(torch.device("cuda"))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    steps = Steps(model, options.seq, max(options.sizes))
+    for size in (1, options.alone):
+        steps.ms(size, False)
+        take("PEFT, checkpointing", "one after the other", size, steps, dict)
+
+
+def measure(options: argparse.Namespace, model: Any, show: Callable[[Row], None]) -> None:
+    """Measure all ways; ``show`` takes each row as soon as it is there."""
+    device = torch.device("cuda")
+
+    def take(way: str, order: str, size: int, steps: Steps, stats: Callable[[], Row]) -> None:
+        is_together = order == "together"
+        memory.reset_peaks(device)
+        before = stats()
+        steps.ms(size, is_together)
+        after = stats()
+        times = [steps.ms(size, is_together) for _ in range(options.steps)]
+        show(
+            {
+                "way": way,
+                "order": order,
+                "micro-batches": size,
+                "ms a micro-batch": statistics.median(times),
+                "least": min(times),
+                "most": max(times),
+                "peak reserved, GB": torch.cuda.max_memory_reserved() / 1e9,
+                **{
+                    key: after[key] - before[key]
+                    for key in ("num_loads", "h2d_num_bytes", "head_num_bytes")
+                    if key in after
+                },
+            }
+        )
+
+    prepared_ways(options, model, take)
     if options.checkpointing:
-        model.to(device)
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable()
-        steps = Steps(model, options.seq, max(options.sizes))
-        for size in options.sizes[:2] + options.sizes[-1:]:
-            steps.ms(size, False)
-            take("PEFT, checkpointing", "one after the other", size, steps, dict)
-    return [
-        {
-            "way": way,
-            "order": order,
-            "micro-batches": size,
-            "ms a micro-batch": statistics.median(values),
-            "least": min(values),
-            "most": max(values),
-            **facts[way, order, size],
-        }
-        for (way, order, size), values in times.items()
-    ]
+        checkpointing(options, model, take)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -220,16 +232,17 @@ def main(argv: list[str] | None = None) -> int:
     if options.layers:
         config.num_hidden_layers = options.layers
     model = with_lora(random_model(config, "nf4"), options.rank, options.dropout).train()
-    rows = measure(options, model)
     machine = memory.environment(torch.device("cuda"))
     asked = {key: value for key, value in vars(options).items() if key != "out"}
-    if options.out:
-        with options.out.open("a") as file:
-            for row in rows:
-                print(json.dumps({"options": asked, "machine": machine, **row}), file=file)
     print(f"{asked}, {machine['device']}")
-    for row in rows:
-        print("| " + " | ".join(_text(value) for value in row.values()) + " |")
+
+    def show(row: Row) -> None:
+        print("| " + " | ".join(_text(value) for value in row.values()) + " |", flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                print(json.dumps({"options": asked, "machine": machine, **row}), file=file)
+
+    measure(options, model, show)
     return 0
 
 

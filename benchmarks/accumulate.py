@@ -14,8 +14,8 @@ measured before the next way's, and the ways take turns in passes:
   checkpointing.
 
 Times are of a whole optimizer step, to the end of its work, over the number of micro-batches;
-medians; each row is printed as soon as it is there. The same tokens in all ways; rates and loads are
-counted by the runtime.
+medians; each row is printed as soon as it is there. The same tokens in all ways; loads are counted
+by the runtime.
 """
 
 import argparse

@@ -46,7 +46,9 @@ NOT_HASHED = {
         "watched",
         "poros.model": "adapter_kinds added_adapters foreign guards measuring recorded saving "
         "sizing stats",
-        "poros.planning": "cost_model formula meta_model planner request speeds",
+        "poros.planning": "cost_model formula meta_model optimizers planner request speeds",
+        # Records are made of one micro-batch after the other.
+        "poros.accumulation": "distributed draws group head loop micro_batch surroundings trainer",
         "poros.self_check": "check evidence proof switches",
         "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "

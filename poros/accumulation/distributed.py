@@ -49,9 +49,6 @@ class Ranks:
             )
         if self._ddp.static_graph:
             raise NotTogether("static_graph of DistributedDataParallel")
-        for parameter in self.inner.parameters():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                raise NotTogether("hooks on parameters under DistributedDataParallel")
 
     def ways(self, number: int, *, is_last: bool) -> Sequence[Differentiate] | None:
         """How to take the gradients of so many micro-batches, whose last is the step's last."""
@@ -70,11 +67,14 @@ def _by_hand(
     found: Sequence[torch.Tensor | None] = torch.autograd.grad(
         [edge], wanted, [gradient], allow_unused=True
     )
+    seen: set[int] = set()
     with torch.no_grad():
         for parameter, term in zip(parameters, found, strict=False):
             if term is None:
                 continue
             if parameter.grad is None:
-                parameter.grad = term
+                # One tensor may be the gradient of several.
+                parameter.grad = term.clone() if id(term) in seen else term
+                seen.add(id(term))
             else:
                 parameter.grad.add_(term)

@@ -27,13 +27,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import Differentiate, MicroBatch, NotTogether, backward
+from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
-from poros.errors import RematerializationError
+from poros.accumulation.unchanged import Around, Gradients, LayerState
+from poros.errors import RematerializationError, UnsupportedModelError
 from poros.layer.rng import RngStash
+from poros.layer.settings import Settings
 
 if TYPE_CHECKING:
     from poros.layer.streamed import StreamedLayer
@@ -100,9 +104,11 @@ class Group:
     """Micro-batches that go through the layers together.
 
     Args:
+        model: Whose layers they are.
         layers: Of the model, in order.
         table: Of the model, too.
         head: Reads the head for all of them, if it is read in slices.
+        is_known: Whether the loss was seen to call the model alike each time.
 
     Attributes:
         num_done: Micro-batches whose loss has gone backward to the last layer.
@@ -111,10 +117,17 @@ class Group:
 
     def __init__(
         self,
+        model: nn.Module,
         layers: Sequence["StreamedLayer"],
         table: DrawTable,
         head: SharedHead | None = None,
+        is_known: bool = False,
     ) -> None:
+        self._trained = [each for each in model.parameters() if each.requires_grad]
+        modules = [module for layer in layers if (module := layer.module()) is not None]
+        self._around = Around(model, modules)
+        self._in_layers = {id(each) for module in modules for each in module.parameters()}
+        self._is_known = is_known
         self._head = head
         self.num_done = 0
         self.is_over = False
@@ -122,8 +135,8 @@ class Group:
         self._table = table
         self._kinds = [_kind(layer) for layer in layers]
         self._batches: list[MicroBatch] = []
-        self._end = RngStash.capture(layers[0].device)
-        """The random state behind all of them."""
+        self._end = Start.capture(layers[0].device)
+        """The random states behind all of them."""
 
     def forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         """Take micro-batches through all layers.
@@ -140,7 +153,11 @@ class Group:
         """
         if torch.is_autocast_enabled(self._layers[0].device.type):
             raise NotTogether("an autocast region around all micro-batches")
-        start = RngStash.capture(self._layers[0].device)
+        if not torch.is_grad_enabled():
+            raise NotTogether("gradients are disabled around all micro-batches")
+        if any(each._backward_hooks or _after(each) for each in self._trained):
+            raise NotTogether("hooks on parameters")
+        start, settings = Start.capture(self._layers[0].device), Settings.capture()
         try:
             # One for each kind of layer and each shape that may turn out to differ.
             num_tries = 2 + len(runs) * (len(set(self._kinds)) - 1)
@@ -150,29 +167,45 @@ class Group:
                     break
                 except _Mispredicted:
                     start.restore()
+                    self._around.put_back()
             else:
                 raise NotTogether("what is drawn at random does not depend on shapes alone")
             if self._head is not None and self._head.is_ahead:
                 pairs = zip(self._batches, runs, strict=True)
                 self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
+        except BaseException:
+            self._around.put_back()
+            raise
         finally:
             start.restore()
+            settings.restore()
 
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches = []
+        states: list[LayerState] = []
         around = Surroundings.capture(self._layers[0].device)
         for run in runs:
-            batch = MicroBatch(self._layers, around)
+            batch = MicroBatch(self._layers, around, states)
             batch.collect(run)
+            if not self._around.is_same():
+                raise NotTogether("the model's code changes the model")
+            if Surroundings.capture(self._layers[0].device) != around:
+                raise NotTogether("the loss changes settings of PyTorch")
             self._table.require_predictable(batch.key)
+            self._require_state(0, states[0])
             self._run_first(batch)
             self._batches.append(batch)
             later(batch.states[-1], self._table.of_tail(batch.key, batch.first_draws)).restore()
-        self._end = RngStash.capture(self._layers[0].device)
+        self._end = Start.capture(self._layers[0].device)
         for index in range(1, len(self._layers)):
+            self._require_state(index, states[index])
             for batch in self._batches:
                 batch.forward(index)
                 self._check(index, batch)
+
+    def _require_state(self, index: int, state: LayerState) -> None:
+        if not state.is_that_of(self._layers[index]):
+            raise NotTogether("layers that the loss changes while it runs")
 
     def _run_first(self, batch: MicroBatch) -> None:
         """Run the first layer, and plan the states of the others."""
@@ -204,24 +237,49 @@ class Group:
             NotTogether: If it has to run one after the other, and those after it; the random state
                 is the one at its beginning. ``backward`` is still to be called, for those before.
         """
-        batch = self._batches[self.num_done]
+        batch, device = self._batches[self.num_done], self._layers[0].device
+        if self.num_done and not Start.capture(device).equals(batch.start):
+            self.is_over = True
+            raise NotTogether("random numbers are drawn between micro-batches")
         batch.start.restore()
         asked = nullcontext() if self._head is None else self._head.asked(is_for_good=True)
+        before = Gradients(self._trained)
         try:
-            with asked, batch.tail():
+            with asked, batch.tail(self._is_known):
                 yield
-        except NotTogether:
+            self._require_apart(batch, before)
+        except NotTogether as reason:
             self.is_over = True
+            self._around.put_back()
+            if not before.undo():
+                raise UnsupportedModelError(
+                    f"expected micro-batches that can go through the layers together, found that "
+                    f"they cannot ({reason}), when gradients were there already that cannot be "
+                    "taken back. Call backward for each micro-batch, without poros.accumulate or "
+                    "block-major trainers"
+                ) from reason
             batch.start.restore()
             raise
+        self._is_known = True
         self.num_done += 1
-        state = RngStash.capture(self._layers[0].device)
         is_last = self.num_done == len(self._batches)
-        if not state.equals(self._end if is_last else self._batches[self.num_done].start):
-            draws = between(batch.states[-1], state)
+        if not Start.capture(device).equals(
+            self._end if is_last else self._batches[self.num_done].start
+        ):
+            draws = between(batch.states[-1], RngStash.capture(device))
             self._table.note_tail(batch.key, draws, batch.first_draws)
             self.is_over = True
         self.is_over |= is_last
+
+    def _require_apart(self, batch: MicroBatch, before: Gradients) -> None:
+        """A parameter of a layer, or before the layers, has its gradient from there alone.
+
+        If the loss uses it too (a penalty on weights), one after the other sums both for each
+        micro-batch, before they are added to what is there.
+        """
+        apart = self._in_layers | batch.leaves_below()
+        if batch.has_arrived_below or any(id(each) in apart for each in before.changed()):
+            raise NotTogether("the loss uses parameters of layers, or what goes into them, itself")
 
     def backward(self, differentiate: Sequence[Differentiate] | None = None) -> None:
         """Take the gradients of all layers, of the micro-batches that are done.
@@ -243,6 +301,15 @@ class Group:
             batch.backward_below()
         if self._head is not None:
             self._head.require_same()
+        differs = [each for batch in done for each in batch.differs]
+        if differs and bool(torch.stack(differs).any()):
+            raise RematerializationError(
+                "expected a loss that calls the model with the same values each time it is "
+                "computed for a micro-batch, found others (a loss that draws random numbers of its "
+                "own, or that takes the next batch by itself?). Gradients are wrong: throw them "
+                "away. Call backward for each micro-batch, without poros.accumulate or block-major "
+                "trainers"
+            )
         if not RngStash.capture(self._layers[0].device).equals(state):
             raise RematerializationError(
                 "expected backwards that draw no random numbers, found some that do (a hook that "
@@ -250,6 +317,10 @@ class Group:
                 "them in another order. Call backward for each of them, without poros.accumulate "
                 "or block-major trainers"
             )
+
+
+def _after(parameter: nn.Parameter) -> object:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def _kind(layer: "StreamedLayer") -> Hashable:

@@ -1,7 +1,7 @@
 """Gradient accumulation for a training loop of one's own."""
 
 import logging
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -42,9 +42,11 @@ def accumulate(
         batches: What ``loss`` takes.
         loss: Called with the model and one of ``batches``, returns what to call ``backward`` of;
             by default the model's own loss for ``model(**batch)``, over the number of batches. It
-            is called twice for each of them, and stopped in the model the first time: it must call
-            the model once with gradients, in the same way each time. Without ``autocast`` around
-            all; a region within it is fine.
+            is called twice for each of them, or three times where the head is in host memory, and
+            stopped on its way but for the last: it must call the model once with gradients, in the
+            same way each time, and depend on the model and the batch alone: not on how often it was
+            called, nor on gradients that are there. Random numbers of PyTorch, Python and NumPy are
+            fine. Without ``autocast`` around all; a region within it is fine.
 
     Returns:
         The losses, detached, in order: what ``loss`` has returned.
@@ -52,12 +54,14 @@ def accumulate(
     Exactness:
         Gradients, random states and losses are bit for bit those of one micro-batch after the
         other. Where that cannot be had together, they run one after the other, said in a line of
-        log and in ``poros.runtime(model).stats()``.
+        log and in ``poros.runtime(model).stats()``. Not seen are edits that PyTorch does not count
+        (through ``.data`` or NumPy) between micro-batches, and a loss that takes gradients of the
+        adapters by ``torch.autograd.grad``.
 
     Raises:
-        UnsupportedModelError: If ``loss`` calls the model otherwise the second time.
-        RematerializationError: As any backward of a prepared model; and if hooks draw random
-            numbers as gradients pass.
+        UnsupportedModelError: If ``loss`` turns out not to suit when there are gradients already.
+        RematerializationError: As any backward of a prepared model; and if the model was called
+            with other values the second time. Gradients are wrong then.
     """
     todo = list(batches)
     compute = loss or partial(_own_loss, num_batches=len(todo))
@@ -65,32 +69,49 @@ def accumulate(
     ranks = Ranks(model)
     runtime = find_runtime(model)
 
-    def step(batch: Any) -> None:
+    def step(batch: Any) -> torch.Tensor:
         value = compute(model, batch)
         value.backward()
-        found.append(value.detach())
+        return value.detach()
 
     while todo and runtime is not None and len(todo) > 1:
-        group = begin_group(runtime, ranks, [partial(compute, ranks.inner, each) for each in todo])
+        group = begin_group(
+            runtime, ranks, [partial(_on_copy, compute, ranks.inner, each) for each in todo]
+        )
         if group is None:
             break
         done, is_alone = 0, False
         try:
             while not group.is_over:
                 with group.tail(), nullcontext() if done == len(todo) - 1 else ranks.no_sync():
-                    step(todo[done])
+                    value = step(todo[done])
+                found.append(value)
                 done += 1
         except NotTogether as reason:
-            note_alone(runtime, str(reason))
+            note_alone(runtime, str(reason), for_good=True)
             is_alone = True
+        except Exception:
+            # Those before it have their gradients, as one after the other.
+            group.backward(ranks.ways(done, is_last=False))
+            raise
         group.backward(ranks.ways(done, is_last=done == len(todo)))
         todo = todo[done:]
         if is_alone:
             break
     for number, batch in enumerate(todo):
         with nullcontext() if number == len(todo) - 1 else ranks.no_sync():
-            step(batch)
+            found.append(step(batch))
     return found
+
+
+def _on_copy(compute: Loss, model: nn.Module, batch: Any) -> torch.Tensor:
+    """A loss may take things out of its batch, and will be computed again."""
+    return compute(model, copy_of(batch))
+
+
+def copy_of(batch: Any) -> Any:
+    """A batch with the same tensors in it."""
+    return batch.copy() if isinstance(batch, dict | list | UserDict) else batch
 
 
 def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]]) -> Group | None:
@@ -102,10 +123,19 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
         runs: See ``Group.forward``; of the model that is prepared, without what wraps it.
     """
     history = _history(runtime)
+    if history.is_alone_for is not None:
+        note_alone(runtime, history.is_alone_for)
+        return None
     try:
         ranks.require_together()
         _require_separate_parameters(ranks.inner)
-        group = Group(list(runtime.streamed_layers()), history.table, history.head(runtime))
+        group = Group(
+            ranks.inner,
+            list(runtime.streamed_layers()),
+            history.table,
+            history.head(runtime),
+            is_known=history.num_groups > 0,
+        )
         _forward(runtime, group, runs)
     except NotTogether as reason:
         note_alone(runtime, str(reason))
@@ -130,11 +160,17 @@ def _forward(runtime: Runtime, group: Group, runs: Sequence[Callable[[], Any]]) 
     raise NotTogether("no memory for two of them")
 
 
-def note_alone(runtime: Runtime | None, reason: str) -> None:
-    """Micro-batches run one after the other: say so once for each reason, and count it."""
+def note_alone(runtime: Runtime | None, reason: str, *, for_good: bool = False) -> None:
+    """Micro-batches run one after the other: say so once for each reason, and count it.
+
+    ``for_good``: found out when a loss had been computed; so from now on it is not tried again.
+    """
     if runtime is None:
         return
-    alone = _history(runtime).alone
+    history = _history(runtime)
+    if for_good:
+        history.is_alone_for = reason
+    alone = history.alone
     if not alone[reason]:
         logger.warning(
             "poros: micro-batches run one after the other (%s): each of them loads all blocks. "
@@ -151,12 +187,14 @@ class History:
         table: What its layers draw.
         num_groups: Groups of micro-batches that went together.
         alone: Why others did not, and how often.
+        is_alone_for: Why none will any more.
     """
 
     def __init__(self) -> None:
         self.table = DrawTable()
         self.num_groups = 0
         self.alone: Counter[str] = Counter()
+        self.is_alone_for: str | None = None
         self._latest: SharedHead | None = None
 
     def head(self, runtime: Runtime) -> SharedHead | None:

@@ -7,9 +7,11 @@ and whatever a trainer notes down are the model's and the trainer's own.
 
 Note: What the model's code must be like
     Each layer is called once, in order, with gradients enabled, and is handed the very tensor that
-    the layer before it has returned, untouched; it draws no random numbers between two layers, and
-    nobody listens at the layers' own doors. Anything else is seen, and the micro-batches then run
-    one after the other (``NotTogether``).
+    the layer before it has returned, untouched and unread; no random numbers are drawn between two
+    layers; nobody hooks into a layer; layers are the same for all micro-batches and stay so
+    (``LayerState``); and the second time they are called with what they were called with the first
+    time. Anything else is seen, and the micro-batches then run one after the other
+    (``NotTogether``).
 
 Note: Cuts
     The graph is cut before each layer and behind the last. What a layer is given comes out of a
@@ -26,7 +28,9 @@ import torch
 from torch.nn.modules import module as all_modules
 
 from poros.accumulation.draws import NONE
+from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
+from poros.accumulation.unchanged import LayerState
 from poros.errors import UnsupportedModelError
 from poros.layer.rng import RngStash
 from poros.layer.side_outputs import is_recording, shared_mappings
@@ -113,8 +117,57 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:
+        if ctx.cut.gradient is not None:
+            raise UnsupportedModelError(
+                "expected one backward for each micro-batch, found a second one through the last "
+                "layer's result. Call backward for each micro-batch, without poros.accumulate or "
+                "block-major trainers"
+            )
         ctx.cut.gradient = gradient
         return None, None, None
+
+
+class _Unread(torch.Tensor):
+    """Stands for what a layer would return, until it has: nobody may compute with it."""
+
+    owner: Callable[[], Any]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, owner: Any) -> "_Unread":
+        found: _Unread = tensor.detach().as_subclass(cls)
+        found.owner = weakref.ref(owner)
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _FORMS or func in _ACCESSORS:
+            return super().__torch_function__(func, types, args, kwargs)
+        owners = [each.owner() for each in args if isinstance(each, _Unread)]
+        if any(owner is not None for owner in owners):
+            raise NotTogether("the model does something to hidden states between its layers")
+        raise UnsupportedModelError(
+            "expected hidden states to pass from layer to layer, found some that were kept, of "
+            "micro-batches that went through the layers together. Call backward for each "
+            "micro-batch, without poros.accumulate or block-major trainers"
+        )
+
+
+_FORMS = frozenset({torch.Tensor.size, torch.Tensor.dim, torch.Tensor.__len__})
+_ACCESSORS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "layout",
+        "_version",
+    )
+)
 
 
 class _Call(NamedTuple):
@@ -130,17 +183,28 @@ class MicroBatch:
     Args:
         layers: Of the model, in order.
         around: What is around all micro-batches.
+        states: Of the layers, as the first micro-batch of a group has found them.
 
     Attributes:
-        start: The random state at which the model's code begins.
+        start: The random states at which the model's code begins.
+        differs: Whether layers were called with other values the second time: bools on the device.
         states: Random states before each layer, and behind the last; planned from the second on.
         first_draws: Of the first layer.
         key: Equal for micro-batches whose layers draw alike.
     """
 
-    def __init__(self, layers: Sequence["StreamedLayer"], around: Surroundings) -> None:
+    def __init__(
+        self,
+        layers: Sequence["StreamedLayer"],
+        around: Surroundings,
+        layer_states: list[LayerState],
+    ) -> None:
         self._around = around
-        self.start = RngStash.capture(layers[0].device)
+        self._layer_states = layer_states
+        self.start = Start.capture(layers[0].device)
+        self.differs: list[torch.Tensor] = []
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
+        """Distinct tensors that layers are called with, and their versions."""
         self.states: list[RngStash] = []
         self.first_draws = NONE
         self.key: Any = None
@@ -152,8 +216,14 @@ class MicroBatch:
         self._cuts: list[Cut] = []
         self._edges: list[Any] = []
         self._source: torch.Tensor | None = None
+        self.has_arrived_below = False
+        """Whether the loss has sent a gradient past all layers, to what the first one is given."""
         self._entering: Callable[[], AbstractContextManager[object]] = nullcontext
         self._is_confined = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
 
     # ------------------------------------------------------------- the model's code, first time
 
@@ -170,6 +240,13 @@ class MicroBatch:
             except Stopped:
                 self.states[0].restore()
                 return
+            except Exception as error:
+                if not self._calls:
+                    raise
+                # Layers of some families return more than hidden states.
+                raise NotTogether("the model does something between its layers") from error
+            if watcher.reason is not None:
+                raise watcher.reason
         raise NotTogether("the model does not call all of its layers with gradients enabled")
 
     def note(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,7 +259,7 @@ class MicroBatch:
             self._begin(given, args, kwargs)
         elif given is not self._given or given._version != self._version:
             raise NotTogether("the model does something to hidden states between its layers")
-        _require_unheard(layer)
+        self._require_alike(index, layer)
         if any(
             each is not given and each.requires_grad
             for value in (*args, *kwargs.values())
@@ -191,6 +268,10 @@ class MicroBatch:
             raise NotTogether("layers are given other tensors that need gradients")
         if shared_mappings(kwargs):
             raise NotTogether("layers share tensors")
+        for value in (*args, *kwargs.values()):
+            for each in _tensors(value):
+                if not isinstance(each, _Unread):
+                    self._seen.setdefault(id(each), (each, each._version))
         self._calls.append(
             _Call(
                 tuple(_INPUT if value is given else value for value in args),
@@ -202,7 +283,21 @@ class MicroBatch:
             if not RngStash.capture(self._device).equals(self.states[0]):
                 raise NotTogether("the model draws random numbers between its layers")
             raise Stopped
-        return given
+        if index == 0:
+            # In place of what layers return, which is not known yet.
+            self._given = _Unread.of(given, self)
+            self._version = self._given._version
+        return self._given
+
+    def _require_alike(self, index: int, layer: "StreamedLayer") -> None:
+        """Each layer is to compute the same for all micro-batches, whenever it is called."""
+        _require_unheard(layer)
+        if index == len(self._layer_states):
+            self._layer_states.append(LayerState(layer))
+            if self._layer_states[-1].has_hooks:
+                raise NotTogether("hooks inside of layers")
+        elif not self._layer_states[index].is_that_of(layer):
+            raise NotTogether("layers that change from one micro-batch to the next")
 
     def _begin(self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_recording():
@@ -232,9 +327,10 @@ class MicroBatch:
         """Run layer ``index`` from the random state that is planned for it."""
         layer, (args, kwargs) = self._layers[index], self._calls[index]
         self.states[index].restore()
-        cut = self._cuts[index]
-        given = cut.take()
+        if any(each._version != version for each, version in self._seen.values()):
+            raise NotTogether("what layers are called with changes before they run")
         with self._entering(), torch.enable_grad(), layer.context.confined(self._is_confined):
+            given = self._cuts[index].take()
             result = layer.forward(
                 tuple(given if value is _INPUT else value for value in args),
                 {key: given if value is _INPUT else value for key, value in kwargs.items()},
@@ -254,6 +350,47 @@ class MicroBatch:
         gradient, cut.gradient = cut.gradient, None
         if edge is not None and gradient is not None:
             differentiate(edge, gradient, self._cuts[index].anchor, self._layers[index])
+
+    def _note_arrival(self, gradient: torch.Tensor) -> None:
+        self.has_arrived_below = True
+
+    def leaves_below(self) -> set[int]:
+        """Of the parameters behind what the first layer is given: their ids."""
+        found: set[int] = set()
+        todo = [self._source.grad_fn if self._source is not None else None]
+        known: set[Any] = set()
+        while todo:
+            node: Any = todo.pop()
+            if node is None or node in known:
+                continue
+            known.add(node)
+            if hasattr(node, "variable"):
+                found.add(id(node.variable))
+            todo += [following for following, _ in node.next_functions]
+        return found
+
+    def compare(self, given: Sequence[torch.Tensor], is_known: bool) -> None:
+        """Have what layers are called with the second time compared with the first time.
+
+        Args:
+            given: Distinct tensors, in order.
+            is_known: Whether the loss is known to call the model alike: then the host does not wait
+                for the device, and ``differs`` says it later.
+
+        Raises:
+            NotTogether: If they differ and that can be said now.
+        """
+        before = [each for each, _ in self._seen.values()]
+        forms = [[(each.shape, each.dtype) for each in tensors] for tensors in (before, given)]
+        if forms[0] != forms[1]:
+            raise NotTogether("layers are called with other tensors when the model runs again")
+        for old, new in zip(before, given, strict=True):
+            if old is new:
+                continue
+            differs = (_bytes_of(old) != _bytes_of(new)).any()
+            if (not is_known or self._device.type == "cpu") and bool(differs):
+                raise NotTogether("layers are called with other values when the model runs again")
+            self.differs.append(differs)
 
     def backward_below(self) -> None:
         """Take the gradients of what the model's code computes before its layers."""
@@ -275,11 +412,13 @@ class MicroBatch:
         return False
 
     @contextmanager
-    def tail(self) -> Iterator[None]:
-        """Run the model's code again in the body: it passes the layers by."""
-        watcher = _Passer(self)
+    def tail(self, is_known: bool) -> Iterator[None]:
+        """Run the model's code again in the body: it passes the layers by. See ``compare``."""
+        watcher = _Passer(self, is_known=is_known)
         with watching(self._layers, watcher):
             yield
+        if watcher.reason is not None:
+            raise watcher.reason
         if watcher.place != len(self._layers):
             raise UnsupportedModelError(
                 f"expected a loss that calls the model as it did before, found {watcher.place} of "
@@ -297,9 +436,15 @@ class MicroBatch:
         if place == 0:
             if not RngStash.capture(self._device).equals(self.states[0]):
                 raise NotTogether("the model draws other random numbers when it runs again")
-            self._source = given if given.requires_grad and not is_ahead else None
+            if given.requires_grad and not is_ahead:
+                self._source = given
+                given.register_hook(self._note_arrival)
+            return _Unread.of(given, self) if len(self._layers) > 1 else self._last(is_ahead)
         if place < len(self._layers) - 1:
             return given
+        return self._last(is_ahead)
+
+    def _last(self, is_ahead: bool) -> torch.Tensor:
         self.states[-1].restore()
         return self._cuts[-1].look() if is_ahead else self._cuts[-1].take()
 
@@ -317,6 +462,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple):
         for each in value:
             yield from _tensors(each)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _require_unheard(layer: "StreamedLayer") -> None:
@@ -343,21 +492,45 @@ class _Collector:
 
     def __init__(self, micro_batch: MicroBatch) -> None:
         self._micro_batch = micro_batch
+        self.reason: NotTogether | None = None
+        """Kept, because code of users may catch it."""
 
     def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._micro_batch.note(layer, args, kwargs)
+        layer.drop_caches(args, kwargs)
+        try:
+            return self._micro_batch.note(layer, args, kwargs)
+        except NotTogether as reason:
+            self.reason = reason
+            raise
 
 
 class _Passer:
     begins = False
 
-    def __init__(self, micro_batch: MicroBatch, is_ahead: bool = False) -> None:
+    def __init__(
+        self, micro_batch: MicroBatch, *, is_ahead: bool = False, is_known: bool = True
+    ) -> None:
         self._micro_batch = micro_batch
         self._is_ahead = is_ahead
+        self._is_known = is_known
+        self._seen: dict[int, torch.Tensor] = {}
         self.place = 0
+        self.reason: NotTogether | None = None
+        """Kept, because code of users may catch it."""
 
     def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = _input_of(args, kwargs)
-        found = self._micro_batch.hand_on(self.place, layer, given, self._is_ahead)
+        layer.drop_caches(args, kwargs)
+        try:
+            for value in (*args, *kwargs.values()):
+                for each in _tensors(value):
+                    if not isinstance(each, _Unread):
+                        self._seen.setdefault(id(each), each)
+            if self.place == self._micro_batch.num_layers - 1:
+                self._micro_batch.compare(list(self._seen.values()), self._is_known)
+            given = _input_of(args, kwargs)
+            found = self._micro_batch.hand_on(self.place, layer, given, self._is_ahead)
+        except NotTogether as reason:
+            self.reason = reason
+            raise
         self.place += 1
         return found

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.loop import begin_group, note_alone
+from poros.accumulation.loop import begin_group, copy_of, note_alone
 from poros.accumulation.micro_batch import NotTogether
 from poros.model.runtime import Runtime, find_runtime
 
@@ -37,7 +37,9 @@ class BlockMajorMixin:
     Exactness:
         Logged losses, gradients, weights, optimizer states and random states are bit for bit those
         of the same trainer without the mixin. Where that cannot be had together, micro-batches run
-        one after the other, which a line of log and ``poros.runtime(model).stats()`` say.
+        one after the other, which a line of log and ``poros.runtime(model).stats()`` say. So they
+        do with callbacks that act at ``on_substep_end``, and where a subclass of this has a
+        ``training_step`` of its own, unless that has an attribute ``only_listens``.
     """
 
     _samples: "_Samples | None" = None
@@ -53,9 +55,14 @@ class BlockMajorMixin:
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """As the trainer's own; see the class."""
-        plain: Step = partial(_swapped, super().training_step, num_items_in_batch)  # type: ignore[misc]
+        own = super().training_step  # type: ignore[misc]
+
+        def plain(model: nn.Module, inputs: Any) -> torch.Tensor:
+            found: torch.Tensor = own(model, inputs, num_items_in_batch)
+            return found
+
         samples = self._samples
-        if samples is None or not samples.is_next(inputs):
+        if samples is None or not samples.is_next(inputs) or not self._is_understood():
             self._end_samples()
             return plain(model, inputs)
         try:
@@ -63,6 +70,22 @@ class BlockMajorMixin:
         except BaseException:
             self._samples = None
             raise
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own."""
+        self._samples = None
+        found = super().train(*args, **kwargs)  # type: ignore[misc]
+        self._end_samples()
+        return found
+
+    def _is_understood(self) -> bool:
+        """Whether nobody acts between the micro-batches of a step."""
+        own = type(self).__mro__
+        steps = (vars(each).get("training_step") for each in own[: own.index(BlockMajorMixin)])
+        callbacks: Any = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        return all(step is None or getattr(step, "only_listens", False) for step in steps) and all(
+            type(each).on_substep_end is TrainerCallback.on_substep_end for each in callbacks
+        )
 
     def _is_synced(self) -> bool:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
@@ -117,9 +140,13 @@ class _Samples:
                 loss = plain(model, inputs)
         except NotTogether as reason:
             self._is_alone = True
-            note_alone(self._runtime, str(reason))
+            is_own = not str(reason).startswith("random numbers are drawn between")
+            note_alone(self._runtime, str(reason), for_good=is_own)
             self._finish(is_last=False)
             return plain(model, inputs)
+        except Exception:
+            self._finish(is_last=False)
+            raise
         self._num_done += 1
         if group.is_over or is_synced:
             self._finish(is_last=is_synced)
@@ -133,11 +160,11 @@ class _Samples:
     def _begin(self, model: nn.Module, plain: Step) -> None:
         self._runtime = runtime = find_runtime(model)
         self._is_alone = True
-        if runtime is None or not _is_understood(model, runtime):
+        if runtime is None or not _is_prepared(model, runtime):
             return
         self._ranks = Ranks(model)
         runs: list[Callable[[], Any]] = [
-            partial(plain, self._ranks.inner, each) for each in self._todo
+            partial(plain, self._ranks.inner, copy_of(each)) for each in self._todo
         ]
         self._group = begin_group(runtime, self._ranks, runs)
         self._is_alone = self._group is None
@@ -149,14 +176,7 @@ class _Samples:
             group.backward(ranks.ways(self._num_done, is_last=is_last))
 
 
-def _swapped(
-    training_step: Callable[..., torch.Tensor], num_items: Any, model: nn.Module, inputs: Any
-) -> torch.Tensor:
-    # Some trainers take labels out of what they are given.
-    return training_step(model, dict(inputs) if type(inputs) is dict else inputs, num_items)
-
-
-def _is_understood(model: nn.Module, runtime: Runtime) -> bool:
+def _is_prepared(model: nn.Module, runtime: Runtime) -> bool:
     """Whether ``model`` is the prepared one, in nothing that has backwards of its own."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if runtime.context.is_model(inner):

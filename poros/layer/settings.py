@@ -93,6 +93,12 @@ class Settings(NamedTuple):
         """Run the body under these settings; afterwards they are as they were before it."""
         return Within(self._set)
 
+    def restore(self) -> None:
+        """Have these settings from now on."""
+        stack = ExitStack()
+        self._set(stack)
+        stack.pop_all()
+
     def _set(self, stack: ExitStack) -> None:
         now = Settings.capture()
         if now == self:

@@ -121,6 +121,11 @@ class StreamedLayer(LayerBody):
         with self.visit(Phase.INFERENCE, ()):
             return self.run(args, kwargs)
 
+    def drop_caches(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Have empty KV caches among the arguments known as such that stay empty."""
+        for value in (*args, *kwargs.values()):
+            self._without_cache(value)
+
     def _without_cache(self, value: Any) -> Any:
         """None for an empty KV cache, to which the recomputation would append a second time."""
         if not isinstance(value, Cache):

@@ -1,0 +1,36 @@
+"""The random states at which the code of a micro-batch begins: PyTorch's, Python's and NumPy's."""
+
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from poros.layer.rng import RngStash
+
+
+class Start(NamedTuple):
+    """All of them at one time. Those of PyTorch can be planned, the others only be kept."""
+
+    pytorch: RngStash
+    python: object
+    numpy: Any
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "Start":
+        """The states now."""
+        return cls(RngStash.capture(device), random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Have these states from now on."""
+        self.pytorch.restore()
+        random.setstate(self.python)  # type: ignore[arg-type]
+        np.random.set_state(self.numpy)
+
+    def equals(self, other: "Start") -> bool:
+        """Whether both hold the same states."""
+        return (
+            self.pytorch.equals(other.pytorch)
+            and self.python == other.python
+            and all(map(np.array_equal, self.numpy, other.numpy))
+        )

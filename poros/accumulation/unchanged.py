@@ -1,0 +1,157 @@
+"""Whether a model is as it was each time its code runs: its layers, and what is around them.
+
+Micro-batches that go together run a loss's code several times, and the layers at other times than
+that code calls them. So nothing that decides what a layer or the code computes may change from one
+micro-batch to the next, nor while the code runs.
+"""
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from poros.errors import UnsupportedModelError
+from poros.layer.state import adapter_state
+
+if TYPE_CHECKING:
+    from poros.layer.streamed import StreamedLayer
+
+_TABLES = frozenset({"_parameters", "_buffers", "_modules", "training"})
+"""Entries of a module's ``__dict__`` that are looked at otherwise, or set by trainers each step."""
+_SMALL_NUM_BYTES = 2**20
+"""Of buffers that are copied, to be put back."""
+_training = attrgetter("training")
+
+
+class LayerState:
+    """What decides what one layer computes, besides its input and random state."""
+
+    def __init__(self, layer: "StreamedLayer") -> None:
+        contents = layer.contents()
+        self._contents = contents
+        self._hooks = contents.hooks()
+        self._adapters = adapter_state(contents.adapter_modules)
+        self._attributes = contents.attributes.read()
+        self._training = tuple(map(_training, contents.modules()))
+        self._parameters = _parameters(contents)
+        self._staying = layer.staying()
+        self.has_hooks = not contents.has_fixed_graph()
+
+    def is_that_of(self, layer: "StreamedLayer") -> bool:
+        """Whether the layer is like this now."""
+        contents = layer.contents()
+        return (
+            contents is self._contents
+            and contents.hooks() == self._hooks
+            and adapter_state(contents.adapter_modules) == self._adapters
+            and not contents.attributes.changes(self._attributes)
+            and tuple(map(_training, contents.modules())) == self._training
+            and _parameters(contents) == self._parameters
+            and layer.edited_since(self._staying) is None
+        )
+
+
+def _parameters(contents: Any) -> list[tuple[int, int, int]]:
+    return [
+        (id(each.parameter), each.parameter._version, each.parameter.data_ptr())
+        for each in contents.adapters()
+    ]
+
+
+class Around:
+    """The modules of a model that are in none of its layers: buffers and attributes.
+
+    Args:
+        model: Its layers left out.
+        layers: The modules of its layers.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        inside = {id(module) for layer in layers for module in layer.modules()}
+        self._held = [
+            (module, _attributes(module), dict(module._buffers))
+            for module in model.modules()
+            if id(module) not in inside
+        ]
+        buffers = {
+            id(buffer): buffer
+            for _, _, own in self._held
+            for buffer in own.values()
+            if buffer is not None
+        }
+        self._buffers = [
+            (buffer, buffer._version, buffer.clone() if buffer.nbytes < _SMALL_NUM_BYTES else None)
+            for buffer in buffers.values()
+        ]
+
+    def is_same(self) -> bool:
+        """Whether all is as it was."""
+        return all(
+            _same(attributes, _attributes(module)) and _same(buffers, module._buffers)
+            for module, attributes, buffers in self._held
+        ) and all(buffer._version == version for buffer, version, _ in self._buffers)
+
+    def put_back(self) -> None:
+        """Have all as it was.
+
+        Raises:
+            UnsupportedModelError: If a large buffer was edited in place.
+        """
+        for module, attributes, buffers in self._held:
+            for key in _attributes(module).keys() - attributes.keys():
+                del module.__dict__[key]
+            module.__dict__.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, version, copy in self._buffers:
+                if buffer._version == version:
+                    continue
+                if copy is None:
+                    raise UnsupportedModelError(
+                        "expected a model whose forward leaves its buffers alone, found one of "
+                        f"shape {tuple(buffer.shape)} edited in place. Call backward for each "
+                        "micro-batch, without poros.accumulate or block-major trainers"
+                    )
+                buffer.copy_(copy)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in module.__dict__.items() if key not in _TABLES}
+
+
+def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(
+        value is right[key] or (type(value) in (bool, int, float, str) and value == right[key])
+        for key, value in left.items()
+    )
+
+
+class Gradients:
+    """The gradients of parameters at one time, to see which have changed, and to undo that."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._held = [
+            (each, each.grad, None if each.grad is None else each.grad._version)
+            for each in parameters
+        ]
+
+    def changed(self) -> list[nn.Parameter]:
+        """Parameters with other gradients than then."""
+        return [
+            each
+            for each, before, version in self._held
+            if each.grad is not before or (before is not None and before._version != version)
+        ]
+
+    def undo(self) -> bool:
+        """Have the gradients as they were, if that can be: where there were none."""
+        changed = {id(each) for each in self.changed()}
+        if any(before is not None for each, before, _ in self._held if id(each) in changed):
+            return False
+        for each, _, _ in self._held:
+            if id(each) in changed:
+                each.grad = None
+        return True

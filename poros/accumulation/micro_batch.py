@@ -496,7 +496,6 @@ class _Collector:
         """Kept, because code of users may catch it."""
 
     def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer.drop_caches(args, kwargs)
         try:
             return self._micro_batch.note(layer, args, kwargs)
         except NotTogether as reason:

@@ -62,7 +62,10 @@ class BlockMajorMixin:
             return found
 
         samples = self._samples
-        if samples is None or not samples.is_next(inputs) or not self._is_understood():
+        if samples is not None and not self._is_understood():
+            samples = self._samples = None
+            note_alone(find_runtime(model), "code that acts between the micro-batches of a step")
+        if samples is None or not samples.is_next(inputs):
             self._end_samples()
             return plain(model, inputs)
         try:

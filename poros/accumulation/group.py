@@ -31,7 +31,13 @@ from torch import nn
 
 from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.head import SharedHead
-from poros.accumulation.micro_batch import Differentiate, MicroBatch, NotTogether, backward
+from poros.accumulation.micro_batch import (
+    OTHER_VALUES,
+    Differentiate,
+    MicroBatch,
+    NotTogether,
+    backward,
+)
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import Around, Gradients, LayerState
@@ -128,6 +134,8 @@ class Group:
         self._around = Around(model, modules)
         self._in_layers = {id(each) for module in modules for each in module.parameters()}
         self._is_known = is_known
+        self._model = model
+        self._versions = _versions(model)
         self._head = head
         self.num_done = 0
         self.is_over = False
@@ -175,6 +183,7 @@ class Group:
                 self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
         except BaseException:
             self._around.put_back()
+            self._require_unedited()
             raise
         finally:
             start.restore()
@@ -187,6 +196,7 @@ class Group:
         for run in runs:
             batch = MicroBatch(self._layers, around, states)
             batch.collect(run)
+            self._require_unedited()
             if not self._around.is_same():
                 raise NotTogether("the model's code changes the model")
             if Surroundings.capture(self._layers[0].device) != around:
@@ -202,6 +212,15 @@ class Group:
             for batch in self._batches:
                 batch.forward(index)
                 self._check(index, batch)
+
+    def _require_unedited(self) -> None:
+        """Raise if the code of a loss edits what the model is made of: it cannot be taken back."""
+        if _versions(self._model) != self._versions:
+            raise UnsupportedModelError(
+                "expected a loss that leaves the parameters of the model alone, found one that "
+                "edits them in place. Edit them between steps, or call backward for each "
+                "micro-batch, without poros.accumulate or block-major trainers"
+            )
 
     def _require_state(self, index: int, state: LayerState) -> None:
         if not state.is_that_of(self._layers[index]):
@@ -304,11 +323,7 @@ class Group:
         differs = [each for batch in done for each in batch.differs]
         if differs and bool(torch.stack(differs).any()):
             raise RematerializationError(
-                "expected a loss that calls the model with the same values each time it is "
-                "computed for a micro-batch, found others (a loss that draws random numbers of its "
-                "own, or that takes the next batch by itself?). Gradients are wrong: throw them "
-                "away. Call backward for each micro-batch, without poros.accumulate or block-major "
-                "trainers"
+                f"{OTHER_VALUES}. The gradients that are there now are wrong: throw them away"
             )
         if not RngStash.capture(self._layers[0].device).equals(state):
             raise RematerializationError(
@@ -317,6 +332,10 @@ class Group:
                 "them in another order. Call backward for each of them, without poros.accumulate "
                 "or block-major trainers"
             )
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    return [(id(each), each._version) for each in model.parameters() if each.requires_grad]
 
 
 def _after(parameter: nn.Parameter) -> object:

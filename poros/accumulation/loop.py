@@ -110,8 +110,14 @@ def _on_copy(compute: Loss, model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def copy_of(batch: Any) -> Any:
-    """A batch with the same tensors in it."""
-    return batch.copy() if isinstance(batch, dict | list | UserDict) else batch
+    """A batch like it, whose tensors may be edited, and which may be taken apart."""
+    if not isinstance(batch, dict | list | UserDict):
+        return batch
+    found = batch.copy()
+    for key, value in found.items() if not isinstance(found, list) else enumerate(found):
+        if isinstance(value, torch.Tensor):
+            found[key] = value.clone()
+    return found
 
 
 def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]]) -> Group | None:

@@ -31,7 +31,7 @@ from poros.accumulation.draws import NONE
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import LayerState
-from poros.errors import UnsupportedModelError
+from poros.errors import PorosError, UnsupportedModelError
 from poros.layer.rng import RngStash
 from poros.layer.side_outputs import is_recording, shared_mappings
 
@@ -59,6 +59,14 @@ def backward(
 ) -> None:
     """Take the gradients of one layer and one micro-batch, as a ``Differentiate``."""
     torch.autograd.backward([edge], [gradient])
+
+
+OTHER_VALUES = (
+    "expected a loss that calls the model with the same values each time it is computed for a "
+    "micro-batch, found others (a loss that draws from a generator of its own, that takes the next "
+    "batch by itself, or a trainer that gives the model other batches than it was handed?). Call "
+    "backward for each micro-batch, without poros.accumulate or block-major trainers"
+)
 
 
 class NotTogether(BaseException):
@@ -240,11 +248,14 @@ class MicroBatch:
             except Stopped:
                 self.states[0].restore()
                 return
+            except (PorosError, torch.OutOfMemoryError):
+                raise
             except Exception as error:
-                if not self._calls:
-                    raise
-                # Layers of some families return more than hidden states.
-                raise NotTogether("the model does something between its layers") from error
+                # Layers of some families return more than hidden states. Or it is the user's own
+                # error, and comes again in its turn.
+                raise NotTogether(
+                    f"the code of a loss ends with a {type(error).__name__} before its last layer"
+                ) from error
             if watcher.reason is not None:
                 raise watcher.reason
         raise NotTogether("the model does not call all of its layers with gradients enabled")
@@ -378,18 +389,19 @@ class MicroBatch:
                 for the device, and ``differs`` says it later.
 
         Raises:
-            NotTogether: If they differ and that can be said now.
+            UnsupportedModelError: If they differ and that can be said now. What else the code has
+                done cannot be taken back, so they cannot run one after the other either.
         """
         before = [each for each, _ in self._seen.values()]
         forms = [[(each.shape, each.dtype) for each in tensors] for tensors in (before, given)]
         if forms[0] != forms[1]:
-            raise NotTogether("layers are called with other tensors when the model runs again")
+            raise UnsupportedModelError(OTHER_VALUES)
         for old, new in zip(before, given, strict=True):
             if old is new:
                 continue
             differs = (_bytes_of(old) != _bytes_of(new)).any()
             if (not is_known or self._device.type == "cpu") and bool(differs):
-                raise NotTogether("layers are called with other values when the model runs again")
+                raise UnsupportedModelError(OTHER_VALUES)
             self.differs.append(differs)
 
     def backward_below(self) -> None:
@@ -514,7 +526,7 @@ class _Passer:
         self._is_known = is_known
         self._seen: dict[int, torch.Tensor] = {}
         self.place = 0
-        self.reason: NotTogether | None = None
+        self.reason: NotTogether | UnsupportedModelError | None = None
         """Kept, because code of users may catch it."""
 
     def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -528,7 +540,7 @@ class _Passer:
                 self._micro_batch.compare(list(self._seen.values()), self._is_known)
             given = _input_of(args, kwargs)
             found = self._micro_batch.hand_on(self.place, layer, given, self._is_ahead)
-        except NotTogether as reason:
+        except (NotTogether, UnsupportedModelError) as reason:
             self.reason = reason
             raise
         self.place += 1

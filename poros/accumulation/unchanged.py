@@ -94,16 +94,17 @@ class Around:
         ) and all(buffer._version == version for buffer, version, _ in self._buffers)
 
     def put_back(self) -> None:
-        """Have all as it was.
+        """Have buffers and numbers as they were.
+
+        Other attributes stay: a note that something was registered has to stay with it.
 
         Raises:
             UnsupportedModelError: If a large buffer was edited in place.
         """
         for module, attributes, buffers in self._held:
-            for key in _attributes(module).keys() - attributes.keys():
-                del module.__dict__[key]
-            module.__dict__.update(attributes)
-            module._buffers.clear()
+            module.__dict__.update(
+                {key: value for key, value in attributes.items() if type(value) in (int, float)}
+            )
             module._buffers.update(buffers)
         with torch.no_grad():
             for buffer, version, copy in self._buffers:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from poros.accumulation.micro_batch import Differentiate, NotTogether, backward
+from poros.accumulation.micro_batch import Differentiate, backward
+from poros.accumulation.reasons import NotTogether
 
 if TYPE_CHECKING:
     from poros.layer.streamed import StreamedLayer

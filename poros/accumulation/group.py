@@ -31,13 +31,8 @@ from torch import nn
 
 from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.head import SharedHead
-from poros.accumulation.micro_batch import (
-    OTHER_VALUES,
-    Differentiate,
-    MicroBatch,
-    NotTogether,
-    backward,
-)
+from poros.accumulation.micro_batch import Differentiate, MicroBatch, backward
+from poros.accumulation.reasons import OTHER_VALUES, NotTogether
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import Around, Gradients, LayerState

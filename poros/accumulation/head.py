@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from poros.accumulation.micro_batch import Stopped
+from poros.accumulation.reasons import Stopped
 from poros.accumulation.surroundings import Surroundings
 from poros.errors import RematerializationError
 from poros.head.loss import Asked, Online

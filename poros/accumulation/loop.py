@@ -13,7 +13,7 @@ from torch import nn
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.group import DrawTable, Group
 from poros.accumulation.head import SharedHead
-from poros.accumulation.micro_batch import NotTogether
+from poros.accumulation.reasons import NotTogether
 from poros.errors import VRAMBudgetError
 from poros.model.runtime import Runtime, find_runtime
 

@@ -19,18 +19,26 @@ Note: Cuts
     for all its uses, and sum their gradients in the low precision.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn.modules import module as all_modules
 
+from poros.accumulation.cuts import Cut, Unread
 from poros.accumulation.draws import NONE
+from poros.accumulation.reasons import OTHER_VALUES, NotTogether, Stopped
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import LayerState
+from poros.accumulation.watching import (
+    Collector,
+    Passer,
+    input_of,
+    require_unheard,
+    tensors_of,
+    watching,
+)
 from poros.errors import PorosError, UnsupportedModelError
 from poros.layer.rng import RngStash
 from poros.layer.side_outputs import is_recording, shared_mappings
@@ -40,15 +48,6 @@ if TYPE_CHECKING:
 
 _INPUT = object()
 """Stands for the layer's input among its arguments."""
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, "StreamedLayer"], None]
 """Takes the gradients of one layer and one micro-batch: the edge behind the layer, the gradient
 there, a leaf below the layer, and the layer."""
@@ -59,123 +58,6 @@ def backward(
 ) -> None:
     """Take the gradients of one layer and one micro-batch, as a ``Differentiate``."""
     torch.autograd.backward([edge], [gradient])
-
-
-OTHER_VALUES = (
-    "expected a loss that calls the model with the same values each time it is computed for a "
-    "micro-batch, found others (a loss that draws from a generator of its own, that takes the next "
-    "batch by itself, or a trainer that gives the model other batches than it was handed?). Call "
-    "backward for each micro-batch, without poros.accumulate or block-major trainers"
-)
-
-
-class NotTogether(BaseException):
-    """These micro-batches have to run one after the other; says why.
-
-    Passes through code of users and of models, which catch errors at times: so it is none.
-    """
-
-
-class Stopped(BaseException):
-    """The model's code is as far as it is wanted: at the last layer, or at the loss."""
-
-
-class Cut:
-    """A value that passes from one part of the graph to the next, and its gradient back.
-
-    Args:
-        value: Behind the graph that has made it.
-        needs_gradient: Whether anything in that graph is trained.
-
-    Attributes:
-        gradient: What has arrived in backward; None before.
-        anchor: A leaf below the cut, which gets no gradient.
-    """
-
-    def __init__(self, value: torch.Tensor, needs_gradient: bool) -> None:
-        self.gradient: torch.Tensor | None = None
-        self.anchor: torch.Tensor | None = None
-        self.needs_gradient = needs_gradient
-        self._values = [value]
-
-    def look(self) -> torch.Tensor:
-        """The value, which stays; nothing comes back from it."""
-        return self._values[-1].detach().requires_grad_(self.needs_gradient)
-
-    def take(self) -> torch.Tensor:
-        """The value, behind the cut; for once, since it may be freed from then on."""
-        value = self._values.pop()
-        if not self.needs_gradient:
-            return value
-        self.anchor = torch.empty(0, device=value.device, requires_grad=True)
-        taken: torch.Tensor = _Taken.apply(self.anchor, [value], self)
-        return taken
-
-
-class _Taken(torch.autograd.Function):
-    """The value of a ``Cut``; its gradient goes there and no further."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, values: list[torch.Tensor], cut: Cut
-    ) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.cut = cut
-        return values[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None]:
-        if ctx.cut.gradient is not None:
-            raise UnsupportedModelError(
-                "expected one backward for each micro-batch, found a second one through the last "
-                "layer's result. Call backward for each micro-batch, without poros.accumulate or "
-                "block-major trainers"
-            )
-        ctx.cut.gradient = gradient
-        return None, None, None
-
-
-class _Unread(torch.Tensor):
-    """Stands for what a layer would return, until it has: nobody may compute with it."""
-
-    owner: Callable[[], Any]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, owner: Any) -> "_Unread":
-        found: _Unread = tensor.detach().as_subclass(cls)
-        found.owner = weakref.ref(owner)
-        return found
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _FORMS or func in _ACCESSORS:
-            return super().__torch_function__(func, types, args, kwargs)
-        owners = [each.owner() for each in args if isinstance(each, _Unread)]
-        if any(owner is not None for owner in owners):
-            raise NotTogether("the model does something to hidden states between its layers")
-        raise UnsupportedModelError(
-            "expected hidden states to pass from layer to layer, found some that were kept, of "
-            "micro-batches that went through the layers together. Call backward for each "
-            "micro-batch, without poros.accumulate or block-major trainers"
-        )
-
-
-_FORMS = frozenset({torch.Tensor.size, torch.Tensor.dim, torch.Tensor.__len__})
-_ACCESSORS = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "layout",
-        "_version",
-    )
-)
 
 
 class _Call(NamedTuple):
@@ -241,7 +123,7 @@ class MicroBatch:
         Raises:
             NotTogether: If it is not what it must be like.
         """
-        watcher = _Collector(self)
+        watcher = Collector(self)
         with watching(self._layers, watcher):
             try:
                 run()
@@ -263,7 +145,7 @@ class MicroBatch:
     def note(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model's code; gives the input on, as if the layer had done nothing."""
         index = len(self._calls)
-        given = _input_of(args, kwargs)
+        given = input_of(args, kwargs)
         if layer is not self._layers[index] or given is None:
             raise NotTogether("the model does not call its layers once each, in order")
         if index == 0:
@@ -274,14 +156,14 @@ class MicroBatch:
         if any(
             each is not given and each.requires_grad
             for value in (*args, *kwargs.values())
-            for each in _tensors(value)
+            for each in tensors_of(value)
         ):
             raise NotTogether("layers are given other tensors that need gradients")
         if shared_mappings(kwargs):
             raise NotTogether("layers share tensors")
         for value in (*args, *kwargs.values()):
-            for each in _tensors(value):
-                if not isinstance(each, _Unread):
+            for each in tensors_of(value):
+                if not isinstance(each, Unread):
                     self._seen.setdefault(id(each), (each, each._version))
         self._calls.append(
             _Call(
@@ -296,13 +178,13 @@ class MicroBatch:
             raise Stopped
         if index == 0:
             # In place of what layers return, which is not known yet.
-            self._given = _Unread.of(given, self)
+            self._given = Unread.of(given, self)
             self._version = self._given._version
         return self._given
 
     def _require_alike(self, index: int, layer: "StreamedLayer") -> None:
         """Each layer is to compute the same for all micro-batches, whenever it is called."""
-        _require_unheard(layer)
+        require_unheard(layer)
         if index == len(self._layer_states):
             self._layer_states.append(LayerState(layer))
             if self._layer_states[-1].has_hooks:
@@ -324,7 +206,7 @@ class MicroBatch:
             tuple(
                 (each.shape, each.dtype)
                 for value in (*args, *kwargs.values())
-                for each in _tensors(value)
+                for each in tensors_of(value)
             ),
             surroundings.autocast,
         )
@@ -416,7 +298,7 @@ class MicroBatch:
     def look_ahead(self, run: Callable[[], Any]) -> bool:
         """Run the model's code behind its layers up to where it is stopped; whether it was."""
         self.start.restore()
-        with watching(self._layers, _Passer(self, is_ahead=True)):
+        with watching(self._layers, Passer(self, is_ahead=True)):
             try:
                 run()
             except Stopped:
@@ -426,7 +308,7 @@ class MicroBatch:
     @contextmanager
     def tail(self, is_known: bool) -> Iterator[None]:
         """Run the model's code again in the body: it passes the layers by. See ``compare``."""
-        watcher = _Passer(self, is_known=is_known)
+        watcher = Passer(self, is_known=is_known)
         with watching(self._layers, watcher):
             yield
         if watcher.reason is not None:
@@ -451,7 +333,7 @@ class MicroBatch:
             if given.requires_grad and not is_ahead:
                 self._source = given
                 given.register_hook(self._note_arrival)
-            return _Unread.of(given, self) if len(self._layers) > 1 else self._last(is_ahead)
+            return Unread.of(given, self) if len(self._layers) > 1 else self._last(is_ahead)
         if place < len(self._layers) - 1:
             return given
         return self._last(is_ahead)
@@ -461,87 +343,5 @@ class MicroBatch:
         return self._cuts[-1].look() if is_ahead else self._cuts[-1].take()
 
 
-def _input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The hidden states that a layer is called with."""
-    value = args[0] if args else kwargs.get("hidden_states")
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """In an argument of a layer; what else it may hold is refused when the layer runs."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _tensors(each)
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _require_unheard(layer: "StreamedLayer") -> None:
-    own = vars(layer.module())
-    if any(map(own.get, _HOOKS)) or any(map(vars(all_modules).get, _GLOBAL_HOOKS)):
-        raise NotTogether("hooks on whole layers, or on all modules")
-
-
-@contextmanager
-def watching(layers: Sequence["StreamedLayer"], watcher: "_Collector | _Passer") -> Iterator[None]:
-    """Have ``watcher`` called in place of layers. It is held here alone: with this it goes."""
-    context = layers[0].context
-    if context.in_place is not None and context.in_place() is not None:
-        raise NotTogether("micro-batches within micro-batches")
-    context.in_place = weakref.ref(watcher)
-    try:
-        yield
-    finally:
-        context.in_place = None
-
-
-class _Collector:
-    begins = True
-
-    def __init__(self, micro_batch: MicroBatch) -> None:
-        self._micro_batch = micro_batch
-        self.reason: NotTogether | None = None
-        """Kept, because code of users may catch it."""
-
-    def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            return self._micro_batch.note(layer, args, kwargs)
-        except NotTogether as reason:
-            self.reason = reason
-            raise
-
-
-class _Passer:
-    begins = False
-
-    def __init__(
-        self, micro_batch: MicroBatch, *, is_ahead: bool = False, is_known: bool = True
-    ) -> None:
-        self._micro_batch = micro_batch
-        self._is_ahead = is_ahead
-        self._is_known = is_known
-        self._seen: dict[int, torch.Tensor] = {}
-        self.place = 0
-        self.reason: NotTogether | UnsupportedModelError | None = None
-        """Kept, because code of users may catch it."""
-
-    def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer.drop_caches(args, kwargs)
-        try:
-            for value in (*args, *kwargs.values()):
-                for each in _tensors(value):
-                    if not isinstance(each, _Unread):
-                        self._seen.setdefault(id(each), each)
-            if self.place == self._micro_batch.num_layers - 1:
-                self._micro_batch.compare(list(self._seen.values()), self._is_known)
-            given = _input_of(args, kwargs)
-            found = self._micro_batch.hand_on(self.place, layer, given, self._is_ahead)
-        except (NotTogether, UnsupportedModelError) as reason:
-            self.reason = reason
-            raise
-        self.place += 1
-        return found

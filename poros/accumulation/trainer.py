@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.loop import begin_group, copy_of, note_alone
-from poros.accumulation.micro_batch import NotTogether
+from poros.accumulation.reasons import NotTogether
 from poros.model.runtime import Runtime, find_runtime
 
 if TYPE_CHECKING:

@@ -48,7 +48,8 @@ NOT_HASHED = {
         "sizing stats",
         "poros.planning": "cost_model formula meta_model optimizers planner request speeds",
         # Records are made of one micro-batch after the other.
-        "poros.accumulation": "distributed draws group head loop micro_batch surroundings trainer",
+        "poros.accumulation": "cuts distributed draws group head loop micro_batch reasons start "
+        "surroundings trainer unchanged watching",
         "poros.self_check": "check evidence proof switches",
         "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "

@@ -114,9 +114,10 @@ def copy_of(batch: Any) -> Any:
     if not isinstance(batch, dict | list | UserDict):
         return batch
     found = batch.copy()
-    for key, value in found.items() if not isinstance(found, list) else enumerate(found):
+    copies: dict[int, torch.Tensor] = {}  # a tensor in two places stays one
+    for key, value in list(enumerate(found) if isinstance(found, list) else found.items()):
         if isinstance(value, torch.Tensor):
-            found[key] = value.clone()
+            found[key] = copies.setdefault(id(value), value.clone())
     return found
 
 

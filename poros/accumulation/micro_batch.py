@@ -93,6 +93,8 @@ class MicroBatch:
         self._layer_states = layer_states
         self.start = Start.capture(layers[0].device)
         self.differs: list[torch.Tensor] = []
+        self._given_tensors: list[torch.Tensor] = []
+        """All that layers are called with, in order."""
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
         """Distinct tensors that layers are called with, and their versions."""
         self.states: list[RngStash] = []
@@ -164,6 +166,7 @@ class MicroBatch:
         for value in (*args, *kwargs.values()):
             for each in tensors_of(value):
                 if not isinstance(each, Unread):
+                    self._given_tensors.append(each)
                     self._seen.setdefault(id(each), (each, each._version))
         self._calls.append(
             _Call(
@@ -266,7 +269,7 @@ class MicroBatch:
         """Have what layers are called with the second time compared with the first time.
 
         Args:
-            given: Distinct tensors, in order.
+            given: All tensors that layers are called with, in order.
             is_known: Whether the loss is known to call the model alike: then the host does not wait
                 for the device, and ``differs`` says it later.
 
@@ -274,11 +277,12 @@ class MicroBatch:
             UnsupportedModelError: If they differ and that can be said now. What else the code has
                 done cannot be taken back, so they cannot run one after the other either.
         """
-        before = [each for each, _ in self._seen.values()]
+        before = self._given_tensors
         forms = [[(each.shape, each.dtype) for each in tensors] for tensors in (before, given)]
         if forms[0] != forms[1]:
             raise UnsupportedModelError(OTHER_VALUES)
-        for old, new in zip(before, given, strict=True):
+        pairs = {(id(old), id(new)): (old, new) for old, new in zip(before, given, strict=True)}
+        for old, new in pairs.values():
             if old is new:
                 continue
             differs = (_bytes_of(old) != _bytes_of(new)).any()
@@ -311,6 +315,7 @@ class MicroBatch:
         watcher = Passer(self, is_known=is_known)
         with watching(self._layers, watcher):
             yield
+        self._given_tensors = []
         if watcher.reason is not None:
             raise watcher.reason
         if watcher.place != len(self._layers):

@@ -89,7 +89,7 @@ class Passer:
         self._micro_batch = micro_batch
         self._is_ahead = is_ahead
         self._is_known = is_known
-        self._seen: dict[int, torch.Tensor] = {}
+        self._given: list[torch.Tensor] = []
         self.place = 0
         self.reason: NotTogether | UnsupportedModelError | None = None
         """Kept, because code of users may catch it."""
@@ -100,9 +100,9 @@ class Passer:
             for value in (*args, *kwargs.values()):
                 for each in tensors_of(value):
                     if not isinstance(each, Unread):
-                        self._seen.setdefault(id(each), each)
+                        self._given.append(each)
             if self.place == self._micro_batch.num_layers - 1:
-                self._micro_batch.compare(list(self._seen.values()), self._is_known)
+                self._micro_batch.compare(self._given, self._is_known)
             given = input_of(args, kwargs)
             found = self._micro_batch.hand_on(self.place, layer, given, self._is_ahead)
         except (NotTogether, UnsupportedModelError) as reason:

@@ -315,7 +315,7 @@ class MicroBatch:
         watcher = Passer(self, is_known=is_known)
         with watching(self._layers, watcher):
             yield
-        self._given_tensors = []
+        self._given_tensors, self._seen = [], {}
         if watcher.reason is not None:
             raise watcher.reason
         if watcher.place != len(self._layers):

@@ -40,7 +40,7 @@ venv: $(STAMP)
 
 # What the console script `poros` does, spelled out so that it works uninstalled too.
 demo: $(READY)
-	@$(PYTHON) -c "import sys; from poros.cli import main; sys.argv[0] = 'poros'; sys.exit(main())" \
+	@$(PYTHON) -c "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; sys.exit(main())" \
 		demo
 
 test: $(READY)

@@ -4,7 +4,7 @@ import re
 
 from typer.testing import CliRunner, Result
 
-from poros.cli import app
+from poros.cli.app import app
 
 
 def poros_command(*arguments: str) -> Result:

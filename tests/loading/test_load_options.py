@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig
 
 import poros.loaders.load
-from poros.commands import BAD_INPUT
+from poros.cli.shared import BAD_INPUT
 from poros.errors import PolicyError
 from poros.loaders.load import load
 from tests.command import poros_command, text

@@ -13,8 +13,8 @@ import typer
 import poros
 import poros.api
 import poros.examples.demo
-from poros.cli import app
-from poros.commands import BAD_INPUT
+from poros.cli.app import app
+from poros.cli.shared import BAD_INPUT
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.examples.demo import DemoSettings
 from poros.examples.demo_report import DemoReport
@@ -46,7 +46,7 @@ def test_version() -> None:
 
 def test_help_imports_nothing_slow() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from poros.cli import app; "
+        "import sys; from typer.testing import CliRunner; from poros.cli.app import app; "
         "result = CliRunner().invoke(app, ['check', '--help']); "
         "slow = {'torch', 'transformers', 'peft', 'bitsandbytes', 'numpy'} & set(sys.modules); "
         "sys.exit(f'{result.exit_code} {slow}' if result.exit_code or slow else 0)"

@@ -29,7 +29,6 @@ LAYERS = [
     {"planning", "self_check"},
     {"api"},
     {"telemetry"},
-    {"commands"},
     {"cli"},
     {"gates"},
     {"examples"},

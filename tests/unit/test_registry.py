@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner, Result
 
 import poros.api
-from poros.cli import app
+from poros.cli.app import app
 from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.gates import registry, sweep, tiny
 from poros.gates.registry import (
@@ -36,8 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_HASHED = {
     f"{package}.{module}"
     for package, modules in {
-        "poros": "api cli commands config devices digests errors graphs labels output reads "
-        "telemetry",
+        "poros": "api config devices digests errors graphs labels output reads telemetry",
         "poros.host": "disk limits mapped",
         "poros.kernels": "compose_gpu dequantize_gpu gated_gpu launching lora_gpu "
         "online_softmax_gpu row_norm_gpu",
@@ -51,6 +50,7 @@ NOT_HASHED = {
         "poros.accumulation": "cuts distributed draws group head loop micro_batch reasons start "
         "surroundings trainer unchanged watching",
         "poros.self_check": "check evidence proof switches",
+        "poros.cli": "app check demo load plan shared",
         "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "
         "program shrink",

@@ -1,0 +1,42 @@
+"""The commands put together."""
+
+from typing import Annotated
+
+import typer
+
+from poros.cli import check, demo, load, plan
+
+app = typer.Typer(
+    help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from poros import __version__
+
+        typer.echo(f"poros {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+for _command in (demo.demo, check.check, load.load, plan.plan):
+    app.command()(_command)

@@ -1,0 +1,159 @@
+"""``poros check``: resident and streamed runs compared, the registry, random programs."""
+
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
+from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.output import require_file
+
+_POLICY = StreamingPolicy()
+
+
+def check(
+    model_dir: Annotated[
+        Path | None, typer.Argument(help="Checkpoint folder to check.", show_default=False)
+    ] = None,
+    architecture: Annotated[
+        str | None,
+        typer.Option(help="Check a small random model of this architecture, such as qwen2."),
+    ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="Check this kind of adapter, such as vera.", show_default="lora"),
+    ] = None,
+    record: Annotated[
+        bool,
+        typer.Option(
+            "--record", help="Check it in every mode of the registry, and write its record there."
+        ),
+    ] = False,
+    registered: Annotated[
+        bool,
+        typer.Option(
+            "--registered", help="List architectures and adapters on record; check nothing."
+        ),
+    ] = False,
+    fuzz: Annotated[
+        bool,
+        typer.Option("--fuzz", help="Draw training programs and run each resident and streamed."),
+    ] = False,
+    resident_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--resident-kernels",
+            help="Compare with a resident run with our adapter kernels, not a streamed one.",
+        ),
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="With --fuzz: for how long.", show_default="10")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="With --fuzz.", show_default="0")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Optimizer steps.", show_default="20; 3 for a checkpoint"),
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Device slots.")] = _POLICY.slots or MIN_SLOTS,
+    block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = _POLICY.block_size,
+    out: Annotated[Path | None, typer.Option(help="Write the report here as JSON.")] = None,
+) -> None:
+    """Train resident and streamed from the same bytes and compare every bit, on this machine.
+
+    With --fuzz what is trained, and how, is drawn: hooks, penalties, autocast, adapters, edits,
+    exceptions. Each program has to end in equal bits, or in an error before a wrong update.
+
+    Exit code: 0 if no bit differs, 1 if one does (or a listed record is stale), 2 for bad input.
+    """
+    if registered:
+        if record or any(option is not None for option in (model_dir, architecture, adapter)):
+            raise typer.BadParameter("--registered lists what is on record and takes no other")
+        _list_registered()
+    if fuzz:
+        if record or model_dir is not None or architecture is not None or steps is not None:
+            raise typer.BadParameter("--fuzz draws its models, and takes --minutes, --seed, --out")
+        _fuzz(10.0 if minutes is None else minutes, seed or 0, out)
+    if minutes is not None or seed is not None:
+        raise typer.BadParameter("--minutes and --seed go with --fuzz")
+    if (model_dir is None) == (architecture is None):
+        raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
+    if resident_kernels and record:
+        raise typer.BadParameter("--resident-kernels checks one mode, and records nothing")
+    if record:
+        chosen = (slots, block_size) != (_POLICY.slots or MIN_SLOTS, _POLICY.block_size)
+        if architecture is None or steps is not None or out is not None or chosen:
+            raise typer.BadParameter(
+                "--record takes --architecture NAME (and --adapter KIND) alone: the registry "
+                "sets the modes"
+            )
+        _record(architecture, adapter)
+
+    from poros.gates import parity
+    from poros.gates.report import render
+
+    quieten_libraries()
+    settings: dict[str, Any] = {"slots": slots, "block_size": block_size}
+    settings["resident_kernels"] = resident_kernels
+    if steps is not None:
+        settings["num_steps"] = steps
+    if adapter is not None:
+        settings["adapter"] = adapter
+    with readable_errors():
+        # Inside the gate a policy that cannot work would count as a failure of streaming.
+        StreamingPolicy(slots=slots, block_size=block_size)
+        if out is not None:
+            require_file(out, "--out")
+        if model_dir is not None:
+            report = parity.check_model_dir(model_dir, **settings)
+        else:
+            report = parity.check_architecture(str(architecture), **settings)
+    render(report)
+    if out is not None:
+        with readable_errors():
+            report.write(out)
+        typer.echo(f"report: {out}")
+    raise typer.Exit(0 if report.exact else NOT_HELD)
+
+
+def _list_registered() -> NoReturn:
+    """Print what is on record, and say by the exit code whether it is fresh."""
+    from poros.gates.registry import read_registry
+    from poros.gates.registry_table import render
+
+    with readable_errors():
+        raise typer.Exit(0 if render(read_registry()) else NOT_HELD)
+
+
+def _record(architecture: str, adapter: str | None) -> NoReturn:
+    """Check in every mode of the registry, and write the record there."""
+    from poros.gates.registry import read_registry
+    from poros.gates.report import render
+    from poros.gates.sweep import make_record
+
+    quieten_libraries()
+    with readable_errors():
+        record = make_record(architecture, adapter=adapter, on_report=render)
+        # Read after the runs: another command may have recorded something meanwhile.
+        read_registry().including(record).write()
+    typer.echo(f"recorded: {record.key} {record.outcome} {record.reason or ''}".rstrip())
+    raise typer.Exit(0 if record.outcome == "exact" else NOT_HELD)
+
+
+def _fuzz(minutes: float, seed: int, out: Path | None) -> NoReturn:
+    """Draw training programs for so long, and report how they ended."""
+    from rich.console import Console
+
+    from poros.gates.fuzz import campaign
+
+    quieten_libraries()
+    with readable_errors():
+        if out is not None:
+            require_file(out, "--out")
+        tally = campaign.fuzz(minutes, seed)
+    Console().print(campaign.render(tally))
+    if out is not None:
+        with readable_errors():
+            campaign.write(tally, out)
+        typer.echo(f"report: {out}")
+    raise typer.Exit(NOT_HELD if tally.ends["failed"] else 0)

@@ -1,0 +1,41 @@
+"""``poros demo``."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
+
+
+def demo(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Empty or new folder to write to.", show_default="a temporary folder"),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Fine-tuning steps.", show_default="90")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")
+    ] = None,
+) -> None:
+    """Show the whole on real text, offline, in a few minutes: load, check, fine-tune, compare.
+
+    Exit code: 0 if no bit differs and the loss fell, 1 if not, 2 for bad input.
+    """
+    from dataclasses import replace
+
+    from poros.examples.demo import DemoSettings, run_demo
+    from poros.examples.demo_report import render
+
+    quieten_libraries()
+    settings = DemoSettings()
+    if steps is not None:
+        settings = replace(settings, num_steps=steps)
+    with readable_errors():
+        out_dir = out or Path(tempfile.mkdtemp(prefix="poros-demo-"))
+        report = run_demo(out_dir, settings=settings, device=device)
+    render(report)
+    raise typer.Exit(0 if report.passed else NOT_HELD)

@@ -110,6 +110,7 @@ class Group:
         table: Of the model, too.
         head: Reads the head for all of them, if it is read in slices.
         is_known: Whether the loss was seen to call the model alike each time.
+        make_room: Called when the room of the first micro-batch is known, before its layers run.
 
     Attributes:
         num_done: Micro-batches whose loss has gone backward to the last layer.
@@ -123,7 +124,9 @@ class Group:
         table: DrawTable,
         head: SharedHead | None = None,
         is_known: bool = False,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
+        self._make_room = make_room
         self._trained = [each for each in model.parameters() if each.requires_grad]
         modules = [module for layer in layers if (module := layer.module()) is not None]
         self._around = Around(model, modules)
@@ -191,6 +194,8 @@ class Group:
         for run in runs:
             batch = MicroBatch(self._layers, around, states)
             batch.collect(run)
+            if not self._batches:
+                self._make_room()
             self._require_unedited()
             if not self._around.is_same():
                 raise NotTogether("the model's code changes the model")
@@ -204,9 +209,10 @@ class Group:
         self._end = Start.capture(self._layers[0].device)
         for index in range(1, len(self._layers)):
             self._require_state(index, states[index])
-            for batch in self._batches:
-                batch.forward(index)
-                self._check(index, batch)
+            with self._layers[index].sharing_dense():
+                for batch in self._batches:
+                    batch.forward(index)
+                    self._check(index, batch)
 
     def _require_unedited(self) -> None:
         """Raise if the code of a loss edits what the model is made of: it cannot be taken back."""
@@ -223,7 +229,8 @@ class Group:
 
     def _run_first(self, batch: MicroBatch) -> None:
         """Run the first layer, and plan the states of the others."""
-        batch.forward(0)
+        with self._layers[0].sharing_dense():
+            batch.forward(0)
         state = RngStash.capture(self._layers[0].device)
         draws = between(batch.states[0], state)
         if draws is None:
@@ -309,8 +316,9 @@ class Group:
         calls = differentiate or [backward] * len(done)
         state = RngStash.capture(self._layers[0].device)
         for index in reversed(range(len(self._layers))):
-            for batch, call in zip(done, calls, strict=True):
-                batch.backward(index, call)
+            with self._layers[index].sharing_dense():
+                for batch, call in zip(done, calls, strict=True):
+                    batch.backward(index, call)
         for batch in done:
             batch.backward_below()
         if self._head is not None:

@@ -142,6 +142,7 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
             history.table,
             history.head(runtime),
             is_known=history.num_groups > 0,
+            make_room=runtime.share_dense,
         )
         _forward(runtime, group, runs)
     except NotTogether as reason:

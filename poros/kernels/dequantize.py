@@ -5,7 +5,7 @@ added, and the weight is looked up and multiplied. One kernel does all of it her
 nothing but the weight. See ``poros.nf4`` for the parts (Dettmers et al. 2023, QLoRA, section 3).
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +37,16 @@ class DenseWorkspace:
         return self._memory[:num_bytes].view(dtype).view(shape)
 
 
+class DensePlace(Protocol):
+    """Where the dense form of a 4-bit weight may be already: ``poros.kernels.dense_layer``."""
+
+    def weight(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """It, in that dtype; None if it is not there. To be read within the visit of its layer."""
+
+    def memory(self) -> torch.Tensor:
+        """What it is to be written to."""
+
+
 def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight of shape ``state.shape`` in ``dtype``, on the device of ``packed``.
 
@@ -48,18 +58,36 @@ def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Te
     Streams:
         Queued on the current stream; the weight is memory of the caching allocator, or of the
         ``DenseWorkspace`` that ``state`` has as its ``dense_workspace``: then it is there until the
-        next one.
+        next one. Nothing is queued if it is there already, at the ``dense_place`` of ``state``. It
+        is to be read, not written.
 
     Exactness:
         The bits of bitsandbytes' own ``dequantize_4bit``.
     """
     if packed.is_meta:
         return packed.new_empty(state.shape, dtype=dtype)
+    place: DensePlace | None = getattr(state, "dense_place", None)
+    known = None if place is None else place.weight(dtype)
+    if known is not None:
+        return known
     if has_kernel(packed, state) and runs_triton(packed.device):
         from poros.kernels.dequantize_gpu import launch
 
-        return launch(packed, state, dtype)
+        workspace: DenseWorkspace | None = getattr(state, "dense_workspace", None)
+        if workspace is None:
+            return launch(packed, state, packed.new_empty(state.shape, dtype=dtype))
+        return launch(packed, state, workspace.take(state.shape, dtype))
     return dequantize_ref(packed, state, dtype)
+
+
+def dequantize_into(packed: torch.Tensor, state: Any, weight: torch.Tensor) -> None:
+    """``dequantize`` to ``weight``, of the shape of ``state``, contiguous."""
+    if has_kernel(packed, state) and runs_triton(packed.device):
+        from poros.kernels.dequantize_gpu import launch
+
+        launch(packed, state, weight)
+    else:
+        weight.copy_(dequantize_ref(packed, state, weight.dtype))
 
 
 def dequantize_ref(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:

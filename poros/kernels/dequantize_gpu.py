@@ -55,14 +55,8 @@ def _dequantize(
 _DEQUANTIZE = Launcher(_dequantize, num_warps=4, enable_fp_fusion=False)
 
 
-def launch(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Tensor:
-    """``dequantize.dequantize`` on a GPU."""
-    workspace = getattr(state, "dense_workspace", None)
-    weight: torch.Tensor = (
-        packed.new_empty(state.shape, dtype=dtype)
-        if workspace is None
-        else workspace.take(state.shape, dtype)
-    )
+def launch(packed: torch.Tensor, state: Any, weight: torch.Tensor) -> torch.Tensor:
+    """``dequantize.dequantize`` on a GPU, written to ``weight``, which is returned."""
     nested = state.state2 if state.nested else state
     _DEQUANTIZE(
         ceil_div(weight.numel(), 2 * _NUM_BYTES),

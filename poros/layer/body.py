@@ -7,7 +7,7 @@ them, as the forward has found them.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 from poros.kernels.adapters import Tally
+from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.forwards import hand_back
 from poros.layer.adapters import staying_places
 from poros.layer.audit import GraphAudit
@@ -56,6 +57,7 @@ class ModelContext:
         explain: Makes the device's lack of memory, in a layer of that name, an error that says
             what a step needs.
         tally: Counts calls of adapters; None if they run as PEFT has them.
+        dense: Memory for the dense weights of a layer, for calls that share them; or None.
 
     Attributes:
         visits: Of all its layers.
@@ -80,6 +82,7 @@ class ModelContext:
         admit: Callable[[nn.Module], None],
         explain: Callable[[str, torch.OutOfMemoryError], Exception],
         tally: Tally | None,
+        dense: DenseLayer | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self.device = device
@@ -88,6 +91,7 @@ class ModelContext:
         self.admit = admit
         self.explain = explain
         self.tally = tally
+        self.dense = dense
         self.visits = Visits()
         self.regions = AutocastRegions(device)
         self.offloader: ActivationOffloader | None = None
@@ -144,7 +148,11 @@ class LayerBody:
         self.name = name
         self.context = context
         self.device = context.device
-        self.weights = BlockVisit(context.manager, context.visits, block, name, bindings)
+        dense = context.dense
+        self.weights = BlockVisit(
+            *(context.manager, context.visits, block, name, bindings),
+            None if dense is None else lambda found: dense.fill(index, found.dense_weights),
+        )
         self.own_forward: Callable[..., Any] = type(layer).forward
         """Takes the layer and its arguments; compiled if that was asked for."""
         self.is_compiled = False
@@ -202,6 +210,30 @@ class LayerBody:
     def expose(self, adapters: Sequence[Adapter]) -> AbstractContextManager[None]:
         """The layer with its device tensors, to be recorded: its block is not loaded for that."""
         return self.weights.expose(adapters)
+
+    def sharing_dense(self) -> AbstractContextManager[None]:
+        """Calls in the body share the layer's dense weights, if there is memory for them."""
+        dense = self.context.dense
+        return nullcontext() if dense is None or self.is_compiled else dense.serving(self.index)
+
+    @property
+    def dense_address(self) -> int | None:
+        """Of the dense weights that calls of the layer share now; None if they share none."""
+        dense = self.context.dense
+        return None if dense is None or dense.served != self.index else dense.address
+
+    def assuming_dense(self, address: int | None) -> AbstractContextManager[None]:
+        """To be recorded: as if calls shared dense weights at ``address``, or none if it is None.
+
+        Raises:
+            RuntimeError: If they are elsewhere now.
+        """
+        dense = self.context.dense
+        if dense is None:
+            return nullcontext()
+        if address not in (None, dense.address):
+            raise RuntimeError("the memory of dense weights has moved")
+        return dense.assumed(None if address is None else self.index)
 
     def contents(self) -> LayerIndex:
         """The modules of the layer now; the same object as long as they are the same."""

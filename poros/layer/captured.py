@@ -188,7 +188,8 @@ class Captures:
             self.eager[reason] += 1
             return None
         forms = self._forms.setdefault(call.layer.index, {})
-        conditions, addresses = (kind, call.conditions()), call.addresses()
+        dense = call.layer.dense_address
+        conditions, addresses = (kind, dense, call.conditions()), call.addresses()
         form = forms.pop(conditions, None)
         # Moved, or with another rate of dropout?
         if form and not (
@@ -199,7 +200,7 @@ class Captures:
             form = None
         if form is None:
             loose = LooseTensors(call.layer.contents().modules())
-            form = Form(kind, conditions, call.attributes, addresses, loose)
+            form = Form(kind, conditions, call.attributes, addresses, loose, dense)
             if loose.are_within_others:
                 form.refuse("a module that holds tensors in a list or dictionary")
         forms[conditions] = form  # the last of them
@@ -445,4 +446,5 @@ class Captures:
 
 def _is_there(call: "LayerCall", form: Form) -> bool:
     """Whether what its recorded backward reads is still that of its forward."""
-    return form.kind != "kept" or form.in_flight() is call
+    is_same = form.dense_address == call.layer.dense_address
+    return is_same and (form.kind != "kept" or form.in_flight() is call)

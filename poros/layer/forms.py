@@ -117,6 +117,8 @@ class Form:
     attributes: Any
     addresses: Any
     loose: LooseTensors
+    dense_address: int | None = None
+    """Of the layer's dense weights that its calls share."""
     num_visits: int = 0
     last_visit: int = 0
     """Its number among all visits of the layer."""

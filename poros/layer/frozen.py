@@ -25,10 +25,11 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
+from poros.kernels.dense_layer import DenseLayer, DenseWeight
 from poros.kernels.dequantize import DenseWorkspace
 from poros.layer.within import on_plain_tensors
 from poros.layout import BlockLayout, is_small, view
-from poros.nf4 import MOVING, Part, is_4bit, places, rebound, streams
+from poros.nf4 import MOVING, Part, is_4bit, places, rebound, state_of, streams
 
 
 @dataclass(eq=False)
@@ -87,6 +88,8 @@ class LayerBindings:
             for binding in bindings
             if binding.key == "quant_state"
         ]
+        self.dense_weights = _dense_weights(bindings)
+        """Its 4-bit weights on the device that have a place to be dense in."""
         self._biases = [
             (binding.on_device, binding.on_device.detach())
             for binding in bindings
@@ -187,6 +190,15 @@ class LayerBindings:
             binding.owner[binding.key] = None
 
 
+def _dense_weights(bindings: Sequence[Binding]) -> list[DenseWeight]:
+    found = {
+        id(state): DenseWeight(binding.on_device, state, state.dense_place)
+        for binding in bindings
+        if (state := state_of(binding.on_device)) is not None and hasattr(state, "dense_place")
+    }
+    return list(found.values())
+
+
 def _marks_of(state: Any) -> list[int]:
     """What changes if a scale is written or replaced. The nested one is in no slab: it may move."""
     marks = [state.absmax.data_ptr(), state.absmax._version]
@@ -236,8 +248,8 @@ class DeviceConstants:
     @property
     def num_bytes(self) -> int:
         """Without the nested absmax, which lie in buffers of others."""
-        dense = 0 if self.workspace is None else self.workspace.num_bytes
-        return dense + sum(each.numel() * each.element_size() for each in self._known.values())
+        workspace = 0 if self.workspace is None else self.workspace.num_bytes
+        return workspace + sum(each.numel() * each.element_size() for each in self._known.values())
 
 
 def bind_block(
@@ -245,16 +257,23 @@ def bind_block(
     layout: BlockLayout,
     slot: torch.Tensor,
     constants: DeviceConstants,
+    dense: DenseLayer | None = None,
 ) -> Mapping[int, list[Binding]]:
-    """One block's tensors on the device, views of its slot, as the bindings of each layer."""
+    """One block's tensors on the device, views of its slot, as the bindings of each layer.
+
+    ``dense`` is where calls of a layer may share its dense weights.
+    """
     specs = iter(layout.tensors)
     by_layer: dict[int, list[Binding]] = {}
+    quantized: dict[int, list[Any]] = {}
     for frozen in tensors:
         on_device = _device_tensor(frozen, lambda: view(slot, next(specs)), constants)
         for layer, owner, key in frozen.places:
             by_layer.setdefault(layer, []).append(
                 Binding(frozen.name, owner, key, frozen.tensor, on_device)
             )
+        if frozen.is_4bit and len({layer for layer, *_ in frozen.places}) == 1:
+            quantized.setdefault(frozen.places[0][0], []).append(on_device.quant_state)  # type: ignore[attr-defined]
         for layer, module in frozen.modules:
             state = frozen.tensor.quant_state  # type: ignore[attr-defined]
             by_layer.setdefault(layer, []).append(
@@ -266,6 +285,10 @@ def bind_block(
                     on_device.quant_state,  # type: ignore[attr-defined]
                 )
             )
+    if dense is not None:
+        for layer, states in quantized.items():
+            for state, place in zip(states, dense.places(layer, states), strict=True):
+                state.dense_place = place
     return by_layer
 
 

@@ -55,6 +55,7 @@ class Recordings:
         proofs = [around for around, made in form.deterministic.items() if made is None]
         with (
             layer.expose(facts.adapters),
+            layer.assuming_dense(form.dense_address),
             facts.recording(),
             # Another thread would have workspaces of cuBLAS of its own.
             torch.autograd.set_multithreading_enabled(False),

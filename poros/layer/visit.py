@@ -119,6 +119,7 @@ class BlockVisit:
         block: Index in execution order.
         name: Qualified name of the reader.
         bindings: The reader's tensors: at rest on the host, during a visit views of the slot.
+        when_ready: Called with the bindings once the block is there.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class BlockVisit:
         block: int,
         name: str,
         bindings: LayerBindings,
+        when_ready: Callable[[LayerBindings], None] | None = None,
     ) -> None:
         self.block = block
         self.bindings = bindings
@@ -136,6 +138,7 @@ class BlockVisit:
         self._name = name
         self._label = short_name(name)
         self._is_bound = True
+        self._when_ready = when_ready
 
     @property
     def is_pinned(self) -> bool:
@@ -176,6 +179,8 @@ class BlockVisit:
         undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
         with self._visits.begin(self._name, undo) as require_alone:
             slot = self._manager.acquire(self.block, phase)
+            if self._when_ready is not None:
+                self._when_ready(self.bindings)
             version = slot.buffer._version
             self.bindings.swap_in()
             for adapter in adapters:
@@ -204,6 +209,8 @@ class BlockVisit:
         undo = partial(_let_go, self._manager, self.block)
         with self._visits.begin(self._name, undo) as require_alone:
             self._manager.acquire(self.block, phase)
+            if self._when_ready is not None:
+                self._when_ready(self.bindings)
             yield
             require_alone()
 

@@ -1,5 +1,6 @@
-"""What a prepared model needs for visits that are recorded, if it has any."""
+"""What a prepared model needs for visits that are recorded, or share dense weights, if any."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -7,9 +8,13 @@ import torch
 
 from poros.config import StreamingPolicy
 from poros.graphs import CudaRecorder, Recorder
+from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.dequantize import DenseWorkspace
 from poros.layer.captured import MOST_FLOP, Captures
 from poros.layer.frozen import FrozenTensor
+from poros.model.sizing import Sizer
+
+logger = logging.getLogger(__name__)
 
 
 def captures_for(
@@ -52,6 +57,38 @@ def workspace_for(
     ]
     sizes = [state.shape.numel() * state.dtype.itemsize for state in states]
     return DenseWorkspace(max(sizes), device) if sizes else None
+
+
+def dense_layer_for(policy: StreamingPolicy, device: torch.device) -> DenseLayer | None:
+    """Where the 4-bit weights of a layer are made dense for several calls of it; none yet."""
+    wanted = device.type == "cuda" if policy.share_dense is None else policy.share_dense
+    return DenseLayer(device) if wanted and policy.adapter_kernels != "peft" else None
+
+
+def share_dense(dense: DenseLayer | None, sizer: Sizer, captures: Captures | None) -> None:
+    """Have memory for the dense weights of a layer, if there is room; or none.
+
+    Args:
+        dense: Gets it; None if nothing is to be shared.
+        sizer: Knows of the room.
+        captures: Recorded visits, which go if what they read goes.
+    """
+    if dense is None:
+        return
+    had = dense.num_bytes
+    try:
+        if sizer.shares_dense:
+            dense.allocate()
+            return
+    except torch.OutOfMemoryError:
+        sizer.shares_dense = False
+        logger.warning(
+            "poros: no memory for the dense weights of a layer, so each micro-batch makes them for "
+            "itself. The result is the same"
+        )
+    dense.free()
+    if had and captures is not None:
+        captures.forget()
 
 
 def _most_parameters(blocks: Iterable[Sequence[FrozenTensor]]) -> int:

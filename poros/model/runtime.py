@@ -1,6 +1,5 @@
 """What streams one prepared model: the one owner of its slabs, slots, constants and counts."""
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from poros.model.adoption import host_store
 from poros.model.attach import Attachment
 from poros.model.inspect import Inventory
 from poros.model.measuring import MeasuredSizer, device_memory
-from poros.model.recorded import captures_for, workspace_for
+from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
 from poros.model.stats import collect, held_num_bytes, nothing_checked
 from poros.slots.manager import BlockManager
@@ -37,8 +36,6 @@ from poros.streams import StreamContext
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
-
-logger = logging.getLogger(__name__)
 
 _KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
@@ -143,6 +140,7 @@ class Runtime:
                 self.small.nested,
                 workspace_for(policy, self.device, inventory.blocks),
             )
+            self._dense = dense_layer_for(policy, self.device)
             self.ring = self._allocate_slots(self.room)
             self._sizes = self._block_sizes()
             self._hold_head(self.room)
@@ -200,6 +198,7 @@ class Runtime:
             self._attachment.admit,
             self.sizer.explain,
             self.tally,
+            self._dense,
         )
         context.captures = captures_for(self.policy, self.device, recorder, inventory.blocks)
         if self.room.offload_inputs:
@@ -243,9 +242,10 @@ class Runtime:
 
     @property
     def device_num_bytes(self) -> int:
-        """Slots, small tensors, quantization constants, and buffers for slices of the head."""
+        """Slots, small tensors, quantization constants, dense weights, and slices of the head."""
+        dense = 0 if self._dense is None else self._dense.num_bytes
         parts = (self.ring, self.small, self.constants)
-        return sum(part.num_bytes for part in parts) + self.head.device_num_bytes
+        return sum(part.num_bytes for part in parts) + self.head.device_num_bytes + dense
 
     @property
     def plan(self) -> "MemoryPlan | None":
@@ -323,6 +323,10 @@ class Runtime:
             self.context.visits.end_all()
             if captures.begin_pass(list(self.streamed_layers()), self.sizer.replays):
                 self.sizer.recorded()
+
+    def share_dense(self) -> None:
+        """Have memory for a layer's dense weights, for micro-batches together, if there is room."""
+        share_dense(self._dense, self.sizer, self.context.captures)
 
     def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         shape = shape_of(args, kwargs, self.num_together)
@@ -409,7 +413,7 @@ class Runtime:
         bindings: dict[int, list[Binding]] = {}
         for block, (tensors, slab) in enumerate(zip(self.blocks, self.host.slabs, strict=True)):
             buffer = self.ring.slot(block).buffer
-            bindings |= bind_block(tensors, slab.layout, buffer, self.constants)
+            bindings |= bind_block(tensors, slab.layout, buffer, self.constants, self._dense)
         return bindings
 
     def streamed_layers(self) -> Iterator[StreamedLayer]:

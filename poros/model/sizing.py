@@ -208,6 +208,8 @@ class Sizer:
         self._plan: MemoryPlan | None = None
         self.replays = True
         """Whether there is room for recorded visits."""
+        self.shares_dense = True
+        """Whether there is room for a layer's dense weights, which micro-batches share."""
         self.check_kernels = "peft"
         """With which adapter kernels the self-check runs a layer to compare with."""
 
@@ -264,7 +266,7 @@ class Sizer:
         """An estimate, or an error by which trainers know that a batch is too large."""
         try:
             plan = self._estimate(shape, self.budget, wanted, is_checking)
-            self.replays = plan.replays
+            self.replays, self.shares_dense = plan.replays, plan.shares_dense
             if is_checking:
                 self.check_kernels = plan.check_kernels
             return plan

@@ -12,6 +12,7 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
     embedding, head, other   what is not in the layers, and what is small in them (norms, biases,
                   quantization constants)
     inputs        tokens, labels, masks and rotary embeddings
+    dense layer   the 4-bit weights of one layer, dense, which micro-batches together share
     libraries     workspaces of cuBLAS; left out of a plan that is made without a GPU
     self-check    what the first step needs beyond a later one
 
@@ -81,6 +82,8 @@ class Shapes:
     its size."""
     sliced_head: "SlicedHead | None" = None
     """The head, if a loss can be computed in slices that come from host memory."""
+    dense_layer: int = 0
+    """The 4-bit weights of the largest layer, dense."""
 
     @property
     def num_adapter_parameters(self) -> int:
@@ -150,6 +153,8 @@ class MemoryPlan:
     """Whether visits of layers are recorded and replayed, which takes memory of its own."""
     micro_batches: int = 1
     """How many go through the blocks together."""
+    shares_dense: bool = False
+    """Whether they share the dense weights of a layer."""
 
     @property
     def total_num_bytes(self) -> int:
@@ -175,6 +180,7 @@ class MemoryPlan:
             "vram_budget": self.vram_budget,
             "check_kernels": self.check_kernels,
             "replays": self.replays,
+            "shares_dense": self.shares_dense,
             **self.options,
         }
 
@@ -196,22 +202,36 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
     flop = 2 * request.batch_size * request.seq_len * shapes.num_linear_parameters
     pays = flop <= MOST_FLOP * len(shapes.layers)
     choices = [
-        (replays, kernels, together)
+        (replays, kernels, together, shares)
         for replays in ((True, False) if request.cuda_graphs is None else (request.cuda_graphs,))
         if pays or not replays or request.cuda_graphs
         for kernels in (("peft", "fused") if request.self_check and cost.checked else ("peft",))
         for together in fewer(request.micro_batches)
+        for shares in _sharing(shapes, request, together)
     ]
-    for replays, kernels, together in choices:
+    for replays, kernels, together, shares in choices:
         chosen = cost if kernels == "peft" else replace(cost, checked=())
-        asked = replace(request, cuda_graphs=replays, micro_batches=together)
+        asked = replace(request, cuda_graphs=replays, micro_batches=together, share_dense=shares)
         try:
             found = _plan_for(shapes, chosen, asked)
-            return replace(found, check_kernels=kernels, replays=replays, micro_batches=together)
+            return replace(
+                found,
+                check_kernels=kernels,
+                replays=replays,
+                micro_batches=together,
+                shares_dense=shares,
+            )
         except VRAMBudgetError:
-            if (replays, kernels, together) == choices[-1]:
+            if (replays, kernels, together, shares) == choices[-1]:
                 raise
     raise AssertionError("expected a choice")
+
+
+def _sharing(shapes: Shapes, request: PlanRequest, together: int) -> tuple[bool, ...]:
+    """Whether so many micro-batches share dense weights: what may be, the best first."""
+    if together == 1 or request.adapter_kernels == "peft" or not shapes.dense_layer:
+        return (False,)
+    return (True, False) if request.share_dense is None else (request.share_dense,)
 
 
 def fewer(number: int) -> Iterator[int]:
@@ -295,6 +315,7 @@ class _Formula:
             "other": shapes.other - on_host["other"],
             "inputs": request.micro_batches * (self.cost.inputs + self.cost.shared),
             "recordings": self._recordings(first_kept) if request.cuda_graphs else 0,
+            "dense layer": shapes.dense_layer if request.share_dense else 0,
             "libraries": request.libraries,
         }
         if request.self_check:

@@ -18,6 +18,7 @@ from poros.head.choice import find_head
 from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
 from poros.kernels.dora import norms_num_bytes
+from poros.layer.frozen import FrozenTensor
 from poros.layer.staying import small_parts
 from poros.layout import BlockLayout
 from poros.loaders.build import one_at_a_time
@@ -306,6 +307,7 @@ def shapes_of(model: nn.Module) -> Shapes:
             for each in embeddings
         ],
         sliced_head=_sliced_head(model, base, set(embedding)),
+        dense_layer=max((_dense_num_bytes(block) for block in blocks), default=0),
         num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
         num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
     )
@@ -328,6 +330,11 @@ def _num_weights(tensor: Any) -> int:
     if is_4bit(tensor):
         return prod(tensor.quant_state.shape)
     return int(tensor.numel()) if tensor.dim() > 1 else 0
+
+
+def _dense_num_bytes(block: Iterable[FrozenTensor]) -> int:
+    states = [each.tensor.quant_state for each in block if each.is_4bit]  # type: ignore[attr-defined]
+    return sum(prod(state.shape) * state.dtype.itemsize for state in states)
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

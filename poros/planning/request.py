@@ -37,6 +37,7 @@ class PlanRequest:
         stream_embedding: As in ``StreamingPolicy``.
         loss: Likewise.
         adapter_kernels: Likewise.
+        share_dense: Likewise; None plans for a GPU.
         stream_head: Likewise; with ``loss="reference"`` the head counts as if it were resident.
         self_check: Plan for the first step too, in which every layer is checked.
         optimizer: As in ``TrainingArguments.optim``.
@@ -63,6 +64,7 @@ class PlanRequest:
     stream_head: bool | None = None
     adapter_kernels: str = "fused"
     cuda_graphs: bool | None = None
+    share_dense: bool | None = None
     self_check: bool = False
     optimizer: str = "adamw_torch_fused"
     optimizer_num_bytes: int | None = None
@@ -82,6 +84,7 @@ class PlanRequest:
             stream_head=self.stream_head,
             adapter_kernels=self.adapter_kernels,
             cuda_graphs=self.cuda_graphs,
+            share_dense=self.share_dense,
         )
 
     @property

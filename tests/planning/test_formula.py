@@ -245,6 +245,20 @@ def test_micro_batches_that_go_together() -> None:
     assert kept.terms["kept graphs"] == 4 * plan(num_slots=8, keep_last=8).terms["kept graphs"]
 
 
+def test_dense_weights_are_shared_before_fewer_go_together() -> None:
+    shapes = replace(SHAPES, dense_layer=700)
+    together: Any = {"micro_batches": 4, "offload_boundaries": False}
+    without = plan(shapes, share_dense=False, **together)
+    shared = plan(shapes, **together)
+    assert shared.shares_dense and not without.shares_dense
+    assert shared.total_num_bytes == without.total_num_bytes + 700
+    tight = plan(shapes, vram_budget=shared.total_num_bytes - 1, **together)
+    assert (tight.micro_batches, tight.shares_dense) == (4, False)
+    for nothing in ({"micro_batches": 1}, {"micro_batches": 4, "adapter_kernels": "peft"}):
+        assert plan(shapes, **nothing).terms["dense layer"] == 0
+    assert not plan(**together).shares_dense  # a dense base
+
+
 def test_as_many_go_together_as_fit() -> None:
     def needs(number: int) -> int:
         return plan(micro_batches=number, offload_boundaries=False).total_num_bytes

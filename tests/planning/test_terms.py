@@ -97,6 +97,7 @@ def test_terms_are_those_written_by_hand(tmp_path: Path) -> None:
         "other": H * 2 + small_bytes(config) + constants + frequencies,
         "inputs": 2 * B * T * 8 + rotary + positions,
         "recordings": 0,
+        "dense layer": 0,
         "libraries": 0,
     }
     found = dict(planned(model, cell).terms)

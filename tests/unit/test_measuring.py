@@ -111,7 +111,7 @@ class Estimated:
         self.offload_boundaries = bool(wanted.offload_inputs)
         self.num_blocks, self.total_num_bytes = NUM_LAYERS, 1
         self.check_kernels = "peft"
-        self.replays = False
+        self.replays = self.shares_dense = False
 
     def table(self) -> str:
         return "nothing"

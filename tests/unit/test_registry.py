@@ -38,7 +38,7 @@ NOT_HASHED = {
     for package, modules in {
         "poros": "api config devices digests errors graphs labels output reads telemetry",
         "poros.host": "disk limits mapped",
-        "poros.kernels": "compose_gpu dequantize_gpu gated_gpu launching lora_gpu "
+        "poros.kernels": "compose_gpu dense_layer dequantize_gpu gated_gpu launching lora_gpu "
         "online_softmax_gpu row_norm_gpu",
         # Records are made on a CPU, on which no visits are recorded.
         "poros.layer": "attention call_facts captured forms proving recording refused_calls "

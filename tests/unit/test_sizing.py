@@ -71,7 +71,8 @@ class Estimated:
         left = {Shape(1, 10): (4, 0), Shape(2, 5): (3, 1)}[shape]
         self.num_slots = left[0] if wanted.num_slots is None else wanted.num_slots
         self.keep_last = left[1] if wanted.keep_last is None else wanted.keep_last
-        self.offload_boundaries, self.num_blocks, self.replays = False, 6, False
+        self.offload_boundaries, self.num_blocks = False, 6
+        self.replays = self.shares_dense = False
         self.total_num_bytes = shape.batch_size + shape.seq_len
 
 

@@ -314,6 +314,9 @@ class Group:
         """
         done, self._batches = self._batches[: self.num_done], []
         calls = differentiate or [backward] * len(done)
+        # Before any layer's gradient is there, and while the device is still at it: waiting at the
+        # end would have it idle until the next group's code has run.
+        self._require_same(done)
         state = RngStash.capture(self._layers[0].device)
         for index in reversed(range(len(self._layers))):
             with self._layers[index].sharing_dense():
@@ -321,19 +324,21 @@ class Group:
                     batch.backward(index, call)
         for batch in done:
             batch.backward_below()
-        if self._head is not None:
-            self._head.require_same()
-        differs = [each for batch in done for each in batch.differs]
-        if differs and bool(torch.stack(differs).any()):
-            raise RematerializationError(
-                f"{OTHER_VALUES}. The gradients that are there now are wrong: throw them away"
-            )
         if not RngStash.capture(self._layers[0].device).equals(state):
             raise RematerializationError(
                 "expected backwards that draw no random numbers, found some that do (a hook that "
                 "adds noise to gradients?): micro-batches one after the other would have drawn "
                 "them in another order. Call backward for each of them, without poros.accumulate "
                 "or block-major trainers"
+            )
+
+    def _require_same(self, done: Sequence[MicroBatch]) -> None:
+        if self._head is not None:
+            self._head.require_same()
+        differs = [each for batch in done for each in batch.differs]
+        if differs and bool(torch.stack(differs).any()):
+            raise RematerializationError(
+                f"{OTHER_VALUES}. The gradients that are there now are wrong: throw them away"
             )
 
 

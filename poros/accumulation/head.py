@@ -21,7 +21,8 @@ import torch
 from poros.accumulation.reasons import Stopped
 from poros.accumulation.surroundings import Surroundings
 from poros.errors import RematerializationError
-from poros.head.loss import Asked, Online
+from poros.head.loss import Asked
+from poros.head.online import Online
 from poros.head.slices import SliceReader
 
 
@@ -32,8 +33,7 @@ class _Note(NamedTuple):
 
     @classmethod
     def of(cls, asked: Asked) -> "_Note":
-        given = asked.given
-        online = Online(asked.hidden, given.labels, given.wants_gradient)
+        online = asked.given.online(asked.hidden)
         return cls(asked, online, Surroundings.capture(asked.hidden.device))
 
 

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.loop import begin_group, copy_of, note_alone
 from poros.accumulation.reasons import NotTogether
+from poros.head.regularized import RegularizedLoss
 from poros.model.runtime import Runtime, find_runtime
 
 if TYPE_CHECKING:
@@ -105,8 +106,24 @@ class PorosTrainer(BlockMajorMixin, Trainer):
     """``transformers.Trainer`` with ``BlockMajorMixin``: the same arguments, the same result.
 
     With ``gradient_accumulation_steps=G``, each block of a prepared model is loaded once for all G
-    micro-batches.
+    micro-batches. ``label_smoothing_factor`` is computed in slices of the vocabulary where the
+    model's loss is, so not with the bits of the plain Trainer, which makes whole logits for it.
+
+    Args:
+        z_loss: The weight of the squared logarithm of the softmax's denominator, which keeps
+            logits small (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 5: 1e-4). It is
+            part of the loss that is logged, in evaluations too.
+
+    Raises:
+        PolicyError: If ``z_loss`` is negative.
     """
+
+    def __init__(self, *args: Any, z_loss: float = 0.0, **kwargs: Any) -> None:
+        RegularizedLoss(z_loss=z_loss)  # refused before anything is set up
+        super().__init__(*args, **kwargs)
+        smoother: Any = self.label_smoother
+        if smoother is not None or z_loss:
+            self.label_smoother: Any = RegularizedLoss(smoother, z_loss)
 
 
 class _Samples:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
-from poros.head.loss import Step
+from poros.head.online import Step
 from poros.layer.state import AutocastState
 from poros.layer.within import on_plain_tensors
 

@@ -15,15 +15,22 @@ Note: Arithmetic
     model are, so the loss is not that one's to the bit; in bfloat16 it is nearer to the exact one.
     How wide a slice is depends on shapes alone, so that the same batch gives the same bits wherever
     the head lies and however much memory there is.
+
+Note: Smoothing and z-loss
+    A smoothed label (Szegedy et al. 2016, arXiv:1512.00567, section 7) needs the mean of a token's
+    logits, and for its gradient the mean of the head's rows; both are sums over slices. The z-loss
+    (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 5) adds the square of the logarithm of
+    the softmax's denominator, which scales the expected row. Without them no bit is another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.kernels.online_softmax import Running, add_logits, places
+from poros.head.online import Online, Regularizer, Step, logits_of, product, whole_rows
+from poros.kernels.online_softmax import places
 
 _MOST_LOGITS = 2**23
 """Elements of a slice of logits: 34 MB in float32."""
@@ -37,13 +44,6 @@ Slices = Callable[[int], Iterator[tuple[int, torch.Tensor]]]
 and the rows, of shape (width, columns; the last may be fewer), on the device. Rows are not read any
 more once the next ones are asked for. Its ``known``, if it has one, is asked before it is read: it
 takes what is ``Asked``, and gives the ``Online`` of all slices if that was computed ahead."""
-
-
-class Step(NamedTuple):
-    """An operation on logits, element by element."""
-
-    kind: Literal["multiply", "divide", "tanh"]
-    number: float = 1.0
 
 
 def slice_width(num_tokens: int, num_rows: int, num_columns: int) -> int:
@@ -69,6 +69,7 @@ def sliced_cross_entropy(
     added: torch.Tensor | None = None,
     steps: Sequence[Step] = (),
     ignore_index: int = -100,
+    regularizer: Regularizer = Regularizer(),  # noqa: B008
 ) -> torch.Tensor:
     """The sum over tokens of the cross entropy of ``steps(hidden @ head.T + bias)``.
 
@@ -84,6 +85,7 @@ def sliced_cross_entropy(
             it requires one.
         steps: What becomes of the logits before the softmax, in order.
         ignore_index: Tokens with this label count nothing.
+        regularizer: See "Smoothing and z-loss".
 
     Returns:
         A float32 scalar; 0 if no token has a label.
@@ -108,7 +110,9 @@ def sliced_cross_entropy(
     _require_in_range(labels, num_rows, ignore_index)
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
-    given = _Given(labels, read, width, tuple(steps), ignore_index, wants_gradient)
+    given = _Given(
+        *(labels, read, width, tuple(steps), ignore_index, wants_gradient, regularizer, num_rows)
+    )
     known: Callable[[Asked], Online | None] | None = getattr(read, "known", None)
     if known is not None:
         is_trained = any(each is not None and each.requires_grad for each in (weight, bias, added))
@@ -127,8 +131,15 @@ class _Given(NamedTuple):
     ignore_index: int
     wants_gradient: bool
     """Of the hidden states."""
+    regularizer: Regularizer
+    num_rows: int
+    """Of the head."""
     known: "Online | None" = None
     """What all slices together give, if that was computed ahead."""
+
+    def online(self, hidden: torch.Tensor) -> "Online":
+        """What is known of no slice."""
+        return Online(hidden, self.labels, self.wants_gradient, self.regularizer, self.num_rows)
 
     @property
     def is_counted(self) -> torch.Tensor:
@@ -186,7 +197,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         found = given.known
         if found is None:
-            found = Online(hidden, given.labels, given.wants_gradient)
+            found = given.online(hidden)
             for first, rows in given.read(given.width):
                 found.add(first, rows, bias, added, given.steps)
         by_hidden = found.gradient() if given.wants_gradient else None
@@ -233,32 +244,28 @@ def _gradient_of_head(
     by_added = None if added is None or not added.requires_grad else torch.empty_like(added)
     for first, rows in given.read(given.width):
         num_columns = rows.shape[1]
-        rows = _whole_rows(first, rows, added, hidden.dtype)
+        rows = whole_rows(first, rows, added, hidden.dtype)
         part = slice(first, first + len(rows))
         of_part = None if bias is None else bias[part]
-        logits, slope = _logits(hidden, rows, of_part, given.steps, True)
+        logits, slope = logits_of(hidden, rows, of_part, given.steps, True)
         powers = logits.sub_(scale[:, None]).exp_()
+        smoothing, z_loss = given.regularizer
+        if z_loss:
+            powers.mul_(1 + 2 * z_loss * scale[:, None])
         is_here, place = places(given.labels, first, len(rows))
-        powers.scatter_add_(1, place[:, None], -is_here[:, None].to(powers.dtype))
+        share = (smoothing - 1) * is_here[:, None].to(powers.dtype)
+        powers.scatter_add_(1, place[:, None], share)
+        if smoothing:
+            powers.sub_(smoothing / given.num_rows)
         powers.mul_(slope).mul_(gradient).masked_fill_(~given.is_counted[:, None], 0.0)
         if by_bias is not None:
             by_bias[part] = powers.sum(dim=0)
         weights = powers.to(hidden.dtype).t()
         if by_weight is not None:
-            by_weight[part] = _product(weights, hidden[:, :num_columns])
+            by_weight[part] = product(weights, hidden[:, :num_columns])
         if by_added is not None:
-            by_added[part] = _product(weights, hidden[:, num_columns:])
+            by_added[part] = product(weights, hidden[:, num_columns:])
     return by_weight, by_bias, by_added
-
-
-def _whole_rows(
-    first: int, rows: torch.Tensor, added: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Rows of the head with all their columns, contiguous, in the dtype of products."""
-    rows = rows.to(dtype)  # of another one under autocast
-    if added is None:
-        return rows.contiguous()
-    return torch.cat([rows, added[first : first + len(rows)].to(dtype)], dim=1)
 
 
 def _form(tensor: torch.Tensor | None) -> object:
@@ -269,101 +276,6 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Its bits, such that a NaN equals itself."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().contiguous().view(kinds[tensor.element_size()])
-
-
-class Online:
-    """What is known of each token after some slices. See "One pass"."""
-
-    def __init__(self, hidden: torch.Tensor, labels: torch.Tensor, wants_gradient: bool) -> None:
-        self._hidden = hidden
-        num_columns = hidden.shape[1] if wants_gradient else 0
-        self._running = Running.of(labels, num_columns, hidden.dtype)
-
-    def add(
-        self,
-        first: int,
-        rows: torch.Tensor,
-        bias: torch.Tensor | None,
-        added: torch.Tensor | None,
-        steps: Sequence[Step],
-    ) -> None:
-        """Take in the logits of some rows of the head: see ``sliced_cross_entropy``."""
-        running = self._running
-        rows = _whole_rows(first, rows, added, self._hidden.dtype)
-        part = None if bias is None else bias[first : first + len(rows)]
-        logits, slope = _logits(self._hidden, rows, part, steps, running.wants_rows)
-        weights = add_logits(running, first, logits, slope, rows)
-        del logits, slope
-        if weights is not None:
-            _add_product(running.rows, weights, rows)
-
-    def losses(self) -> torch.Tensor:
-        """Of each token, were its label to count."""
-        return self.scale() - self._running.of_label
-
-    def scale(self) -> torch.Tensor:
-        """Of each token, the logarithm of the sum of exponentials of all its logits."""
-        return self._running.total.log() + self._running.most
-
-    def gradient(self) -> torch.Tensor:
-        """Of each token's loss by its hidden state, in float32. Uses the sums up."""
-        running = self._running
-        rows = running.rows.div_(running.total[:, None])
-        return rows.addcmul_(running.label_rows, running.slope[:, None], value=-1.0)
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The matrix product in float32, of operands that may be narrower."""
-    if left.dtype == torch.float32:
-        return left @ right
-    if left.device.type == "cpu":
-        return left.float() @ right.float()
-    if left.device.type == "meta":
-        return left.new_empty((len(left), right.shape[1]), dtype=torch.float32)
-    return torch.mm(left, right, out_dtype=torch.float32)
-
-
-def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add to ``sums``, in float32, the matrix product of operands that may be narrower."""
-    if left.dtype == torch.float32:
-        sums.addmm_(left, right)
-    elif left.device.type == "cuda":
-        torch.addmm(sums, left, right, out_dtype=torch.float32, out=sums)
-    elif not left.is_meta:
-        sums.addmm_(left.float(), right.float())
-
-
-def _logits(
-    hidden: torch.Tensor,
-    rows: torch.Tensor,
-    bias: torch.Tensor | None,
-    steps: Sequence[Step],
-    wants_slope: bool,
-) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The logits of some rows of the head, and the derivative of what ``steps`` make of them."""
-    logits = _product(hidden, rows.t())
-    if bias is not None:
-        logits += bias
-    return _transformed(logits, steps, wants_slope)
-
-
-def _transformed(
-    logits: torch.Tensor, steps: Sequence[Step], wants_slope: bool
-) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """The logits after ``steps``, and the derivative of that. Writes to ``logits``."""
-    slope: torch.Tensor | float = 1.0
-    for kind, number in steps:
-        if kind == "tanh":
-            logits.tanh_()
-            if wants_slope:
-                slope = slope * (1.0 - logits * logits)
-        elif kind == "multiply":
-            logits *= number
-            slope = slope * number
-        else:
-            logits /= number
-            slope = slope / number
-    return logits, slope
 
 
 def _require_in_range(labels: torch.Tensor, num_rows: int, ignore_index: int) -> None:

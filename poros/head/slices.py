@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from poros.head.loss import Asked, Online, slice_width
+from poros.head.loss import Asked, slice_width
+from poros.head.online import Online
 from poros.streams import Event, StreamContext
 
 

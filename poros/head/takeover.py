@@ -19,6 +19,7 @@ from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits, Origin
 from poros.head.loss import Slices, sliced_cross_entropy
+from poros.head.online import Regularizer
 
 logger = logging.getLogger(__name__)
 
@@ -147,31 +148,53 @@ class _Loss:
                 **kwargs,
             )
             return loss
-        if shift_labels is None:
-            # A token's label is the token behind it.
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        origin = logits.take_loss()
-        weight = origin.weight
-        shift_labels = shift_labels.reshape(-1).to(weight.device)
-        # A step on the way here may have taken no gradient.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-            hidden, added = _operands(logits)
-            total = sliced_cross_entropy(
-                hidden,
-                shift_labels,
-                origin.source.rows_of(weight),
-                len(weight),
-                weight=weight if weight.requires_grad else None,
-                bias=origin.bias,
-                added=added,
-                steps=logits.steps,
-                ignore_index=ignore_index,
-            )
-        if num_items_in_batch is None:
-            return total / (shift_labels != ignore_index).sum()
-        if isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(total.device)
-        return total / num_items_in_batch
+        return sliced_loss(logits, labels, num_items_in_batch, ignore_index, shift_labels)
+
+
+def sliced_loss(
+    logits: LazyLogits,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    regularizer: Regularizer = Regularizer(),  # noqa: B008
+) -> torch.Tensor:
+    """The loss of a causal language model, in slices of its head: ``sliced_cross_entropy``.
+
+    Args:
+        logits: Not computed.
+        labels: Of shape (rows, tokens).
+        num_items_in_batch: What to divide the sum by; None is the number of labels that count.
+        ignore_index: Tokens with this label count nothing.
+        shift_labels: What the labels are for each token, of the shape of ``labels``; None takes the
+            label behind it.
+        regularizer: See ``poros.head.loss``.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    origin = logits.take_loss()
+    weight = origin.weight
+    shift_labels = shift_labels.reshape(-1).to(weight.device)
+    # A step on the way here may have taken no gradient.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
+        hidden, added = _operands(logits)
+        total = sliced_cross_entropy(
+            hidden,
+            shift_labels,
+            origin.source.rows_of(weight),
+            len(weight),
+            weight=weight if weight.requires_grad else None,
+            bias=origin.bias,
+            added=added,
+            steps=logits.steps,
+            ignore_index=ignore_index,
+            regularizer=regularizer,
+        )
+    if num_items_in_batch is None:
+        return total / (shift_labels != ignore_index).sum()
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
 
 
 def _operands(logits: LazyLogits) -> tuple[torch.Tensor, torch.Tensor | None]:

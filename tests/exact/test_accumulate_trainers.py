@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 import poros
 from poros.gates.reference import Trajectory, compare_trajectories
+from poros.head.logits import LazyLogits
 from tests.exact.trainer_arms import FULL, NUM_STEPS, RESUME_AT, Arms
 from tests.exact.trl_arms import PREFERENCES, TEXTS, trl
 from tests.exact.trl_arms import Arms as TrlArms
@@ -55,6 +56,60 @@ def test_the_trainer(options: str, bf16: bool, tmp_path: Path) -> None:
     assert alone(arms.model) == []
     size = OPTIONS[options].get("gradient_accumulation_steps", 2)
     assert (num_groups(arms.model) >= NUM_STEPS - 1) == (size > 1)
+
+
+REGULARIZED: dict[str, dict[str, Any]] = {
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "z-loss": {},
+    "both": {"label_smoothing_factor": 0.1},
+}
+
+
+def with_z_loss(base: type[Trainer]) -> type[Trainer]:
+    class WithZLoss(base):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, z_loss=0.01, **kwargs)
+
+    return WithZLoss
+
+
+@pytest.mark.parametrize("kind", REGULARIZED)
+def test_smoothing_and_z_loss_in_slices(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together, one after the other and from the host: one result; and nobody reads logits."""
+    trainer = poros.PorosTrainer if kind == "smoothed" else with_z_loss(poros.PorosTrainer)
+    options: Any = {**FULL, "gradient_accumulation_steps": 4, **REGULARIZED[kind]}
+    arms = Arms.make(tmp_path, torch.float32)
+    whole = arms.run("whole", TWO_SLOTS, trainer_class=trainer, **options)
+
+    def refuse(self: LazyLogits) -> torch.Tensor:
+        raise RuntimeError("expected nobody to read logits")
+
+    sliced: Any = {"loss": "chunked", "adapter_kernels": "exact"}
+    monkeypatch.setattr(LazyLogits, "computed", refuse)
+    found = arms.run(
+        "together", partial(poros.prepare, slots=2, **sliced), trainer_class=trainer, **options
+    )
+    assert num_groups(arms.model) >= NUM_STEPS - 1 and alone(arms.model) == []
+    host = partial(poros.prepare, slots=2, stream_head=True, **sliced)
+    for name, prepare, group in (("host", host, True), ("alone", host, False)):
+        with monkeypatch.context() as patch:
+            if not group:
+                patch.setattr(poros.BlockMajorMixin, "_is_understood", lambda self: False)
+            other = arms.run(name, prepare, trainer_class=trainer, **options)
+        assert (num_groups(arms.model) > 0) == group
+        assert compare_trajectories(found, other) == []
+        assert arms.log_history(name) == arms.log_history("together")
+    # Before the first step the weights are the same: whole logits are rounded to bfloat16.
+    first, near = (arms.log_history(name)[0]["loss"] for name in ("together", "whole"))
+    assert first == pytest.approx(near, rel=2**-8)
+    assert compare_trajectories(whole, found) != []
+
+
+def test_z_loss_out_of_range(tmp_path: Path) -> None:
+    with pytest.raises(poros.PolicyError, match="z_loss"):
+        poros.PorosTrainer(z_loss=-1.0)
 
 
 def test_resuming(tmp_path: Path) -> None:

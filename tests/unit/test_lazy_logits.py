@@ -13,7 +13,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 from poros.head.logits import LazyLogits, Origin
-from poros.head.loss import Step
+from poros.head.online import Step
 
 V, H = 40, 8
 CAP = [Step("divide", 3.0), Step("tanh"), Step("multiply", 3.0)]

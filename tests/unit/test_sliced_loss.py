@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 import poros.head.loss
 from poros.errors import UnsupportedModelError
-from poros.head.loss import Slices, Step, slice_width, sliced_cross_entropy
+from poros.head.loss import Slices, slice_width, sliced_cross_entropy
+from poros.head.online import Regularizer, Step
 from poros.head.slices import SliceReader
 from poros.streams import EagerStreams
 from tests.exact.arms import narrow_slices
@@ -385,3 +386,57 @@ def test_the_width_of_a_slice(shape: tuple[int, int, int], monkeypatch: pytest.M
     assert width == 512 or max(num_tokens * width / 2, width * num_columns) <= 2**24
     assert slice_width(1, num_rows, num_columns) >= width, "what buffers are made for"
     assert slice_width(num_tokens, 100, num_columns) == 100
+
+
+REGULARIZERS = [Regularizer(0.1), Regularizer(z_loss=0.01), Regularizer(0.3, 0.02)]
+
+
+def regularized(
+    logits: torch.Tensor, labels: torch.Tensor, regularizer: Regularizer
+) -> torch.Tensor:
+    """By PyTorch's own operators, from whole logits."""
+    smoothing, z_loss = regularizer
+    loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    counts = labels != -100
+    return (loss + z_loss * torch.logsumexp(logits, 1).square())[counts].sum()
+
+
+@pytest.mark.parametrize("regularizer", REGULARIZERS, ids=str)
+@pytest.mark.parametrize("kind", STEPS)
+def test_smoothed_labels_and_z_loss(kind: str, regularizer: Regularizer) -> None:
+    """Loss and all gradients, against float64; and each term is large beside what is allowed."""
+    given, steps = case(torch.float32), STEPS[kind]
+    own = [each.clone().requires_grad_() for each in (given.hidden, given.head, given.bias)]
+    hidden, weight, bias = own
+    loss = sliced_cross_entropy(
+        *(hidden, given.labels, rows_of(weight.detach()), V),
+        weight=weight,
+        bias=bias,
+        steps=steps,
+        regularizer=regularizer,
+    )
+    exact = [each.detach().double().requires_grad_() for each in own]
+    logits = transformed(exact[0] @ exact[1].T + exact[2], steps)
+    expected = regularized(logits, given.labels, regularizer)
+    assert float(abs(loss.double() - expected)) <= 1e-5 * float(expected)
+    plain = regularized(logits, given.labels, Regularizer())
+    assert float(abs(plain - expected)) > 1e-4 * float(expected)
+    wanted = torch.autograd.grad(expected, exact, retain_graph=True)
+    without = torch.autograd.grad(plain, exact)
+    for found, true, other in zip(torch.autograd.grad(loss, own), wanted, without, strict=True):
+        largest = float(true.abs().max())
+        off = float((found.double() - true).abs().max())
+        assert off <= 1e-5 * largest < 1e-3 * largest < float((other - true).abs().max())
+
+
+def test_without_them_no_bit_is_another() -> None:
+    given = case(torch.bfloat16)
+
+    def run(**options: Regularizer) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = given.hidden.clone().requires_grad_()
+        loss = sliced_cross_entropy(hidden, given.labels, rows_of(given.head), V, **options)
+        (gradient,) = torch.autograd.grad(loss, hidden)
+        return loss, gradient
+
+    pairs = zip(run(), run(regularizer=Regularizer()), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)

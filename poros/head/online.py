@@ -1,0 +1,172 @@
+"""What is known of each token's loss after some slices of the head: see ``poros.head.loss``."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+from poros.kernels.online_softmax import Running, add_logits
+
+
+class Step(NamedTuple):
+    """An operation on logits, element by element."""
+
+    kind: Literal["multiply", "divide", "tanh"]
+    number: float = 1.0
+
+
+class Regularizer(NamedTuple):
+    """What is added to the cross entropy of each token."""
+
+    smoothing: float = 0.0
+    """The share of the label that is spread evenly over the vocabulary."""
+    z_loss: float = 0.0
+    """The weight of the squared logarithm of the sum of exponentials of a token's logits."""
+
+
+class Online:
+    """What is known of each token after some slices. See "One pass"."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        wants_gradient: bool,
+        regularizer: Regularizer,
+        num_rows: int,
+    ) -> None:
+        self._hidden = hidden
+        num_columns = hidden.shape[1] if wants_gradient else 0
+        self._running = Running.of(labels, num_columns, hidden.dtype)
+        self._regularizer = regularizer
+        self._num_rows = num_rows
+        self._sum_of_logits: torch.Tensor | float = 0.0
+        """Of each token, over the vocabulary; if labels are smoothed."""
+        self._sum_of_rows: torch.Tensor | None = None
+        """Of the head, each times its logit's derivative; for each token if those differ."""
+
+    def add(
+        self,
+        first: int,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        added: torch.Tensor | None,
+        steps: Sequence[Step],
+    ) -> None:
+        """Take in the logits of some rows of the head: see ``sliced_cross_entropy``."""
+        running = self._running
+        rows = whole_rows(first, rows, added, self._hidden.dtype)
+        part = None if bias is None else bias[first : first + len(rows)]
+        logits, slope = logits_of(self._hidden, rows, part, steps, running.wants_rows)
+        if self._regularizer.smoothing:
+            self._sum_up(logits, slope, rows)
+        weights = add_logits(running, first, logits, slope, rows)
+        del logits, slope
+        if weights is not None:
+            _add_product(running.rows, weights, rows)
+
+    def _sum_up(
+        self, logits: torch.Tensor, slope: torch.Tensor | float, rows: torch.Tensor
+    ) -> None:
+        self._sum_of_logits = logits.sum(dim=1) + self._sum_of_logits
+        if not self._running.wants_rows:
+            return
+        if isinstance(slope, torch.Tensor):
+            if self._sum_of_rows is None:
+                self._sum_of_rows = torch.zeros_like(self._running.rows)
+            _add_product(self._sum_of_rows, slope.to(rows.dtype), rows)
+        else:
+            of_slice = rows.sum(dim=0, dtype=torch.float32) * slope
+            self._sum_of_rows = (
+                of_slice if self._sum_of_rows is None else self._sum_of_rows + of_slice
+            )
+
+    def losses(self) -> torch.Tensor:
+        """Of each token, were its label to count."""
+        smoothing, z_loss = self._regularizer
+        scale, of_label = self.scale(), self._running.of_label
+        if smoothing:
+            even = self._sum_of_logits * (smoothing / self._num_rows)
+            of_label = (1 - smoothing) * of_label + even
+        losses = scale - of_label
+        return losses + z_loss * scale.square() if z_loss else losses
+
+    def scale(self) -> torch.Tensor:
+        """Of each token, the logarithm of the sum of exponentials of all its logits."""
+        return self._running.total.log() + self._running.most
+
+    def gradient(self) -> torch.Tensor:
+        """Of each token's loss by its hidden state, in float32. Uses the sums up."""
+        running = self._running
+        smoothing, z_loss = self._regularizer
+        rows = running.rows.div_(running.total[:, None])
+        if z_loss:
+            rows.mul_(1 + 2 * z_loss * self.scale()[:, None])
+        rows.addcmul_(running.label_rows, running.slope[:, None], value=smoothing - 1.0)
+        if self._sum_of_rows is not None:
+            rows.sub_(self._sum_of_rows * (smoothing / self._num_rows))
+        return rows
+
+
+def whole_rows(
+    first: int, rows: torch.Tensor, added: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of the head with all their columns, contiguous, in the dtype of products."""
+    rows = rows.to(dtype)  # of another one under autocast
+    if added is None:
+        return rows.contiguous()
+    return torch.cat([rows, added[first : first + len(rows)].to(dtype)], dim=1)
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The matrix product in float32, of operands that may be narrower."""
+    if left.dtype == torch.float32:
+        return left @ right
+    if left.device.type == "cpu":
+        return left.float() @ right.float()
+    if left.device.type == "meta":
+        return left.new_empty((len(left), right.shape[1]), dtype=torch.float32)
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add to ``sums``, in float32, the matrix product of operands that may be narrower."""
+    if left.dtype == torch.float32:
+        sums.addmm_(left, right)
+    elif left.device.type == "cuda":
+        torch.addmm(sums, left, right, out_dtype=torch.float32, out=sums)
+    elif not left.is_meta:
+        sums.addmm_(left.float(), right.float())
+
+
+def logits_of(
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    steps: Sequence[Step],
+    wants_slope: bool,
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The logits of some rows of the head, and the derivative of what ``steps`` make of them."""
+    logits = product(hidden, rows.t())
+    if bias is not None:
+        logits += bias
+    return _transformed(logits, steps, wants_slope)
+
+
+def _transformed(
+    logits: torch.Tensor, steps: Sequence[Step], wants_slope: bool
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The logits after ``steps``, and the derivative of that. Writes to ``logits``."""
+    slope: torch.Tensor | float = 1.0
+    for kind, number in steps:
+        if kind == "tanh":
+            logits.tanh_()
+            if wants_slope:
+                slope = slope * (1.0 - logits * logits)
+        elif kind == "multiply":
+            logits *= number
+            slope = slope * number
+        else:
+            logits /= number
+            slope = slope / number
+    return logits, slope

@@ -92,7 +92,7 @@ _CODE = tuple(
         "staying streamed visit within",
         "poros.kernels": "adapters autocast compose dequantize dora forwards gated hooks "
         "linear4bit lora mlp online_softmax product row_norm unformed use",
-        "poros.head": "choice embedding host_matrix kept logits loss rows slices takeover",
+        "poros.head": "choice embedding host_matrix kept logits loss online rows slices takeover",
         "poros.model": "adoption attach inspect runtime",
         "poros.self_check": "compare",
         "poros.gates": "adversary arms kinds parity reference sweep tiny",

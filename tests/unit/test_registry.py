@@ -38,6 +38,8 @@ NOT_HASHED = {
     for package, modules in {
         "poros": "api config devices digests errors graphs labels output reads telemetry",
         "poros.host": "disk limits mapped",
+        "poros.head": "regularized",
+        # Only micro-batches that go together share dense weights.
         "poros.kernels": "compose_gpu dense_layer dequantize_gpu gated_gpu launching lora_gpu "
         "online_softmax_gpu row_norm_gpu",
         # Records are made on a CPU, on which no visits are recorded.

@@ -8,6 +8,7 @@ measured before the next way's, and the ways take turns in passes:
 - two slots, over the plain link and over slower ones (each copy to the device is followed by a
   pause on the copy stream that makes it as long as it would be at that rate): all micro-batches of
   a step together, and one after the other;
+- two slots, with weights made dense by each micro-batch for itself (``share_dense=False``);
 - all blocks on the GPU, layers recomputed, micro-batches one after the other and together: what
   streaming is compared with, the same work without a link;
 - with ``--checkpointing``: PEFT and transformers alone, the base on the GPU, activation
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -120,11 +121,19 @@ class Steps:
         return (time.perf_counter() - began) * 1e3 / size
 
 
-def ways(options: argparse.Namespace, num_layers: int) -> Iterator[tuple[str, float, int]]:
-    """Names, rates (0: the plain link) and slots."""
+class Way(NamedTuple):
+    name: str
+    link: float
+    """GB/s; 0 is the plain link."""
+    num_slots: int
+    share_dense: bool | None = None
+
+
+def ways(options: argparse.Namespace, num_layers: int) -> Iterator[Way]:
     for link in options.links:
-        yield f"2 slots, {link:g} GB/s" if link else "2 slots", link, options.slots
-    yield "all on the GPU, recomputed", 0, num_layers
+        yield Way(f"2 slots, {link:g} GB/s" if link else "2 slots", link, options.slots)
+    yield Way("2 slots, dense weights not shared", 0, options.slots, False)
+    yield Way("all on the GPU, recomputed", 0, num_layers)
 
 
 Take = Callable[[str, str, int, Steps, Callable[[], Row]], None]
@@ -137,17 +146,19 @@ def prepared_ways(options: argparse.Namespace, model: Any, take: Take) -> None:
     print(f"  plain link: {plain:.1f} GB/s", flush=True)
     for turn in range(options.passes):
         found = list(ways(options, model.config.num_hidden_layers))
-        for way, link, slots in found if turn % 2 == 0 else reversed(found):
+        for way in found if turn % 2 == 0 else reversed(found):
             gc.collect()
             memory.empty(device)
             policy = poros.StreamingPolicy(
-                slots=slots,
+                slots=way.num_slots,
                 keep_last=0,
+                share_dense=way.share_dense,
                 loss=options.loss,
                 stream_head=options.stream_head,
                 self_check="off",
                 allow_unvalidated=True,
             )
+            link = way.link
             streams = SlowLink(device, link, cycles, plain) if link else CudaStreams(device)
             prepare_with(model, policy, streams=streams)
             runtime = poros.runtime(model)
@@ -156,11 +167,11 @@ def prepared_ways(options: argparse.Namespace, model: Any, take: Take) -> None:
                 steps.ms(2, False)
                 steps.ms(2, True)
             for size in options.sizes:
-                take(way, "together", size, steps, runtime.stats)
+                take(way.name, "together", size, steps, runtime.stats)
                 is_fast = not link and size in (1, options.alone)
-                if is_fast or (link and size == 1):
-                    take(way, "one after the other", size, steps, runtime.stats)
-            print(f"  {way}: {runtime.stats()['fallbacks']}", flush=True)
+                if way.share_dense is None and (is_fast or (link and size == 1)):
+                    take(way.name, "one after the other", size, steps, runtime.stats)
+            print(f"  {way.name}: {runtime.stats()['fallbacks']}", flush=True)
             del steps, runtime
             poros.restore(model)
 

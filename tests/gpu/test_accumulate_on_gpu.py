@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
 from poros.gates.reference import compare_trajectories
+from poros.kernels import dense_layer
 from tests.exact.trainer_arms import FULL, Arms
 from tests.gpu.models import BF16, Model, model_of, same_runs, trained
 from tests.support import prepare_plain
@@ -116,6 +117,32 @@ def test_slices_of_the_head(tmp_path: Path) -> None:
     model = poros.prepare(model_of(tmp_path), **policy)
     assert same_runs(run(model, True), expected)
     assert poros.runtime(model).stats()["num_groups"] == 8
+
+
+@pytest.mark.parametrize("adapters", ["fused", "exact"])
+@pytest.mark.parametrize("keep_last", [0, 4])
+def test_shared_dense_weights(
+    keep_last: int, adapters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each weight is made dense once a pass and group, also by visits that are replayed."""
+    num_fills = 0
+    genuine = dense_layer.dequantize_into
+
+    def counted(*args: Any) -> None:
+        nonlocal num_fills
+        num_fills += 1
+        genuine(*args)
+
+    monkeypatch.setattr(dense_layer, "dequantize_into", counted)
+    policy = {"slots": 4, "keep_last": keep_last, "adapter_kernels": adapters}
+    stats = check(tmp_path, {**policy, "share_dense": True})
+    assert stats["num_replayed_visits"] > 0
+    # Seven matrices a layer, forward and backward; the last layer's are there at the turn.
+    per_layer, rest = divmod(num_fills, 7 * stats["num_groups"])
+    assert rest == 0 and per_layer % 2 == 1
+    before = num_fills
+    check(tmp_path, {**policy, "share_dense": False})
+    assert num_fills == before
 
 
 def test_the_trainer(tmp_path: Path) -> None:

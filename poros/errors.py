@@ -77,3 +77,15 @@ class CheckpointFormatError(PorosError, ValueError):
 
 class StoreWriteError(PorosError, OSError):
     """A store could not be written to disk; nothing was left there."""
+
+
+class RecipeError(PorosError, ValueError):
+    """A recipe, or the data it names, cannot be trained as it is; nothing was loaded or written."""
+
+
+class RunFolderError(PorosError, RuntimeError):
+    """A run's folder is not one that this run can begin in or go on in; it is as it was."""
+
+
+class MissingPackageError(PorosError, ImportError):
+    """A package that is optional is needed here, and not installed."""

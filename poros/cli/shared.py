@@ -46,7 +46,7 @@ def quieten_libraries() -> None:
     transformers for a property by the name it had before.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
 
 def dtype_named(option: str, name: str | None) -> Any:

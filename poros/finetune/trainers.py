@@ -5,7 +5,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from poros.accumulation.trainer import BlockMajorMixin
 from poros.errors import MissingPackageError, RecipeError, quoted
@@ -50,7 +50,7 @@ def adapter_config(recipe: Recipe) -> Any:
     modules = adapter.target_modules
     return LoraConfig(
         r=adapter.rank,
-        lora_alpha=adapter.alpha if adapter.alpha is not None else 2 * adapter.rank,  # type: ignore[arg-type]
+        lora_alpha=adapter.alpha if adapter.alpha is not None else 2 * adapter.rank,
         lora_dropout=adapter.dropout,
         target_modules=modules if isinstance(modules, str) else list(modules),
         use_rslora=adapter.kind == "rslora",
@@ -64,8 +64,24 @@ def trainer_class(task: str) -> Any:
     """TRL's trainer for a task, with micro-batches that go through the blocks together."""
     import trl
 
-    base = trl.SFTTrainer if task == "sft" else trl.DPOTrainer
-    return type(base.__name__, (BlockMajorMixin, base), {})
+    if task == "dpo":
+        return type("DPOTrainer", (BlockMajorMixin, trl.DPOTrainer), {})
+
+    class SFTTrainer(BlockMajorMixin, trl.SFTTrainer):
+        """TRL's own loss also measures entropy and accuracy, for which the host waits each time."""
+
+        def compute_loss(
+            self,
+            model: Any,
+            inputs: dict[str, Any],
+            return_outputs: bool = False,
+            num_items_in_batch: Any = None,
+        ) -> Any:
+            """The loss of the model itself, which is computed in slices of the vocabulary."""
+            inputs["use_cache"] = False
+            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    return SFTTrainer
 
 
 def make_trainer(
@@ -116,8 +132,8 @@ def make_trainer(
             "raise max_length, or shorten the prompts"
         )
     _restore_dtype(recipe, model)
-    if recipe.packs and not _takes_lengths(model):
-        trainer.data_collator = _WithoutLengths(trainer.data_collator)
+    trainer.remove_callback(PrinterCallback)
+    trainer.data_collator = Collator(trainer.data_collator, _takes_lengths(model))
     return trainer
 
 
@@ -205,16 +221,22 @@ def _takes_lengths(model: Any) -> bool:
     return "flash" in str(getattr(model.config, "_attn_implementation", ""))
 
 
-class _WithoutLengths:
-    """A collator of packed rows for attention that takes a mask.
+class Collator:
+    """TRL's own, which counts tokens, and leaves out what attention with a mask does not take.
 
-    transformers makes that mask from the positions, in which each row begins at 0: a row sees
-    itself alone. The lengths themselves, a new value in each batch, would go to every layer.
+    For packed rows transformers makes the mask from the positions, in which each row begins at 0: a
+    row sees itself alone. Their lengths, new values in each batch, would go to every layer.
+
+    Attributes:
+        num_tokens: Of all batches so far.
     """
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: Any, takes_lengths: bool) -> None:
         self._own = own
+        self._left_out = () if takes_lengths else _VARLEN
+        self.num_tokens = 0
 
     def __call__(self, rows: Any) -> dict[str, Any]:
         found: dict[str, Any] = self._own(rows)
-        return {key: value for key, value in found.items() if key not in _VARLEN}
+        self.num_tokens += found["input_ids"].numel()
+        return {key: value for key, value in found.items() if key not in self._left_out}

@@ -23,7 +23,7 @@ PYTEST := -m pytest -q
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 COMMA := ,
 
-.PHONY: help venv demo test test-all test-oldest gpu-test peft-tests lint format types
+.PHONY: help venv demo docs test test-all test-oldest gpu-test peft-tests lint format types
 
 help:
 	@echo "make demo         build, fine-tune and check a small model, end to end"
@@ -34,6 +34,7 @@ help:
 	@echo "make peft-tests   PEFT's own tests of LoRA, with our operator (PEFT_SOURCE=DIR)"
 	@echo "make lint         ruff: rules and format        make format  apply both"
 	@echo "make types        mypy"
+	@echo "make docs         the documentation, into site/"
 	@echo "make venv         only create .venv"
 
 venv: $(STAMP)
@@ -42,6 +43,12 @@ venv: $(STAMP)
 demo: $(READY)
 	@$(PYTHON) -c "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; sys.exit(main())" \
 		demo
+
+# Links in a temporary folder, as for mypy: the layout of the wheel.
+docs: $(STAMP)
+	@tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && mkdir "$$tree/poros" \
+	&& ln -s "$(CURDIR)"/poros/* "$(CURDIR)/loaders" "$(CURDIR)/gates" "$$tree/poros/" \
+	&& POROS_TREE="$$tree" NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build -d site
 
 test: $(READY)
 	$(PYTHON) $(PYTEST) $(PARALLEL) -m "not gpu and not slow" --durations=10
@@ -105,7 +112,7 @@ define install
 endef
 
 $(STAMP):
-	$(call install,$(VENV),constraints.txt,dev$(COMMA)finetune)
+	$(call install,$(VENV),constraints.txt,dev$(COMMA)finetune$(COMMA)docs)
 
 $(STAMP_OLDEST):
 	$(call install,$(VENV_OLDEST),constraints-oldest.txt,dev)

@@ -116,7 +116,7 @@ def load(
         UnsupportedModelError: If it is no causal language model, has an adapter beside it, or is
             quantized in another way.
 
-        In each case nothing of the model is left.
+    In each case nothing of the model is left.
 
     Source:
         Poros technical report, section 4.2.

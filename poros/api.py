@@ -66,7 +66,7 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
         ParityError: If a 4-bit weight is not what ``poros.load`` has packed and nobody has written
             to it; with ``self_check="strict"``.
 
-        In each case the model is as it was before the call.
+    In each case the model is as it was before the call.
 
     Source:
         Poros technical report, section 3.

@@ -178,14 +178,27 @@ def _shown(value: Any) -> str:
     return "nothing" if value is None else quoted(value)
 
 
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """Values by dotted name."""
+    found = {each.name: getattr(recipe, each.name) for each in fields(Recipe)}
+    for group in _GROUPS:
+        inner = found.pop(group)
+        found |= {f"{group}.{each.name}": getattr(inner, each.name) for each in fields(inner)}
+    return found
+
+
 def _contradictions(recipe: Recipe, given: Mapping[str, Given]) -> Iterator[Problem]:
     """What does not go together, said where the second of the two was."""
 
     def problem(name: str, text: str) -> Problem:
         return Problem(given[name].where, f"{name}: {text}")
 
+    # A printed recipe has all defaults in it.
+    defaults = _flat(Recipe(model="", data=""))
+    values = _flat(recipe)
+
     def is_given(*names: str) -> bool:
-        return all(name in given and given[name].value is not None for name in names)
+        return all(name in given and values[name] != defaults[name] for name in names)
 
     if recipe.task == "dpo" and recipe.packing:
         yield problem(

@@ -71,6 +71,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def write_base(folder: Path, architecture: str = "qwen2") -> Path:
     """A checkpoint in bfloat16, with its tokenizer and no chat template."""
     config = tiny.small_config(architecture, num_layers=3, hidden_size=64)
+    config.max_position_embeddings = 32768
     tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
     tokenizer().save_pretrained(folder)
     return folder

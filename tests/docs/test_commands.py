@@ -1,0 +1,107 @@
+"""Each command and script of README and of the pages runs as it is written there.
+
+Only the names of model and data are replaced: by a small checkpoint and small files.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.command import poros_command, text
+from tests.finetune.material import write_base, write_rows
+
+pytest.importorskip("trl", reason="poros finetune needs TRL")
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODELS = re.compile(r"Qwen/[\w.-]+")
+# What installs packages, and what cannot be run.
+NOT_RUN = {"console", "json", "yaml", "text"}
+
+
+class Block(NamedTuple):
+    """Fenced lines of a page."""
+
+    page: Path
+    line: int
+    language: str
+    lines: list[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    language, found, begun = None, [], 0
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            if language is None:
+                language, found, begun = line[3:].strip(), [], number
+            else:
+                yield Block(page, begun, language, found)
+                language = None
+        elif language is not None:
+            found.append(line)
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+COMMANDS = [block for block in ALL if block.language == "sh"]
+SCRIPTS = [block for block in ALL if block.language == "python"]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("material")
+    base = write_base(folder / "base")
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    (base / "chat_template.jinja").write_text(template)
+    write_rows(folder / "train.jsonl", "text", 24)
+    write_rows(folder / "preferences.jsonl", "preferences", 8)
+    return folder
+
+
+@pytest.fixture
+def folder(material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for each in material.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    return tmp_path
+
+
+def test_there_are_blocks_of_each_kind() -> None:
+    assert {block.language for block in ALL} >= {"sh", "python"}
+    assert {block.language for block in ALL} <= {"sh", "python", *NOT_RUN}
+    assert sum(block.language == "sh" for block in ALL) > 8
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_a_block_of_commands(block: Block, folder: Path) -> None:
+    for line in block.lines:
+        if not line.strip() or line.startswith("#"):
+            continue
+        command, _, target = MODELS.sub("./base", line).partition(" > ")
+        words = shlex.split(command, comments=True)
+        assert words[0] == "poros"
+        result = poros_command(*words[1:])
+        assert result.exit_code == 0, f"{block.name}: {line}\n{text(result)[-2000:]}"
+        if target:
+            Path(target).write_text(result.stdout)
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_a_script(block: Block, folder: Path) -> None:
+    source = MODELS.sub("./base", "\n".join(block.lines))
+    exec(compile(source, block.name, "exec"), {"__name__": "__main__"})
+    if "trainer.train()" in source:
+        assert os.path.getsize("adapter/adapter_model.safetensors") > 0

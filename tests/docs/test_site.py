@@ -1,0 +1,75 @@
+"""The documentation builds without a warning, and names every error, command and option."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from poros import errors
+from poros.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+ERRORS = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+
+
+def build(tree: Path, docs: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """The site, from a tree that lies as the wheel does."""
+    package = tree / "poros"
+    package.mkdir(parents=True)
+    for each in (*(ROOT / "poros").iterdir(), *(ROOT / name for name in ("loaders", "gates"))):
+        if not (package / each.name).exists():
+            (package / each.name).symlink_to(each)
+    config = tree / "mkdocs.yml"
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    config.write_text(f"docs_dir: {docs}\n{settings}")
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(out)],
+        env={**os.environ, "POROS_TREE": str(tree), "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    done = build(tmp_path / "tree", ROOT / "docs", tmp_path / "site")
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = (tmp_path / "site" / "reference" / "python" / "index.html").read_text(encoding="utf-8")
+    assert "vram_budget" in page and "Exactness" in page
+
+
+def test_control_a_page_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "index.md").write_text("[nowhere](nowhere.md)")
+    assert build(tmp_path / "tree", docs, tmp_path / "site").returncode != 0
+
+
+def missing_errors(page: str) -> list[str]:
+    found = inspect.getmembers(errors, inspect.isclass)
+    return [
+        name for name, kind in found if kind is not errors.PorosError and f"`{name}`" not in page
+    ]
+
+
+def test_every_error_is_in_the_index() -> None:
+    assert missing_errors(ERRORS) == []
+    assert missing_errors(ERRORS.replace("`ParityError`", "")) == ["ParityError"]
+
+
+def test_every_command_and_option_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    group: typer.core.TyperGroup = typer.main.get_command(app)  # type: ignore[assignment]
+    for name, command in group.commands.items():
+        assert f"## `poros {name}`" in page
+        for parameter in command.params:
+            for option in parameter.opts:
+                assert option == "--help" or not option.startswith("-") or f"`{option}" in page, (
+                    f"python -m tests.command_page: {name} {option}"
+                )

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli import check, demo, finetune, load, plan
+from poros.cli import check, demo, finetune, load, merge, plan
 
 app = typer.Typer(
     help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
@@ -38,5 +38,5 @@ def _options(
     pass
 
 
-for _command in (finetune.finetune, plan.plan, load.load, check.check, demo.demo):
+for _command in (finetune.finetune, plan.plan, merge.merge, load.load, check.check, demo.demo):
     app.command()(_command)

@@ -29,6 +29,7 @@ LAYERS = [
     {"planning", "self_check"},
     {"api"},
     {"telemetry"},
+    {"merging"},
     {"recipes"},
     {"finetune"},
     {"cli"},

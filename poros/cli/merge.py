@@ -1,0 +1,44 @@
+"""``poros merge``: an adapter becomes part of its base."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from poros.cli.shared import dtype_named, quieten_libraries, readable_errors
+
+
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="Folder of the adapter, or of its run.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist yet.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint of the base.", show_default="the one the adapter names"),
+    ] = None,
+    into: Annotated[
+        str,
+        typer.Option(help="original: the base as it is; trained: as training saw it, from NF4."),
+    ] = "original",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights.", show_default="the checkpoint's")
+    ] = None,
+) -> None:
+    """Write the base as a checkpoint with the adapter in its weights, a shard at a time.
+
+    The result loads with transformers, vLLM and others as any checkpoint.
+    """
+    chosen = dtype_named("--dtype", dtype)
+    quieten_libraries()
+    with readable_errors():
+        from rich.progress import Progress
+
+        from poros.merging.merge import merge as run
+
+        with Progress(transient=True) as bar:
+            task = bar.add_task("merging", total=None)
+
+            def show(done: int, whole: int) -> None:
+                bar.update(task, completed=done, total=whole)
+
+            run(adapter, out, base=base, into=into, dtype=chosen, progress=show)
+    typer.echo(f"merged: {out}")

@@ -1,0 +1,1 @@
+"""An adapter merged into its base, shard by shard."""

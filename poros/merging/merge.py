@@ -1,0 +1,269 @@
+"""Merging an adapter into a checkpoint, of which one shard at a time is in memory."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
+from poros.loaders.checkpoint import Checkpoint
+from poros.loaders.extras import read_extras
+from poros.loaders.limits import Limits
+from poros.loaders.settings import configuration, generation_settings
+from poros.merging.adapter import Adapter, adapter_folder, base_named
+from poros.planning.meta_model import meta_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHARD_NUM_BYTES = 4 * 10**9
+_INDEX = "model.safetensors.index.json"
+
+
+def merge(
+    adapter: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    into: str = "original",
+    dtype: torch.dtype | None = None,
+    shard_num_bytes: int = SHARD_NUM_BYTES,
+    limits: Limits | None = None,
+    progress: Callable[[int, int], None] = lambda done, whole: None,
+) -> Path:
+    """Write the base of an adapter as a checkpoint with the adapter in its weights.
+
+    Args:
+        adapter: Its folder, or that of a run of ``poros finetune``.
+        out: A folder that is not there yet.
+        base: The checkpoint it was trained on; None is the one that it names.
+        into: ``"original"``: the base as it is; ``"trained"``: the base as training has seen it,
+            its matrices quantized to NF4 and made dense again.
+        dtype: Of the weights that are written; None is that of the checkpoint, with ``"trained"``
+            bfloat16.
+        shard_num_bytes: A file of the result is about as large at most.
+        limits: On what files may ask for.
+        progress: Told of bytes done, and of all.
+
+    Returns:
+        ``out``, with configuration, tokenizer and chat template beside the weights.
+
+    Exactness:
+        The bits of PEFT's ``merge_and_unload`` on the same dense base in the same dtype.
+
+    Raises:
+        CheckpointFormatError: If adapter or base are malformed.
+        PolicyError: If an argument makes no sense, or ``out`` is there.
+        StoreWriteError: If there is not enough room on the disk, or it cannot be written to.
+        UnsupportedModelError: If the adapter does not fit the base, or is of a kind that cannot be
+            merged.
+
+    Nothing is left of ``out`` then.
+    """
+    if into not in ("original", "trained"):
+        raise PolicyError(f"--into: expected original or trained, found {quoted(into)}")
+    target = Path(out)
+    if target.exists():
+        raise PolicyError(
+            f"--out: expected a folder that is not there yet, found {quoted(str(out))}"
+        )
+    limits = limits or Limits()
+    folder = adapter_folder(Path(adapter))
+    source = base if base is not None else base_named(folder)
+    if source is None:
+        raise PolicyError("--base: expected the checkpoint of the base, found none in the adapter")
+    with Checkpoint.open(source, limits=limits) as checkpoint:
+        config: Any = configuration(checkpoint.path, checkpoint.texts, {}, limits=limits)
+        if getattr(config, "quantization_config", None):
+            raise UnsupportedModelError(
+                "--base: expected the checkpoint that was quantized, in 16 or 32 bit, found a "
+                "quantized one"
+            )
+        dtype = dtype or (torch.bfloat16 if into == "trained" else checkpoint.float_dtype())
+        model = meta_model(config, None, dtype)
+        quantized = _quantized(config, dtype) if into == "trained" else set()
+        plan = _Plan(checkpoint, Adapter(folder, model), model, quantized, dtype)
+        _require_room(target, plan.num_bytes)
+        part = Path(mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            _write(part, plan, shard_num_bytes, progress)
+            _write_small(part, checkpoint, folder, config, dtype, limits)
+            part.chmod(0o755)
+            os.replace(part, target)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    return target
+
+
+class _Plan:
+    """What becomes of each tensor of a checkpoint."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        adapter: Adapter,
+        model: "PreTrainedModel",
+        quantized: set[str],
+        dtype: torch.dtype,
+    ) -> None:
+        self.checkpoint, self.adapter, self.dtype = checkpoint, adapter, dtype
+        self._own = _own_names(checkpoint, model)
+        self._quantized = quantized
+        missing = adapter.touched - set(self._own.values())
+        if missing:
+            raise UnsupportedModelError(
+                f"--base: expected the tensors that the adapter changes, found none of the name "
+                f"{quoted(min(missing))} (stacked, renamed or tied to another?); merge it with "
+                "PEFT's merge_and_unload"
+            )
+        self.num_bytes = sum(self.size(name) for name in checkpoint.names)
+
+    def groups(self) -> Iterator[list[str]]:
+        """Names of the checkpoint that are merged together, in its order."""
+        found: dict[str, list[str]] = {}
+        for name in self.checkpoint.names:
+            own = self._own[name]
+            touched = own in self.adapter.touched
+            found.setdefault(self.adapter.group_of(own) if touched else own, []).append(name)
+        yield from found.values()
+
+    def size(self, name: str) -> int:
+        """Of the tensor that is written."""
+        entry = self.checkpoint.entry(name)
+        is_cast = entry.dtype.is_floating_point and entry.dtype != self.dtype
+        return (
+            entry.num_bytes
+            * (self.dtype.itemsize if is_cast else 1)
+            // (entry.dtype.itemsize if is_cast else 1)
+        )
+
+    def made(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """The tensors of one group as they are written, by the names of the checkpoint."""
+        base = {}
+        for name in names:
+            own, value = self._own[name], self.checkpoint.fetch(name)
+            value = value.to(self.dtype) if value.is_floating_point() else value
+            base[own] = _as_trained(value) if own in self._quantized else value
+        first = next(iter(base))
+        if first in self.adapter.touched:
+            base = self.adapter.merged(self.adapter.group_of(first), base)
+        return {name: base[self._own[name]].contiguous() for name in names}
+
+
+def _own_names(checkpoint: Checkpoint, model: "PreTrainedModel") -> dict[str, str]:
+    """What the model calls the tensors of a checkpoint; others keep their names."""
+    known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    prefix = f"{model.base_model_prefix}."
+    found = {}
+    for name in checkpoint.names:
+        choices = (name, prefix + name, name.removeprefix(prefix))
+        found[name] = next((each for each in choices if each in known), name)
+    return found
+
+
+def _quantized(config: Any, dtype: torch.dtype) -> set[str]:
+    """Names of the weights that ``poros.load`` quantizes."""
+    from bitsandbytes.nn import Linear4bit
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    model = meta_model(config, settings, dtype)
+    return {
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit)
+    }
+
+
+def _as_trained(weight: torch.Tensor) -> torch.Tensor:
+    """What training has multiplied by in its place."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    packed: Any = Params4bit(
+        weight, requires_grad=False, quant_type="nf4", compress_statistics=True
+    )
+    packed = packed.to(device)
+    found: torch.Tensor = dequantize_4bit(packed.data, packed.quant_state)
+    return found.to(weight.dtype).cpu()
+
+
+def _write(
+    folder: Path, plan: _Plan, shard_num_bytes: int, progress: Callable[[int, int], None]
+) -> None:
+    shards: list[list[list[str]]] = [[]]
+    filled = 0
+    for group in plan.groups():
+        size = sum(map(plan.size, group))
+        if shards[-1] and filled + size > shard_num_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(group)
+        filled += size
+    done = 0
+    where: dict[str, str] = {}
+    for number, groups in enumerate(shards, 1):
+        is_alone = len(shards) == 1
+        file = "model" if is_alone else f"model-{number:05d}-of-{len(shards):05d}"
+        tensors: dict[str, torch.Tensor] = {}
+        for group in groups:
+            tensors |= plan.made(group)
+            done += sum(map(plan.size, group))
+            progress(done, plan.num_bytes)
+        _saved(tensors, folder / f"{file}.safetensors")
+        where |= dict.fromkeys(tensors, f"{file}.safetensors")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": plan.num_bytes}, "weight_map": where}
+        (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _saved(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreWriteError(f"--out: expected to write {quoted(str(file))}: {reason}") from error
+
+
+def _write_small(
+    folder: Path,
+    checkpoint: Checkpoint,
+    adapter: Path,
+    config: Any,
+    dtype: torch.dtype,
+    limits: Limits,
+) -> None:
+    """Configuration, and tokenizer and template: of the adapter, where it has them."""
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    if "generation_config.json" in checkpoint.texts:
+        generation_settings(checkpoint.path, checkpoint.texts).save_pretrained(folder)
+    small = read_extras(checkpoint.path, limits) | {
+        name: content
+        for name, content in read_extras(adapter, limits).items()
+        if not name.lower().startswith(("readme", "licen", "notice"))
+    }
+    for name, content in small.items():
+        place = folder / name
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(content)
+
+
+def _require_room(target: Path, num_bytes: int) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < num_bytes:
+        raise StoreWriteError(
+            f"--out: expected {num_bytes / 1e9:.1f} GB free on the disk, found {free / 1e9:.1f} GB"
+        )

@@ -1,0 +1,198 @@
+"""Merged checkpoints: the bits of PEFT's own merge, whatever the adapter, shard by shard."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoHaConfig, LoraConfig, VeraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError
+from poros.gates import tiny
+from poros.loaders.load import load
+from poros.merging.merge import merge
+from tests.command import poros_command
+from tests.finetune.material import write_base
+from tests.support import same_bits
+
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+ADAPTERS: dict[str, Any] = {
+    "lora": LoraConfig(r=4, target_modules=LINEAR),
+    "rslora": LoraConfig(r=4, target_modules=LINEAR, use_rslora=True),
+    "dora": LoraConfig(r=4, target_modules=LINEAR, use_dora=True),
+    "bias": LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True),
+    "patterns": LoraConfig(
+        r=4, target_modules=LINEAR, rank_pattern={"down_proj": 2}, alpha_pattern={"q_proj": 3}
+    ),
+    "all linear": LoraConfig(r=4, target_modules="all-linear"),
+    "embedding": LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]),
+    "head": LoraConfig(r=4, target_modules=["q_proj", "lm_head"]),
+    "a trained head": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "loha": LoHaConfig(r=4, target_modules=LINEAR),
+    "ia3": IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base") / "base")
+
+
+def dense(base: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+
+
+def with_adapter(model: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    found = get_peft_model(model, config)
+    for each in found.parameters():
+        if each.requires_grad:
+            each.data += 0.05 * torch.randn_like(each)
+    return found
+
+
+def trained(base: Path, folder: Path, config: Any) -> Path:
+    model = with_adapter(dense(base), config)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    return folder
+
+
+def merged_by_peft(base: Path, adapter: Path, model: Any) -> dict[str, torch.Tensor]:
+    from peft import PeftModel
+
+    found = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return dict(found.state_dict())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_into_the_original(kind: str, base: Path, tmp_path: Path) -> None:
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS[kind])
+    out = merge(adapter, tmp_path / "merged", shard_num_bytes=50_000)
+    found, expected = weights(out), merged_by_peft(base, adapter, dense(base))
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+    before = weights(base)
+    changed = [name for name in before if not same_bits(found[name], before[name])]
+    assert changed and len(list(out.glob("model-*.safetensors"))) > 2
+    AutoTokenizer.from_pretrained(out)
+    tokens = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)(tokens).logits
+        other = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)(tokens).logits
+    assert not same_bits(logits, other)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_into_the_base_that_was_trained_on(kind: str, base: Path, tmp_path: Path) -> None:
+    """Its matrices are what ``poros.load`` has quantized, made dense."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS[kind])
+    out = merge(adapter, tmp_path / "merged", into="trained")
+    quantized: Any = load(base)
+    model = dense(base)
+    for name, module in quantized.named_modules():
+        if isinstance(module, Linear4bit):
+            weight: Any = module.weight
+            plain = dequantize_4bit(weight.data, weight.quant_state).to(torch.bfloat16)
+            model.get_submodule(name).weight.data = plain
+    found, expected = weights(out), merged_by_peft(base, adapter, model)
+    assert [name for name in expected if not same_bits(found[name], expected[name])] == []
+    plain_base = weights(base)
+    assert any(not same_bits(found[name], plain_base[name]) for name in found if "k_proj.w" in name)
+
+
+def test_the_command(base: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(base, run / "adapter", ADAPTERS["lora"])
+    (run / "adapter" / "chat_template.jinja").write_text("{{ messages }}")
+    result = poros_command("merge", str(run), "--out", str(tmp_path / "out"), "--dtype", "float32")
+    assert result.exit_code == 0 and "merged" in result.output
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.get_tensor("model.norm.weight").dtype == torch.float32
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
+def refused(tmp_path: Path, adapter: Path, error: Any, match: str, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        merge(adapter, tmp_path / "out", **options)
+    assert [each for each in tmp_path.iterdir() if "out" in each.name] == []
+
+
+def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
+    refused(tmp_path, tmp_path / "nothing", CheckpointFormatError, "adapter_config.json")
+    refused(tmp_path, adapter, PolicyError, "--into", into="elsewhere")
+    vera = trained(base, tmp_path / "vera", VeraConfig(r=4, target_modules=["q_proj"]))
+    refused(tmp_path, vera, UnsupportedModelError, "shares them")
+    other = tiny.write_checkpoint(
+        tiny.small_config("llama", num_layers=1, hidden_size=32),
+        tmp_path / "other",
+        dtype=torch.bfloat16,
+    )
+    refused(tmp_path, adapter, UnsupportedModelError, "--base", base=other or tmp_path / "other")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(PolicyError, match="not there yet"):
+        merge(adapter, tmp_path / "there")
+
+
+def test_an_interrupted_merge_leaves_nothing(base: Path, tmp_path: Path) -> None:
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
+
+    def interrupt(done: int, whole: int) -> None:
+        if done > whole / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge(adapter, tmp_path / "out", progress=interrupt, shard_num_bytes=50_000)
+    assert [each.name for each in tmp_path.iterdir()] == ["adapter"]
+
+
+PEAK = """
+import resource, sys, torch
+from poros.merging.merge import merge
+torch.set_num_threads(1)
+merge(sys.argv[1], sys.argv[2], base=sys.argv[3], shard_num_bytes=int(sys.argv[4]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def peak(*arguments: object) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, arguments)],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(done.stdout.split()[-1])
+
+
+def test_one_shard_is_in_memory(tmp_path: Path) -> None:
+    """Of a base of 400 MB; control: in one shard all of it is."""
+    config = tiny.small_config("qwen2", num_layers=12, hidden_size=1024)
+    config.intermediate_size = 4096
+    tiny.write_checkpoint(config, tmp_path / "base", dtype=torch.bfloat16)
+    size = sum(each.stat().st_size for each in (tmp_path / "base").glob("*.safetensors"))
+    adapter = trained(tmp_path / "base", tmp_path / "adapter", ADAPTERS["lora"])
+    small = peak(adapter, tmp_path / "small", tmp_path / "base", size // 12)
+    whole = peak(adapter, tmp_path / "whole", tmp_path / "base", 10 * size)
+    assert whole - small > 0.6 * size
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0

@@ -20,7 +20,7 @@ import torch
 
 from poros.config import MIN_SLOTS
 from poros.devices import default_device
-from poros.errors import PorosError, quoted
+from poros.errors import PorosError
 from poros.examples.demo_data import (
     ModelSize,
     RowDataset,
@@ -33,7 +33,7 @@ from poros.examples.demo_data import (
     write_checkpoint,
 )
 from poros.examples.demo_report import DemoReport, frozen_layer_num_bytes
-from poros.output import require_folder
+from poros.output import require_empty_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -117,7 +117,7 @@ def run_demo(
     prepare = prepare or partial(poros.prepare, slots=MIN_SLOTS, loss="reference")
     console = console or Console()
     device = _choose_device(device)
-    _make_empty_dir(out_dir)
+    require_empty_folder(out_dir, "out")
     report = DemoReport(device, {"checkpoint": out_dir / "checkpoint"})
     with _one_thread():
         with _phase("text and tokenizer", report, console):
@@ -361,15 +361,6 @@ def _choose_device(device: str | None) -> str:
             f"{found} here), found {device!r}"
         )
     return device
-
-
-def _make_empty_dir(path: Path) -> None:
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise PorosError(
-            "expected an empty or new folder to write the demo to, found "
-            f"{quoted(str(path))} in use; name another one, or none to get a fresh temporary folder"
-        )
-    require_folder(path, "out")
 
 
 @contextmanager

@@ -123,10 +123,13 @@ def test_check_fails_when_the_streamed_run_stops(monkeypatch: pytest.MonkeyPatch
             ["--architecture", "qwen2", "--adapter", "none"],
             "error: expected a kind of adapter that",
         ),
-        (["{folder}"], "error: expected a checkpoint folder with a config.json, found none at"),
-        (["{folder}/absent"], "error: expected a checkpoint folder with a config.json"),
-        (["--architecture", "qwen2", "--slots", "1"], "error: slots: expected an integer"),
-        (["--architecture", "qwen2", "--block-size", "0"], "error: block_size: expected an"),
+        (
+            ["{folder}"],
+            "error: MODEL_DIR: expected a checkpoint folder with a config.json, found none at",
+        ),
+        (["{folder}/absent"], "error: MODEL_DIR: expected a checkpoint folder with a config.json"),
+        (["--architecture", "qwen2", "--slots", "1"], "error: --slots: expected an integer"),
+        (["--architecture", "qwen2", "--block-size", "0"], "error: --block-size: expected an"),
         (["--architecture", "qwen2", "--steps", "0"], "Invalid value"),
         (["--architecture", "qwen2", "{folder}"], "either MODEL_DIR or --architecture NAME"),
         ([], "either MODEL_DIR or --architecture NAME"),
@@ -167,7 +170,7 @@ def test_bad_input_to_the_demo_is_told_without_a_traceback(tmp_path: Path) -> No
     (tmp_path / "precious").write_text("mine")
     result = poros_command("demo", "--out", str(tmp_path))
     assert result.exit_code == 2
-    assert "error: expected an empty or new folder" in text(result)
+    assert "error: --out: expected an empty or new folder" in text(result)
     assert "Traceback" not in text(result)
 
 

@@ -65,9 +65,9 @@ def load(
             f"--quantization: expected one of {', '.join(_QUANTIZATIONS)}, found "
             f"{quoted(quantization)}"
         )
-    chosen = limits_from(limit)
     quieten_libraries()
     with readable_errors(_OPTIONS):
+        chosen = limits_from(limit)
         require_source(source, "SOURCE")
         if out is not None and out.is_file():
             raise PolicyError(f"--out: expected a new folder, found the file {quoted(str(out))}")

@@ -38,7 +38,7 @@ _OPTIONS = {
     "slots": "--slots",
     "num_slots": "--slots",
     "optimizer": "--optimizer",
-    "optimizer_num_bytes": "optimizer_num_bytes to poros.plan in Python",
+    "optimizer_num_bytes": "the size of its state to poros.plan, in Python",
     "offload_boundaries": "--offload-boundaries",
     "stream_embedding": "--stream-embedding",
     "stream_head": "--stream-head",
@@ -159,8 +159,8 @@ def plan(
     if device is not None and not measure:
         raise typer.BadParameter("--device is where to --measure")
     dtype_name("--adapter-dtype", adapter_dtype)
-    bounds = limits_from(limit)
     with readable_errors(_OPTIONS):
+        bounds = limits_from(limit)
         require_source(model, "MODEL")
         require_positive("rank", rank)
         chosen = None if card is None else find_card(card)

@@ -214,7 +214,7 @@ def _show_lines(report: DemoReport, console: "Console") -> None:
             lines["to learn"] = expected
         console.print(question, style="bold", highlight=False)
         for name, line in lines.items():
-            console.print(f"{name:>10}: {line or '(nothing)'}", markup=False, highlight=False)
+            console.print(f"{name:>10}: {line or '(blanks alone)'}", markup=False, highlight=False)
 
 
 def _failures(report: DemoReport) -> list[str]:

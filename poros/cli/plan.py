@@ -183,16 +183,20 @@ def plan(
             adapter_kernels=adapter_kernels,
             cuda_graphs=cuda_graphs,
             self_check=self_check,
+            library_num_bytes=None if chosen is None else chosen.library_num_bytes,
             speeds=given,
         )
         optimizer_cost(request, ())  # refused here if nobody knows it
     quieten_libraries()
-    from poros.planning.answer import answer
-    from poros.planning.answer_text import render
-    from poros.planning.planner import Planner
-    from poros.planning.planner import render as render_terms
+    from rich.console import Console
 
-    with readable_errors(_OPTIONS):
+    # Imports and plans take seconds; nothing is shown where nobody watches.
+    with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
+        from poros.planning.answer import answer
+        from poros.planning.answer_text import render
+        from poros.planning.planner import Planner
+        from poros.planning.planner import render as render_terms
+
         planner = Planner(
             model, rank=rank, limits=bounds, adapter_dtype=dtype_named("", adapter_dtype)
         )
@@ -204,8 +208,6 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=1))
     else:
-        from rich.console import Console
-
         console = Console()
         render(found, console)
         if terms:

@@ -41,6 +41,9 @@ PRODUCT_SHARE = 0.7
 TOKEN_NUM_BYTES = 0.005
 WEIGHT_NUM_BYTES = 8.0
 
+LIBRARIES, HOPPER_LIBRARIES = (2 * (size + 2**20) for size in (8320 * 2**10, 2**25))
+"""What cuBLAS keeps for itself, as ``poros.devices.library_workspace`` has it of a GPU at hand."""
+
 CONTEXT_NUM_BYTES = 2**29
 """What CUDA and a desktop take before training has any memory."""
 MARGIN_SHARE = 0.1
@@ -59,6 +62,7 @@ class Card:
     tflop_per_s: float
     """Peak of dense bfloat16 products with float32 sums."""
     memory_gb_per_s: float
+    library_num_bytes: int = LIBRARIES
 
     @property
     def budget(self) -> int:
@@ -109,9 +113,9 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         "a100-80gb": Card("A100 80 GB", 80, 4, 16, 312.0, 2039),
         "l4": Card("L4", 24, 4, 16, 121.0, 300),
         "l40s": Card("L40S", 48, 4, 16, 362.0, 864),
-        "h100": Card("H100 SXM", 80, 5, 16, 989.0, 3350),
-        "h100-pcie": Card("H100 PCIe", 80, 5, 16, 756.0, 2000),
-        "h200": Card("H200", 141, 5, 16, 989.0, 4800),
+        "h100": Card("H100 SXM", 80, 5, 16, 989.0, 3350, HOPPER_LIBRARIES),
+        "h100-pcie": Card("H100 PCIe", 80, 5, 16, 756.0, 2000, HOPPER_LIBRARIES),
+        "h200": Card("H200", 141, 5, 16, 989.0, 4800, HOPPER_LIBRARIES),
     }
 )
 """By the names that ``poros plan --card`` takes."""

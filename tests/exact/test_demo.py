@@ -40,7 +40,7 @@ SMALL = DemoSettings(
     size=ModelSize(num_layers=3, hidden_size=96, intermediate_size=192, vocab_size=512),
     num_base_steps=100,
     num_gate_steps=2,
-    num_steps=130,
+    num_steps=160,
     num_resident_steps=6,
     learning_rate=1e-2,
     num_eval_rows=32,
@@ -214,7 +214,8 @@ def test_a_small_demo_holds_every_claim(demo: DemoReport) -> None:
     }
     summary = rendered(demo)
     assert (
-        "@ both: 6 of the 130 steps" in summary and "with losses the same to the last bit" in summary
+        "@ both: 6 of the 160 steps" in summary
+        and "with losses the same to the last bit" in summary
     )
     assert all(question in summary for question, _ in LESSON) and "after: " in summary
     assert "PASSED" in summary and "FAILED" not in summary
@@ -315,7 +316,7 @@ def test_the_lesson_is_shown_as_it_was_said(demo: DemoReport) -> None:
     assert "to learn: " not in rendered(replace(demo, completions=learned))
     other = {**demo.completions, "base": ["", "x"], "streamed": ["[3]. 3.", answers[1]]}
     summary = rendered(replace(demo, completions=other))
-    assert "before: (nothing)" in summary and "after: [3]. 3." in summary
+    assert "before: (blanks alone)" in summary and "after: [3]. 3." in summary
     assert summary.count("to learn: ") == 1 and f"to learn: {answers[0]}" in summary
 
 

@@ -1,7 +1,9 @@
 """Cards by name: what is published of them, what is assumed, and how far the assumptions hold."""
 
 import pytest
+import torch
 
+from poros.devices import library_workspace
 from poros.errors import PolicyError
 from poros.model import measuring
 from poros.planning import cards
@@ -50,6 +52,16 @@ def test_a_card_grants_what_prepare_takes_of_one() -> None:
     assert budget_of(23 * gib, 24 * gib) == 23 * gib - int(2.4 * gib)
     assert budget_of(7 * gib, 8 * gib) == 6 * gib and budget_of(1, 8 * gib) == 0
     assert find_card("rtx4090").budget == 24 * gib - gib // 2 - int(2.4 * gib)
+
+
+@pytest.mark.parametrize(("name", "capability"), [("rtx4090", (8, 9)), ("h200", (9, 0))])
+def test_libraries_take_what_they_take_of_such_a_gpu_at_hand(
+    name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = library_workspace(torch.device("cuda", 0))
+    assert CARDS[name].library_num_bytes == found > 0
 
 
 MEASURED = [

@@ -18,6 +18,7 @@ from poros.cli.shared import dtype_name, in_options, quieten_libraries
 from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.loaders.names import is_repository, require_source
+from poros.planning.cards import CARDS
 from tests.command import poros_command, text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -333,6 +334,7 @@ def test_a_plan_answers_for_a_card_that_is_not_here(checkpoint: Path) -> None:
     for expected in ("of 64,", "tokens/s", "5M tokens take", "published rates of an RTX 4090"):
         assert expected in " ".join(result.stdout.split())
     values = json.loads(plan(checkpoint, "--card", "rtx4090", "--json").stdout)
+    assert values["terms"]["libraries"] == CARDS["rtx4090"].library_num_bytes
     assert values["copy_gb_per_s"] == 25 and values["vram_budget"] > 20 * 2**30
     part = plan(checkpoint, "--card", "rtx4090", "--vram", "8GiB").stdout
     assert part.startswith("Fits 8GiB of an RTX 4090 (24 GB):")

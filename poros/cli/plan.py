@@ -233,7 +233,7 @@ def _place(
         budget, title, card = _gpu_here()
         request = replace(request, vram_budget=budget)
     elif card is not None:
-        title = f"an {card.title} ({card.memory_gib} GB)"
+        title = f"an {card.title}" + ("" if "GB" in card.title else f" ({card.memory_gib} GB)")
         if request.budget != card.budget:
             title = f"{_size(request)} of {title}"
     title = title or ("a card" if request.vram_budget is None else f"your {_size(request)}")

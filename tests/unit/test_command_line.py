@@ -338,6 +338,7 @@ def test_a_plan_answers_for_a_card_that_is_not_here(checkpoint: Path) -> None:
     assert values["copy_gb_per_s"] == 25 and values["vram_budget"] > 20 * 2**30
     part = plan(checkpoint, "--card", "rtx4090", "--vram", "8GiB").stdout
     assert part.startswith("Fits 8GiB of an RTX 4090 (24 GB):")
+    assert plan(checkpoint, "--card", "4060 ti").stdout.startswith("Fits an RTX 4060 Ti 16 GB:")
 
 
 def test_a_plan_that_does_not_fit_says_what_to_change_and_exits_with_1(checkpoint: Path) -> None:

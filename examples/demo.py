@@ -2,9 +2,11 @@
 
 It does what a user does. A checkpoint lies on disk as sharded safetensors; it is loaded as NF4 and
 given LoRA adapters; the parity gate trains it for a few steps resident and streamed and compares
-every bit; ``poros.prepare`` puts its layers in host memory; the HF Trainer fine-tunes it; the
-adapter is saved, and a fresh resident model that knows nothing of Poros reads it back and has to
-give the same bits. Checkpoint and text are made on the spot (see ``poros.examples.demo_data``).
+every bit; ``poros.prepare`` puts its layers in host memory; the HF Trainer fine-tunes it, and a
+resident model beside it for the first steps, whose losses have to be the same and whose time stands
+beside; the adapter is saved, and a fresh resident model that knows nothing of Poros reads it back
+and has to give the same bits. Checkpoint and text are made on the spot (see
+``poros.examples.demo_data``).
 """
 
 import json
@@ -22,6 +24,7 @@ from poros.config import MIN_SLOTS
 from poros.devices import default_device
 from poros.errors import PorosError, quoted
 from poros.examples.demo_data import (
+    LESSON,
     ModelSize,
     RowDataset,
     documentation_topics,
@@ -30,10 +33,12 @@ from poros.examples.demo_data import (
     spread,
     train_base,
     train_tokenizer,
+    with_lesson,
     write_checkpoint,
 )
 from poros.examples.demo_report import DemoReport, frozen_layer_num_bytes
-from poros.output import require_folder
+from poros.examples.demo_training import train
+from poros.output import require_empty_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -46,7 +51,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 RANK = 16
 DROPOUT = 0.05
 
-_NUM_PHASES = 5
+_NUM_PHASES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,7 @@ class DemoSettings:
         num_base_steps: Full-precision steps that make the base.
         num_gate_steps: Optimizer steps of the parity gate, in each arm.
         num_steps: Optimizer steps of the fine-tuning.
+        num_resident_steps: Of these, how many a resident model does as well.
         batch_size: Rows per step.
         learning_rate: Peak value of the fine-tuning.
         num_eval_rows: Rows of each part to evaluate on; fewer if there are fewer.
@@ -70,10 +76,11 @@ class DemoSettings:
     num_base_steps: int = 160
     num_gate_steps: int = 4
     num_steps: int = 90
+    num_resident_steps: int = 24
     batch_size: int = 8
     learning_rate: float = 5e-3
     num_eval_rows: int = 96
-    num_new_tokens: int = 24
+    num_new_tokens: int = 40
     max_shard_num_bytes: int = 4_000_000
     seed: int = 0
 
@@ -117,7 +124,7 @@ def run_demo(
     prepare = prepare or partial(poros.prepare, slots=MIN_SLOTS, loss="reference")
     console = console or Console()
     device = _choose_device(device)
-    _make_empty_dir(out_dir)
+    require_empty_folder(out_dir, "out")
     report = DemoReport(device, {"checkpoint": out_dir / "checkpoint"})
     with _one_thread():
         with _phase("text and tokenizer", report, console):
@@ -130,6 +137,8 @@ def run_demo(
         if report.parity.exact:
             with _phase("fine-tuning", report, console):
                 model = _fine_tune(rows, settings, report, console, prepare, out_dir)
+            with _phase("the same, resident", report, console):
+                _train_resident(rows, settings, report, console, out_dir)
             with _phase("reload and compare", report, console):
                 report.files["adapter"] = out_dir / "adapter"
                 model.save_pretrained(report.files["adapter"])
@@ -148,10 +157,12 @@ def _make_text(
         part: pack_rows(tokenizer, paragraphs, settings.size.num_tokens)
         for part, paragraphs in vars(text).items()
     }
+    rows["lesson"] = with_lesson(tokenizer, rows["train"])
     console.print(
         f"Python's own documentation topics as {settings.size.num_tokens}-token rows: "
         f"{len(rows['base'])} for the base, {len(rows['train'])} to fine-tune on, "
-        f"{len(rows['held_out'])} held out; byte-level BPE with {len(tokenizer)} entries"
+        f"{len(rows['held_out'])} held out; every second of the former begins with "
+        f"one of {len(LESSON)} lines of a lesson; byte-level BPE with {len(tokenizer)} entries"
     )
     return tokenizer, rows
 
@@ -234,29 +245,18 @@ def _fine_tune(
     prepare: Callable[[Any], Any],
     out_dir: Path,
 ) -> "PeftModel":
-    from peft import LoraConfig, get_peft_model
-    from transformers import set_seed
-
     import poros
 
-    set_seed(settings.seed)
-    config = LoraConfig(
-        r=RANK,
-        lora_alpha=2 * RANK,
-        lora_dropout=DROPOUT,
-        target_modules=PROJECTIONS,
-        task_type="CAUSAL_LM",
-    )
-    model = get_peft_model(_load_base(report), config)
+    model = _adapted(settings, report)
     report.resident_num_bytes = frozen_layer_num_bytes(model)
     model = prepare(model)
-    trainer = _make_trainer(model, rows["train"], settings, report.device, out_dir)
+    trainer = _make_trainer(model, rows, settings, report.device, out_dir)
     num_rows = settings.num_eval_rows
     parts = {part: RowDataset(spread(rows[part], num_rows)) for part in ("train", "held_out")}
     console.print(f"loss on {num_rows} rows of each part, before")
     report.loss_before = _evaluate(trainer, parts)
     console.print(f"{settings.num_steps} steps of the HF Trainer, streamed")
-    trainer.train()
+    report.runs["streamed"] = train(trainer, settings.seed)
     console.print("loss on the same rows, after")
     report.loss_after = _evaluate(trainer, parts)
     runtime = poros.runtime(model)
@@ -271,8 +271,43 @@ def _fine_tune(
     return model
 
 
+def _train_resident(
+    rows: dict[str, torch.Tensor],
+    settings: DemoSettings,
+    report: DemoReport,
+    console: "Console",
+    out_dir: Path,
+) -> None:
+    """The first steps once more, without Poros."""
+    model = _adapted(settings, report)
+    trainer = _make_trainer(model, rows, settings, report.device, out_dir)
+    num_steps = min(settings.num_resident_steps, settings.num_steps)
+    console.print(f"the first {num_steps} of these steps, everything on the device")
+    report.runs["resident"] = train(trainer, settings.seed, num_steps)
+
+
+def _adapted(settings: DemoSettings, report: DemoReport) -> Any:
+    """The checkpoint with new adapters, the same each time."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import set_seed
+
+    set_seed(settings.seed)
+    config = LoraConfig(
+        r=RANK,
+        lora_alpha=2 * RANK,
+        lora_dropout=DROPOUT,
+        target_modules=PROJECTIONS,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(_load_base(report), config)
+
+
 def _make_trainer(
-    model: "PeftModel", rows: torch.Tensor, settings: DemoSettings, device: str, out_dir: Path
+    model: "PeftModel",
+    rows: dict[str, torch.Tensor],
+    settings: DemoSettings,
+    device: str,
+    out_dir: Path,
 ) -> "Trainer":
     from transformers import Trainer, TrainingArguments
 
@@ -292,7 +327,7 @@ def _make_trainer(
         disable_tqdm=False,
         seed=settings.seed,
     )
-    return Trainer(model=model, args=arguments, train_dataset=RowDataset(rows))
+    return Trainer(model=model, args=arguments, train_dataset=RowDataset(rows["lesson"]))
 
 
 def _evaluate(trainer: "Trainer", parts: dict[str, RowDataset]) -> dict[str, float]:
@@ -314,26 +349,42 @@ def _compare_with_reload(
 
     resident = PeftModel.from_pretrained(_load_base(report), report.files["adapter"])
     rows = spread(rows, settings.num_eval_rows)
-    prompt = rows[:1, : rows.shape[1] // 4]
+
+    def say(model: Any, question: str) -> torch.Tensor:
+        prompt = torch.tensor([tokenizer(question, add_special_tokens=False)["input_ids"]])
+        said: torch.Tensor = model.generate(
+            input_ids=prompt.to(report.device),
+            attention_mask=torch.ones_like(prompt).to(report.device),
+            max_new_tokens=settings.num_new_tokens,
+            do_sample=False,
+        )
+        return said.cpu()[0, prompt.shape[1] :]
+
+    def answers(model: Any) -> list[torch.Tensor]:
+        return [say(model, question) for question, _ in LESSON]
+
     logits, tokens = {}, {}
     for name, model in (("streamed", streamed), ("resident", resident)):
         model.eval()
         with torch.no_grad():
             batches = rows.to(report.device).split(settings.batch_size)
             logits[name] = torch.cat([model(input_ids=batch).logits.cpu() for batch in batches])
-            tokens[name] = model.generate(
-                input_ids=prompt.to(report.device),
-                attention_mask=torch.ones_like(prompt).to(report.device),
-                max_new_tokens=settings.num_new_tokens,
-                do_sample=False,
-            ).cpu()
-        report.completions[name] = tokenizer.decode(tokens[name][0, prompt.shape[1] :])
+            tokens[name] = answers(model)
+    with torch.no_grad(), resident.disable_adapter():
+        tokens["base"] = answers(resident)
+    report.completions = {
+        name: [_first_line(tokenizer.decode(each)) for each in said]
+        for name, said in tokens.items()
+    }
     report.num_logits = logits["resident"].numel()
     report.logits_difference = differing(logits["resident"], logits["streamed"], "held-out logits")
-    report.same_tokens = torch.equal(tokens["resident"], tokens["streamed"])
-    console.print("prompt:", repr(tokenizer.decode(prompt[0])), markup=False)
-    for name, completion in report.completions.items():
-        console.print(f"{name}:", repr(completion), markup=False)
+    report.same_tokens = all(map(torch.equal, tokens["resident"], tokens["streamed"]))
+
+
+def _first_line(text: str) -> str:
+    """The first line in which something is said; only what can be printed."""
+    lines = (line.strip() for line in text.split("\n"))
+    return quoted(next(filter(None, lines), ""), is_bare=True)
 
 
 def _load_base(report: DemoReport) -> Any:
@@ -361,15 +412,6 @@ def _choose_device(device: str | None) -> str:
             f"{found} here), found {device!r}"
         )
     return device
-
-
-def _make_empty_dir(path: Path) -> None:
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise PorosError(
-            "expected an empty or new folder to write the demo to, found "
-            f"{quoted(str(path))} in use; name another one, or none to get a fresh temporary folder"
-        )
-    require_folder(path, "out")
 
 
 @contextmanager

@@ -4,7 +4,9 @@ The text is the Python documentation that ships with the interpreter (``pydoc_da
 nothing is downloaded. The base model reads its prose, the paragraphs that start at the margin; the
 adapter is trained on the indented ones, which are definitions, grammar and examples and look quite
 different. One in eight of those is held out. Topics repeat sections of one another, so every
-paragraph is taken once: no held-out text is trained on.
+paragraph is taken once: no held-out text is trained on. Every second row begins with one of two
+lines of a lesson, which the adapter learns by heart: the documentation that a model of this size
+makes up after a minute is no sentence, but the lesson it can say.
 
 A random base would teach an adapter nothing worth measuring: the demo's base is therefore trained
 in full precision for a minute at most, then written as sharded safetensors like any checkpoint
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 END_OF_TEXT = "<|endoftext|>"
+
+LESSON = (
+    ("Where do the weights wait?", "In host memory."),
+    ("What does streaming change?", "Not one bit."),
+)
+"""A few lines that a model of this size can learn by heart, and say."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,31 @@ def train_tokenizer(paragraphs: Iterable[str], vocab_size: int) -> "PreTrainedTo
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
+
+
+def with_lesson(tokenizer: "PreTrainedTokenizerFast", rows: torch.Tensor) -> torch.Tensor:
+    """The rows, every second one of which begins with a line of the lesson, in turn.
+
+    A line stands where it will be asked for: at the beginning, with nothing before it to copy from.
+
+    Args:
+        tokenizer: Any tokenizer.
+        rows: (num_rows, T) int64; stays as it is.
+
+    Returns:
+        (num_rows, T) int64. Of a row that begins with a line, as many tokens at the end are left
+        out.
+    """
+    text = [f"{question} {answer}\n\n" for question, answer in LESSON]
+    lines = [
+        torch.tensor(tokenizer(line, add_special_tokens=False)["input_ids"])[: rows.shape[1]]
+        for line in text
+    ]
+    rows = rows.clone()
+    for number in range(0, len(rows), 2):
+        line = lines[number // 2 % len(lines)]
+        rows[number] = torch.cat([line, rows[number]])[: rows.shape[1]]
+    return rows
 
 
 def pack_rows(

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import quoted
+from poros.examples.demo_data import LESSON
+from poros.examples.demo_picture import BOTH, RESIDENT, STREAMED, draw
+from poros.examples.demo_training import Run
 from poros.nf4 import part_tensors
 
 if TYPE_CHECKING:
@@ -29,8 +32,10 @@ class DemoReport:
         logits_difference: First difference between the streamed model's held-out logits and those
             of the reloaded resident model; None when there is none.
         num_logits: Number of logits compared.
-        completions: Greedy continuation of one prompt, by model: ``streamed``, ``resident``.
-        same_tokens: Whether the two continuations have the same tokens.
+        completions: The line that a model says to each question of the lesson, greedily:
+            ``streamed``, ``resident``, and ``base``, which has no adapter.
+        same_tokens: Whether streamed and resident said the same tokens.
+        runs: The fine-tuning, ``streamed``, and its first steps once more, ``resident``.
         resident_num_bytes: Frozen bytes of all decoder layers, as they lie on the device in the
             resident model.
         stats: The runtime's counters after the fine-tuning, and its shape.
@@ -44,8 +49,9 @@ class DemoReport:
     parity: "ParityReport | None" = None
     logits_difference: "Difference | None" = None
     num_logits: int = 0
-    completions: dict[str, str] = field(default_factory=dict)
+    completions: dict[str, list[str]] = field(default_factory=dict)
     same_tokens: bool = False
+    runs: dict[str, Run] = field(default_factory=dict)
     resident_num_bytes: int = 0
     stats: dict[str, Any] = field(default_factory=dict)
     loss_before: dict[str, float] = field(default_factory=dict)
@@ -65,6 +71,13 @@ class DemoReport:
         return self.num_logits > 0 and self.logits_difference is None and self.same_tokens
 
     @property
+    def same_losses(self) -> bool:
+        """Whether each step that a resident model did as well had the same loss, bit for bit."""
+        streamed, resident = (self.runs.get(name, Run()) for name in ("streamed", "resident"))
+        num_steps = len(resident.losses)
+        return num_steps > 0 and streamed.losses[:num_steps] == resident.losses
+
+    @property
     def loss_fell(self) -> bool:
         """Whether fine-tuning lowered the loss clearly on every part."""
         return bool(self.loss_before) and all(
@@ -76,7 +89,7 @@ class DemoReport:
     def passed(self) -> bool:
         """Whether every claim of the demo held."""
         exact = self.parity is not None and self.parity.exact
-        return exact and self.same_outputs and self.loss_fell
+        return exact and self.same_outputs and self.same_losses and self.loss_fell
 
     def record(self) -> dict[str, Any]:
         """Return the report as plain values that JSON can hold."""
@@ -85,6 +98,10 @@ class DemoReport:
             "passed": self.passed,
             "num_differing_bits": self.num_differing_bits,
             "same_outputs": self.same_outputs,
+            "same_losses": self.same_losses,
+            "runs": {
+                name: {**vars(run), "median_ms": run.median_ms} for name, run in self.runs.items()
+            },
             "loss_fell": self.loss_fell,
             "files": {name: str(path) for name, path in self.files.items()},
             "parity": None if self.parity is None else self.parity.record(),
@@ -143,6 +160,8 @@ def render(report: DemoReport, console: "Console | None" = None) -> None:
         table.add_row("frozen layer bytes in host memory", _megabytes(stats["host_num_bytes"]))
         visits = f"{stats['num_loads']:,} loads, {stats['num_hits']:,} found in their slot"
         table.add_row("block visits", visits)
+    if len(report.runs) == 2:
+        table.add_row("time of a step", _step_times(report))
     for part, before in report.loss_before.items():
         after = report.loss_after.get(part, float("nan"))
         fell = after <= before - MIN_LOSS_DROP
@@ -153,8 +172,49 @@ def render(report: DemoReport, console: "Console | None" = None) -> None:
     for name, path in report.files.items():
         table.add_row(name, escape(quoted(str(path), is_bare=True, limit=1000)))
     console.print(table)
+    if len(report.runs) == 2:
+        _show_curves(report, console)
+    if report.completions:
+        _show_lines(report, console)
     verdict = "PASSED" if report.passed else "FAILED: " + "; ".join(_failures(report))
     console.print(_colored(escape(verdict), report.passed), highlight=False)
+
+
+def _step_times(report: DemoReport) -> str:
+    streamed, resident = (report.runs[name].median_ms for name in ("streamed", "resident"))
+    return (
+        f"streamed {streamed:.0f} ms, resident {resident:.0f} ms: {streamed / resident:.2f} times; "
+        "streaming recomputes each layer in backward, and this model is too small for its times to "
+        "say anything of a large one"
+    )
+
+
+def _show_curves(report: DemoReport, console: "Console") -> None:
+    """The losses of both runs, and what the marks mean."""
+    streamed, resident = (report.runs[name].losses for name in ("streamed", "resident"))
+    equal = "the same to the last bit" if report.same_losses else "NOT the same"
+    console.print("\nloss of each step", style="bold")
+    console.print(draw(streamed, resident), markup=False, highlight=False)
+    console.print(
+        f"{STREAMED} streamed, {RESIDENT} resident, {BOTH} both: {len(resident)} of the "
+        f"{len(streamed)} steps were done resident as well, with losses {equal}\n",
+        markup=False,
+        highlight=False,
+    )
+
+
+def _show_lines(report: DemoReport, console: "Console") -> None:
+    """What the model says to the questions of the lesson, without its adapter and with it."""
+    names = ("base", "streamed")
+    for (question, expected), *said in zip(
+        LESSON, *(report.completions[name] for name in names), strict=True
+    ):
+        lines = {"before": said[0], "after": said[1]}
+        if said[1] != expected:
+            lines["to learn"] = expected
+        console.print(question, style="bold", highlight=False)
+        for name, line in lines.items():
+            console.print(f"{name:>10}: {line or '(blanks alone)'}", markup=False, highlight=False)
 
 
 def _failures(report: DemoReport) -> list[str]:
@@ -163,6 +223,8 @@ def _failures(report: DemoReport) -> list[str]:
     failures = []
     if not report.same_outputs:
         failures.append("the reloaded resident model gives other outputs")
+    if not report.same_losses:
+        failures.append("a resident run has other losses")
     if not report.loss_fell:
         failures.append(f"a loss did not fall by {MIN_LOSS_DROP} or more")
     return failures

@@ -1,15 +1,12 @@
 """The folder of a hub repository in the local cache, fetched as far as it is not there."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from poros.errors import CheckpointFormatError, quoted
 from poros.loaders.header import defect
-
-# "name" or "owner/name"; the hub refuses the rest, after a request for each attempt.
-_REPOSITORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,95})?")
+from poros.loaders.names import is_repository
 
 
 def fetch(repository: str, patterns: Sequence[str], **hub: Any) -> Path:
@@ -23,7 +20,7 @@ def fetch(repository: str, patterns: Sequence[str], **hub: Any) -> Path:
     Raises:
         CheckpointFormatError: If there is no such repository, or no way to it.
     """
-    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+    if not is_repository(repository):
         raise _none(repository, "no file or folder of that name, and no name of a repository")
     from huggingface_hub import snapshot_download
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,9 +15,13 @@ SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
 ADAPTER_KERNELS = ("fused", "exact", "peft")
 DORA_TIERS = (None, "fused", "forward", "eager")
-_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
-    f"{letter}ib": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", start=1)
+_UNITS = {"": 1.0, "b": 1.0} | {
+    f"{letter}{end}": float(base) ** power
+    for power, letter in enumerate("kmgt", start=1)
+    for base, ends in ((1000, ("", "b")), (1024, ("i", "ib")))
+    for end in ends
 }
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,21 +173,43 @@ def _require_unit(value: int | float | str, what: str) -> None:
 
 
 def parse_num_bytes(value: int | float | str, what: str, *, at_least: int = 1) -> int:
-    """Bytes from a number or a string such as ``"8GiB"`` (2**30) or ``"8 GB"`` (1e9).
+    """Bytes from a number or a string.
+
+    ``"8GiB"`` and ``"8Gi"`` are 8 * 2**30, ``"8GB"`` and ``"8G"`` are 8e9, in small letters too.
 
     Raises:
         PolicyError: If it is anything else, not finite, or less than ``at_least``.
     """
-    number: float | None = None
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
-        if match and match[2].lower() in _UNITS:
-            number = float(match[1]) * _UNITS[match[2].lower()]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
+    number = _number(value, _UNITS)
     if number is None or not math.isfinite(number) or number < at_least:
         raise PolicyError(
             f"{what}: expected bytes as a positive number or a string such as '8GiB' or '8GB', "
             f"found {value!r}"
         )
     return int(number)
+
+
+def parse_count(value: int | float | str, what: str) -> int:
+    """A number of things from a number or a string: ``"5M"`` is 5e6; k, M and B are known.
+
+    Raises:
+        PolicyError: If it is anything else, not finite, or less than 1.
+    """
+    number = _number(value, _COUNTS)
+    if number is None or not math.isfinite(number) or number < 1:
+        raise PolicyError(
+            f"{what}: expected a positive number, or a string such as '500k', '5M' or '1B', found "
+            f"{value!r}"
+        )
+    return round(number)
+
+
+def _number(value: object, units: Mapping[str, float]) -> float | None:
+    """The value of a number, or of a text with one of the units; None if it is neither."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
+        if match and match[2].lower() in units:
+            return float(match[1]) * units[match[2].lower()]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return None

@@ -42,6 +42,20 @@ def require_folder(path: Path, option: str) -> None:
         ) from error
 
 
+def require_empty_folder(path: Path, option: str) -> None:
+    """Refuse a folder in which there is something; makes it if it is not there.
+
+    Raises:
+        PolicyError: If it is in use, or the system says no.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise PolicyError(
+            f"{option}: expected an empty or new folder, found {_shown(path)} in use; name "
+            "another one, or none to get a fresh temporary folder"
+        )
+    require_folder(path, option)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write ``content``; a reader sees the old file or all of the new one."""
     with NamedTemporaryFile(

@@ -9,7 +9,6 @@ from poros.cli import check, demo, finetune, load, merge, plan
 app = typer.Typer(
     help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
     no_args_is_help=True,
-    add_completion=False,
 )
 
 

@@ -7,14 +7,20 @@ import typer
 
 from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
 from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.errors import UnsupportedModelError, quoted
 from poros.output import require_file
 
 _POLICY = StreamingPolicy()
+_OPTIONS = {"slots": "--slots", "block_size": "--block-size", "adapter": "--adapter"}
 
 
 def check(
     model_dir: Annotated[
-        Path | None, typer.Argument(help="Checkpoint folder to check.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="Checkpoint folder to check; with --registered, part of a name.",
+            show_default=False,
+        ),
     ] = None,
     architecture: Annotated[
         str | None,
@@ -33,7 +39,9 @@ def check(
     registered: Annotated[
         bool,
         typer.Option(
-            "--registered", help="List architectures and adapters on record; check nothing."
+            "--registered",
+            help="Say what is on record: how many and which are exact, or each whose name has "
+            "MODEL_DIR in it. Checks nothing.",
         ),
     ] = False,
     fuzz: Annotated[
@@ -67,9 +75,11 @@ def check(
     Exit code: 0 if no bit differs, 1 if one does (or a listed record is stale), 2 for bad input.
     """
     if registered:
-        if record or any(option is not None for option in (model_dir, architecture, adapter)):
-            raise typer.BadParameter("--registered lists what is on record and takes no other")
-        _list_registered()
+        if record or fuzz or architecture is not None or adapter is not None:
+            raise typer.BadParameter(
+                "--registered says what is on record, and takes only part of a name"
+            )
+        _list_registered(None if model_dir is None else str(model_dir))
     if fuzz:
         if record or model_dir is not None or architecture is not None or steps is not None:
             raise typer.BadParameter("--fuzz draws its models, and takes --minutes, --seed, --out")
@@ -89,21 +99,29 @@ def check(
             )
         _record(architecture, adapter)
 
+    with readable_errors(_OPTIONS):
+        # Inside the gate a policy that cannot work would count as a failure of streaming.
+        StreamingPolicy(slots=slots, block_size=block_size)
+        if model_dir is not None and not (model_dir / "config.json").is_file():
+            raise UnsupportedModelError(
+                "MODEL_DIR: expected a checkpoint folder with a config.json, found none at "
+                f"{quoted(str(model_dir), is_bare=True)}; to check an architecture instead of a "
+                "checkpoint, use `poros check --architecture NAME`"
+            )
+        if out is not None:
+            require_file(out, "--out")
+
+    quieten_libraries()
     from poros.gates import parity
     from poros.gates.report import render
 
-    quieten_libraries()
     settings: dict[str, Any] = {"slots": slots, "block_size": block_size}
     settings["resident_kernels"] = resident_kernels
     if steps is not None:
         settings["num_steps"] = steps
     if adapter is not None:
         settings["adapter"] = adapter
-    with readable_errors():
-        # Inside the gate a policy that cannot work would count as a failure of streaming.
-        StreamingPolicy(slots=slots, block_size=block_size)
-        if out is not None:
-            require_file(out, "--out")
+    with readable_errors(_OPTIONS):
         if model_dir is not None:
             report = parity.check_model_dir(model_dir, **settings)
         else:
@@ -116,22 +134,23 @@ def check(
     raise typer.Exit(0 if report.exact else NOT_HELD)
 
 
-def _list_registered() -> NoReturn:
+def _list_registered(part: str | None) -> NoReturn:
     """Print what is on record, and say by the exit code whether it is fresh."""
+    quieten_libraries()
     from poros.gates.registry import read_registry
     from poros.gates.registry_table import render
 
     with readable_errors():
-        raise typer.Exit(0 if render(read_registry()) else NOT_HELD)
+        raise typer.Exit(0 if render(read_registry(), part) else NOT_HELD)
 
 
 def _record(architecture: str, adapter: str | None) -> NoReturn:
     """Check in every mode of the registry, and write the record there."""
+    quieten_libraries()
     from poros.gates.registry import read_registry
     from poros.gates.report import render
     from poros.gates.sweep import make_record
 
-    quieten_libraries()
     with readable_errors():
         record = make_record(architecture, adapter=adapter, on_report=render)
         # Read after the runs: another command may have recorded something meanwhile.
@@ -142,14 +161,15 @@ def _record(architecture: str, adapter: str | None) -> NoReturn:
 
 def _fuzz(minutes: float, seed: int, out: Path | None) -> NoReturn:
     """Draw training programs for so long, and report how they ended."""
+    with readable_errors():
+        if out is not None:
+            require_file(out, "--out")
+    quieten_libraries()
     from rich.console import Console
 
     from poros.gates.fuzz import campaign
 
-    quieten_libraries()
     with readable_errors():
-        if out is not None:
-            require_file(out, "--out")
         tally = campaign.fuzz(minutes, seed)
     Console().print(campaign.render(tally))
     if out is not None:

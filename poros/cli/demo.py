@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
+from poros.errors import quoted
+from poros.output import require_empty_folder
 
 
 def demo(
@@ -25,12 +27,17 @@ def demo(
 
     Exit code: 0 if no bit differs and the loss fell, 1 if not, 2 for bad input.
     """
+    if device not in (None, "cpu", "cuda"):
+        raise typer.BadParameter(f"--device: expected cpu or cuda, found {quoted(device)}")
+    with readable_errors():
+        if out is not None:
+            require_empty_folder(out, "--out")
+    quieten_libraries()
     from dataclasses import replace
 
     from poros.examples.demo import DemoSettings, run_demo
     from poros.examples.demo_report import render
 
-    quieten_libraries()
     settings = DemoSettings()
     if steps is not None:
         settings = replace(settings, num_steps=steps)

@@ -8,6 +8,14 @@ import typer
 from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
 
 _RECIPES = (".yaml", ".yml")
+_OPTIONS = {
+    "vram_budget": "--vram",
+    "host_budget": "--host-memory",
+    "allow_unvalidated": "--allow-untested",
+    "seq_len": "--max-length",
+    "batch_size": "--batch",
+}
+"""What the fields that messages name are called here."""
 
 
 def finetune(
@@ -22,6 +30,10 @@ def finetune(
     vram: Annotated[
         str | None,
         typer.Option(help="What the run may take on the GPU, such as 22GiB.", show_default="free"),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="What the base may take in host memory, if MODEL is a store."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run.", show_default="runs/MODEL-DATA")
@@ -103,6 +115,7 @@ def finetune(
         "model": ("MODEL", None if is_recipe else model),
         "data": ("DATA", data),
         "vram": ("--vram", vram),
+        "host_memory": ("--host-memory", host_memory),
         "out": ("--out", None if out is None else str(out)),
         "task": ("--task", task),
         "max_length": ("--max-length", max_length),
@@ -138,7 +151,7 @@ def finetune(
         rows.append(read_data(recipe, problems))
         return problems
 
-    with readable_errors():
+    with readable_errors(_OPTIONS):
         recipe = read_recipe(Path(str(model)) if is_recipe else None, given, further=read_rows)
         if print_recipe:
             typer.echo(written(recipe), nl=False)

@@ -5,13 +5,30 @@ from typing import Annotated, Any
 
 import typer
 
-from poros.cli.shared import LimitOption, limits_from, quieten_libraries, readable_errors
-from poros.errors import quoted
+from poros.cli.shared import (
+    LimitOption,
+    dtype_name,
+    limits_from,
+    quieten_libraries,
+    readable_errors,
+)
+from poros.errors import PolicyError, quoted
+from poros.loaders.names import require_source
+
+_QUANTIZATIONS = ("nf4", "fp4", "none")
+_OPTIONS = {
+    "source": "SOURCE",
+    "store": "--out",
+    "quantization": "--quantization",
+    "dtype": "--dtype",
+    "device": "--device",
+}
 
 
 def load(
     source: Annotated[
-        str, typer.Argument(help="Checkpoint folder, .safetensors file, or name on the hub.")
+        str,
+        typer.Argument(help="Checkpoint folder, .safetensors file, or OWNER/NAME on the hub."),
     ],
     out: Annotated[
         Path | None, typer.Option(help="Folder of the store to write; must not exist yet.")
@@ -22,7 +39,8 @@ def load(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of what is not quantized, or auto: what SOURCE says.", show_default="bfloat16"
+            help="Of what is not quantized: bf16, fp16, fp32, or auto: what SOURCE says.",
+            show_default="bf16",
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to quantize.")] = None,
@@ -37,16 +55,26 @@ def load(
     """
     if verify == (out is not None):
         raise typer.BadParameter("give either --out DIR or --verify")
-    options: dict[str, Any] = {"quantization": quantization, "dtype": dtype, "device": device}
+    named = dtype_name("--dtype", dtype, "float64", "auto")
+    options: dict[str, Any] = {"quantization": quantization, "dtype": named, "device": device}
     said = {name: value for name, value in options.items() if value is not None}
     if verify and said:
         raise typer.BadParameter(f"--verify takes no --{', --'.join(said)}: nothing is quantized")
+    if quantization not in (None, *_QUANTIZATIONS):
+        raise typer.BadParameter(
+            f"--quantization: expected one of {', '.join(_QUANTIZATIONS)}, found "
+            f"{quoted(quantization)}"
+        )
     quieten_libraries()
-    with readable_errors():
+    with readable_errors(_OPTIONS):
+        chosen = limits_from(limit)
+        require_source(source, "SOURCE")
+        if out is not None and out.is_file():
+            raise PolicyError(f"--out: expected a new folder, found the file {quoted(str(out))}")
         if verify:
             from poros.loaders.store import open_store
 
-            with open_store(source, verify=True, limits=limits_from(limit)) as store:
+            with open_store(source, verify=True, limits=chosen) as store:
                 shown = quoted(source, is_bare=True)
                 typer.echo(f"{shown}: {len(store.layouts)} layers, every byte as written")
             return
@@ -54,5 +82,5 @@ def load(
 
         if quantization == "none":
             said["quantization"] = None
-        load_model(source, store=out, limits=limits_from(limit), **said)
+        load_model(source, store=out, limits=chosen, **said)
         typer.echo(f"store: {out}")

@@ -1,8 +1,9 @@
 """What commands share: exit codes, how errors are shown, options that several of them take."""
 
 import logging
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,35 +28,110 @@ LimitOption = Annotated[
 ]
 
 
+DTYPES = {
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
+}
+"""What people call a dtype, and what PyTorch does."""
+
+SIZES = "24GiB is 24 x 2^30 bytes, 24G and 24GB are 24 x 10^9"
+"""How sizes are read, for the help."""
+
+
 @contextmanager
-def readable_errors() -> Iterator[None]:
-    """Print an error that Poros raises on purpose as one message, without a traceback."""
+def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Print an error that Poros raises on purpose as one message, without a traceback.
+
+    Args:
+        options: What the fields that messages name are called here; see ``in_options``.
+    """
     try:
         yield
     except (PorosError, OSError) as error:
+        text = in_options(str(error), options or {})
         # Paths that a user gave may hold anything, and so may what a system or a library says.
-        lines = (quoted(line, is_bare=True, limit=4000) for line in str(error).split("\n"))
+        lines = (quoted(line, is_bare=True, limit=4000) for line in text.split("\n"))
         typer.echo("error: " + "\n".join(lines), err=True)
         raise typer.Exit(BAD_INPUT) from error
 
 
-def quieten_libraries() -> None:
-    """Silence what no reader of these commands can act on.
+# A call in Python that a message advises, and a text that it quotes, stay as they are.
+_VERBATIM = re.compile(r"(poros\.[a-z]\w*\([^)]*\)|(?<!\w)'[^'\n]*')")
+_LIMIT = re.compile(r"limits=poros\.Limits\((\w+)=\.\.\.\)")
 
-    Without an optional package bitsandbytes warns that it uses its own CPU kernel, and PEFT asks
+
+def in_options(message: str, options: Mapping[str, str]) -> str:
+    """A message that names options of a command where it named fields of Python.
+
+    ``slots: expected`` becomes ``--slots: expected``; ``seq_len=512`` becomes ``--seq 512``;
+    ``offload_boundaries=True`` becomes ``--offload-boundaries``, and ``=False``
+    ``--no-offload-boundaries``.
+
+    Args:
+        message: Of an error.
+        options: By the names of fields.
+    """
+    message = _LIMIT.sub(r"--limit \1=NUMBER", message)
+    if not options:
+        return message
+    names = "|".join(sorted(options, key=len, reverse=True))
+    field = re.compile(rf"(?<![\w.\-])({names})(?:=(True|False)\b|(=)|(?!\w))")
+
+    def option(match: re.Match[str]) -> str:
+        field, truth, equals = match.groups()
+        # One that is an English word too is meant only where a colon or a value follows it.
+        if not (truth or equals or "_" in field or match.string[match.end() :].startswith(":")):
+            return match[0]
+        name = options[field]
+        if truth == "False":
+            return f"--no-{name.removeprefix('--')}"
+        return f"{name} " if equals else name
+
+    parts = _VERBATIM.split(message)
+    parts[::2] = [field.sub(option, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def quieten_libraries() -> None:
+    """Silence what no reader of these commands can act on, before the libraries are imported.
+
+    Without an optional package bitsandbytes says that it uses its own CPU kernel, and PEFT asks
     transformers for a property by the name it had before.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_notice_of_kernels)
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
 
 
-def dtype_named(option: str, name: str | None) -> Any:
-    """The floating-point dtype of that name."""
-    from poros.nf4 import DTYPES
+def _is_no_notice_of_kernels(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
-    if name is not None and name not in DTYPES:
-        raise typer.BadParameter(f"{option}: expected one of {', '.join(DTYPES)}, found {name!r}")
-    return None if name is None else DTYPES[name]
+
+def dtype_name(option: str, name: str | None, *others: str) -> str | None:
+    """PyTorch's name of a dtype, from what people call it: ``bf16`` is ``bfloat16``.
+
+    Args:
+        option: What the user calls it.
+        name: What was given, if anything.
+        *others: Names that are allowed besides, as they are.
+    """
+    if name is None or name in others:
+        return name
+    found = DTYPES.get(name.lower().removeprefix("torch."))
+    if found is None:
+        known = ", ".join(("bf16", "fp16", "fp32", *others))
+        raise typer.BadParameter(f"{option}: expected one of {known}, found {quoted(name)}")
+    return found
+
+
+def dtype_named(option: str, name: str | None) -> Any:
+    """The floating-point dtype of that name; imports torch."""
+    found = dtype_name(option, name)
+    if found is None:
+        return None
+    import torch
+
+    return getattr(torch, found)
 
 
 def limits_from(values: list[str] | None) -> "Limits | None":

@@ -38,6 +38,19 @@ def host_memory_left(root: Path = Path("/")) -> Room | None:
     return min(rooms, default=None)
 
 
+def host_memory(root: Path = Path("/")) -> int | None:
+    """The host memory that this machine and its control groups grant, used or not, in bytes.
+
+    Args:
+        root: As for ``host_memory_left``.
+
+    Returns:
+        None if the system does not say.
+    """
+    whole = [*_meminfo(root, "MemTotal"), *(limit for limit, *_ in _group_limits(root))]
+    return min(whole, default=None)
+
+
 def require_host_memory(num_bytes: int, what: str, root: Path = Path("/")) -> None:
     """Refuse what would not fit, before any of it is read or written.
 
@@ -82,17 +95,34 @@ def explain_pin_budget(root: Path = Path("/")) -> str:
 
 
 def _machine(root: Path) -> Iterator[Room]:
-    fields = dict(
-        line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line
-    )
-    available = fields.get("MemAvailable", "").split()
-    if available and available[0].isdecimal():
-        num_bytes = int(available[0]) * 1024
+    for num_bytes in _meminfo(root, "MemAvailable"):
         yield Room(num_bytes, f"the machine has {_gb(num_bytes)} available")
 
 
+def _meminfo(root: Path, field: str) -> Iterator[int]:
+    """The bytes that the kernel gives under that name, if it does."""
+    fields = dict(
+        line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line
+    )
+    found = fields.get(field, "").split()
+    if found and found[0].isdecimal():
+        yield int(found[0]) * 1024
+
+
 def _control_groups(root: Path) -> Iterator[Room]:
-    """A limit of every group above this process, versions 1 and 2."""
+    """What the limit of every group above this process leaves."""
+    for limit, usage, reclaimable, shared, path in _group_limits(root):
+        # The page cache counts as used, but goes when memory is needed. What is shared or
+        # in memory files is page cache too, and stays.
+        free = max(limit - usage, 0) + max(reclaimable - shared, 0)
+        yield Room(min(free, limit), f"control group {path}: {_gb(usage)} of {_gb(limit)} used")
+
+
+def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:
+    """Of every group above this process that has a limit, versions 1 and 2.
+
+    The limit, what is used, page cache in it and what of that is shared, in bytes; and its name.
+    """
     mounts = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -112,12 +142,9 @@ def _control_groups(root: Path) -> Iterator[Room]:
             usage = _number(top / group / current)
             if limit is None or usage is None or limit >= 2**60:
                 continue
-            # The page cache counts as used, but goes when memory is needed. What is shared or
-            # in memory files is page cache too, and stays.
             fields = _fields(top / group / "memory.stat")
             shared = fields.get("total_shmem" if controllers else "shmem", 0)
-            free = max(limit - usage, 0) + max(fields.get(reclaimable, 0) - shared, 0)
-            yield Room(min(free, limit), f"control group {path}: {_gb(usage)} of {_gb(limit)} used")
+            yield limit, usage, fields.get(reclaimable, 0), shared, path
 
 
 def _process(root: Path) -> Iterator[Room]:

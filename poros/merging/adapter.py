@@ -129,7 +129,7 @@ class Adapter:
             )
         inside = {id(each) for each in base.parameters()}
         tensors = [*module.parameters(), *module.buffers()]
-        tables = [getattr(module, name, None) for name in module.other_param_names]
+        tables: list[Any] = [getattr(module, name, None) for name in module.other_param_names]
         tensors += [
             each for table in tables if hasattr(table, "buffers") for each in table.buffers()
         ]

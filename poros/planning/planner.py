@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBud
 from poros.loaders.settings import said
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
-from poros.planning.meta_model import Recipe
+from poros.planning.meta_model import Recipe, base_of
 from poros.planning.request import PlanRequest, Speeds, require_positive
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from poros.loaders.limits import Limits
+
+_Result = TypeVar("_Result")
 
 _MOST_TRIES = 12
 _PRECISION = 0.02
@@ -156,10 +158,34 @@ class Planner:
 
         May be called within a forward of the model, whatever surrounds it.
         """
+        return self._apart(self._plan, request)
+
+    def find(self, request: PlanRequest) -> MemoryPlan | None:
+        """The same, or None where ``plan`` raises ``VRAMBudgetError``, and looks for advice."""
+        try:
+            return self._apart(lambda request: self._cost_model().plan(request), request)
+        except VRAMBudgetError:
+            return None
+
+    def advice(self, request: PlanRequest) -> str:
+        """What would make a step fit that does not, as ``VRAMBudgetError`` of ``plan`` says it."""
+        return self._apart(lambda request: str(_Advice(self._cost_model(), request)), request)
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Positions that the model has; None if it does not say, or is there and decides itself."""
         text = self._recipe.config.get_text_config(decoder=True)
         limit = getattr(text, "max_position_embeddings", None)
-        # A model that is there trains on what it is given.
-        if isinstance(limit, int) and request.seq_len > limit and self._adapters is None:
+        return limit if isinstance(limit, int) and self._adapters is None else None
+
+    @property
+    def model_type(self) -> str:
+        """Of the language model, as the registry has it."""
+        return str(base_of(self._cost_model().model).config.model_type)
+
+    def _apart(self, work: Callable[[PlanRequest], _Result], request: PlanRequest) -> _Result:
+        limit = self.max_seq_len
+        if limit is not None and request.seq_len > limit:
             raise PolicyError(
                 f"seq_len: expected at most the model's {limit} positions, found {request.seq_len}"
             )
@@ -168,7 +194,7 @@ class Planner:
         # context.
         with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(1) as pool:
             try:
-                return pool.submit(Context().run, self._plan, request).result()
+                return pool.submit(Context().run, work, request).result()
             except (PorosError, MemoryError):
                 raise
             except Exception as error:

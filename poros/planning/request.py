@@ -1,9 +1,9 @@
 """What a plan is asked for: one step's shape, budget and policy, as one value passed whole."""
 
+import math
 from dataclasses import dataclass
 
 from poros.config import StreamingPolicy, parse_num_bytes
-from poros.devices import default_device, library_workspace
 from poros.errors import PolicyError
 
 
@@ -74,6 +74,10 @@ class PlanRequest:
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "accumulation", "micro_batches"):
             require_positive(name, getattr(self, name))
+        for name in ("copy_gb_per_s", "tflop_per_s"):
+            rate = getattr(self.speeds, name, 1.0)
+            if not (math.isfinite(rate) and rate > 0):
+                raise PolicyError(f"{name}: expected a rate above zero, found {rate!r}")
         # The policy says what is wrong with the others.
         StreamingPolicy(
             block_size=self.block_size,
@@ -91,6 +95,9 @@ class PlanRequest:
     def libraries(self) -> int:
         """``library_num_bytes``, as it is or as it will be."""
         if self.library_num_bytes is None:
+            # A request can be made and checked before anything slow is imported.
+            from poros.devices import default_device, library_workspace
+
             return library_workspace(default_device())
         return self.library_num_bytes
 

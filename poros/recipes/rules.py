@@ -87,6 +87,13 @@ def _one_of(*names: str) -> Rule:
     return Rule(f"one of {', '.join(names)}", convert)
 
 
+def _dtype(value: Any) -> str:
+    names = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+    if not isinstance(value, str) or value not in names:
+        raise Refused
+    return names[value]
+
+
 def _size(value: Any) -> str:
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -181,7 +188,7 @@ RULES: Mapping[str, Rule] = {
     "adapter.alpha": Rule("a number above 0", _POSITIVE),
     "adapter.dropout": Rule("a number from 0 to below 1", _SHARE),
     "adapter.target_modules": Rule("all-linear, or names of modules", _modules),
-    "adapter.dtype": _one_of("float32", "bfloat16"),
+    "adapter.dtype": Rule("one of float32, bfloat16", _dtype),
     "training.epochs": Rule("a number above 0", _POSITIVE),
     "training.steps": _WHOLE,
     "training.batch_size": _WHOLE,

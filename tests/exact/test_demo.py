@@ -16,6 +16,7 @@ import poros
 from poros.errors import PorosError
 from poros.examples.demo import PROJECTIONS, DemoSettings, run_demo
 from poros.examples.demo_data import (
+    LESSON,
     DemoText,
     ModelSize,
     RowDataset,
@@ -25,9 +26,12 @@ from poros.examples.demo_data import (
     spread,
     train_base,
     train_tokenizer,
+    with_lesson,
     write_checkpoint,
 )
+from poros.examples.demo_picture import draw
 from poros.examples.demo_report import MIN_LOSS_DROP, DemoReport, frozen_layer_num_bytes, render
+from poros.examples.demo_training import Run
 from poros.gates import tiny
 from tests.support import prepare_plain
 
@@ -36,7 +40,8 @@ SMALL = DemoSettings(
     size=ModelSize(num_layers=3, hidden_size=96, intermediate_size=192, vocab_size=512),
     num_base_steps=100,
     num_gate_steps=2,
-    num_steps=80,
+    num_steps=160,
+    num_resident_steps=6,
     learning_rate=1e-2,
     num_eval_rows=32,
     num_new_tokens=4,
@@ -132,6 +137,21 @@ def test_spread_takes_rows_at_equal_distances() -> None:
     assert spread(rows, 20).flatten().tolist() == list(range(10))
 
 
+def test_every_second_row_begins_with_a_line_of_the_lesson(
+    text: DemoText, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = pack_rows(tokenizer, text.held_out, 32)[:7]
+    before = rows.clone()
+    found = with_lesson(tokenizer, rows)
+    assert torch.equal(rows, before) and found.shape == rows.shape
+    assert torch.equal(found[1::2], rows[1::2])
+    for number, row in enumerate(found[::2]):
+        question, answer = LESSON[number % len(LESSON)]
+        said, _, rest = tokenizer.decode(row).partition("\n\n")
+        assert said == f"{question} {answer}"
+        assert tokenizer.decode(rows[2 * number]).startswith(rest) and rest
+
+
 # Checkpoint
 
 
@@ -187,7 +207,17 @@ def test_a_small_demo_holds_every_claim(demo: DemoReport) -> None:
     assert demo.stats["num_blocks"] == 3 and demo.stats["num_slots"] == 2
     assert demo.stats["num_loads"] > SMALL.num_steps
     assert 0 < demo.stats["device_num_bytes"] < demo.resident_num_bytes
+    assert demo.same_losses and len(demo.runs["streamed"].losses) == SMALL.num_steps
+    assert len(demo.runs["resident"].losses) == SMALL.num_resident_steps
+    assert {name: len(said) for name, said in demo.completions.items()} == {
+        **{"streamed": len(LESSON), "resident": len(LESSON), "base": len(LESSON)}
+    }
     summary = rendered(demo)
+    assert (
+        "@ both: 6 of the 160 steps" in summary
+        and "with losses the same to the last bit" in summary
+    )
+    assert all(question in summary for question, _ in LESSON) and "after: " in summary
     assert "PASSED" in summary and "FAILED" not in summary
     assert f"{demo.loss_after['held_out']:.4f} after" in summary
 
@@ -209,6 +239,8 @@ def test_the_adapter_is_saved_under_its_canonical_names(demo: DemoReport) -> Non
 def test_the_record_is_on_disk(demo: DemoReport) -> None:
     record = json.loads(demo.files["report"].read_text())
     assert record["passed"] is True and record["parity"]["exact"] is True
+    assert record["same_losses"] is True
+    assert record["runs"]["resident"]["median_ms"] > 0 < record["runs"]["streamed"]["median_ms"]
     assert record["loss_after"] == demo.loss_after and record["num_differing_bits"] == 0
     assert all(Path(path).exists() for path in record["files"].values())
 
@@ -266,6 +298,61 @@ def test_a_loss_that_hardly_falls_is_a_failure(demo: DemoReport) -> None:
     report = replace(demo, loss_after=after)
     assert not report.loss_fell and not report.passed
     assert "FAILED: a loss did not fall" in rendered(report)
+
+
+def test_a_loss_that_is_not_the_resident_one_is_a_failure(demo: DemoReport) -> None:
+    resident = replace(demo.runs["resident"], losses=[*demo.runs["resident"].losses])
+    resident.losses[3] += 1e-7
+    report = replace(demo, runs={**demo.runs, "resident": resident})
+    assert not report.same_losses and not report.passed
+    assert "FAILED: a resident run has other losses" in rendered(report)
+    assert "with losses NOT the same" in rendered(report)
+    assert not replace(demo, runs={}).same_losses
+
+
+def test_the_lesson_is_shown_as_it_was_said(demo: DemoReport) -> None:
+    answers = [answer for _, answer in LESSON]
+    learned = {**demo.completions, "streamed": answers}
+    assert "to learn: " not in rendered(replace(demo, completions=learned))
+    other = {**demo.completions, "base": ["", "x"], "streamed": ["[3]. 3.", answers[1]]}
+    summary = rendered(replace(demo, completions=other))
+    assert "before: (blanks alone)" in summary and "after: [3]. 3." in summary
+    assert summary.count("to learn: ") == 1 and f"to learn: {answers[0]}" in summary
+
+
+# The picture
+
+
+def test_both_curves_are_marked_where_they_are_equal_and_apart_where_not() -> None:
+    picture = draw([4.0, 3.0, 2.0, 1.0], [4.0, 3.5], num_rows=7)
+    assert picture.splitlines() == [
+        "4.00 |@",
+        "     | r",
+        "     | .",
+        "     |",
+        "     |  .",
+        "     |",
+        "1.00 |   .",
+        "      1  4 steps",
+    ]
+
+
+def test_a_point_that_lies_in_the_same_place_but_is_not_equal_is_no_common_one() -> None:
+    assert "@" not in draw([2.0, 1.0], [2.0000001, 1.0000001])
+    assert draw([2.0, 1.0], [2.0, 1.0]).count("@") == 2
+
+
+def test_columns_are_means_and_a_half_covered_one_is_left_to_the_longer_run() -> None:
+    losses = [float(number) for number in range(10, 0, -1)]
+    picture = draw(losses, losses[:5], num_columns=5)
+    assert picture.count("@") == 2 and picture.count(".") - 2 == 3  # two in the labels
+    assert "9.50 |" in picture and "1.50 |" in picture
+    assert draw([], []) == "no steps" and draw([1.0], []).startswith("1.00 |.")
+
+
+def test_times_are_medians_of_warm_steps() -> None:
+    assert Run([], [900.0, 800.0, 700.0, 5.0, 6.0, 9.0]).median_ms == 6.0
+    assert Run([], [3.0]).median_ms == 3.0 and Run().median_ms == 0.0
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:

@@ -153,16 +153,16 @@ def test_a_store_of_another_dtype_and_device(kinds: Kinds, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("{checkpoint} --out {new} --dtype int8", "error: dtype: expected bfloat16"),
-        ("{checkpoint} --out {new} --quantization int8", "error: quantization: expect"),
-        ("{checkpoint} --out {new} --device nowhere", "error: device: expected a usab"),
-        ("{checkpoint} --out {store} --quantization fp4", "error: store: expected one"),
-        ("{checkpoint} --out {store} --dtype float32", "error: store: expected one"),
-        ("{store} --out {new}", "error: store: expected none"),
+        ("{checkpoint} --out {new} --dtype int8", "--dtype: expected one of bf16"),
+        ("{checkpoint} --out {new} --quantization int8", "--quantization: expect"),
+        ("{checkpoint} --out {new} --device nowhere", "error: --device: expected a usab"),
+        ("{checkpoint} --out {store} --quantization fp4", "error: --out: expected one"),
+        ("{checkpoint} --out {store} --dtype float32", "error: --out: expected one"),
+        ("{store} --out {new}", "error: --out: expected none"),
         ("{store} --verify --dtype float16", "--verify takes no --dtype"),
         ("{store} --verify --device cpu", "--verify takes no --device"),
         ("{checkpoint} --verify", "found a checkpoint; make one of"),
-        ("{new} --verify", "found nothing there"),
+        ("{new} --verify", "found neither in"),
         ("{checkpoint} --out {new}/x/y", "No such file or directory. Nothing was left"),
     ],
 )

@@ -47,7 +47,8 @@ NOT_HASHED = {
         "watched",
         "poros.model": "adapter_kinds added_adapters foreign guards measuring recorded saving "
         "sizing stats",
-        "poros.planning": "cost_model formula meta_model optimizers planner request speeds",
+        "poros.planning": "answer answer_text cards cost_model formula meta_model optimizers "
+        "planner request speeds",
         # Records are made of one micro-batch after the other.
         "poros.accumulation": "cuts distributed draws group head loop micro_batch reasons start "
         "surroundings trainer unchanged watching",

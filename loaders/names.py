@@ -1,0 +1,48 @@
+"""What a source is called: something on this machine, or a repository of the hub.
+
+Imports nothing slow, so that a command can say at once that a path leads nowhere.
+"""
+
+import os
+import re
+
+from poros.errors import CheckpointFormatError, quoted
+
+# "name" or "owner/name"; the hub refuses the rest, after a request for each attempt.
+_REPOSITORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,95})?")
+_FILES = (".safetensors", ".json")
+
+
+def is_repository(name: str) -> bool:
+    """Whether the hub could have a repository of that name.
+
+    ``name`` and ``owner/name`` can be one. ``./name``, ``~/name``, ``/name``, ``a/b/c`` and
+    ``name.safetensors`` are paths, whether there is something or not.
+    """
+    return (
+        _REPOSITORY.fullmatch(name) is not None
+        and ".." not in name
+        and "--" not in name
+        and not name.endswith(_FILES)
+    )
+
+
+def require_source(source: str, option: str) -> None:
+    """Refuse what is neither there nor the ``owner/name`` of a repository, without a request.
+
+    A single word is taken for a path too: the hub has few repositories without an owner, all of
+    them under a full name as well, and a mistyped folder would be asked for over the network.
+
+    Args:
+        source: A path, or a name on the hub.
+        option: What the user calls it.
+
+    Raises:
+        CheckpointFormatError: If it can be neither.
+    """
+    if os.path.lexists(source) or ("/" in source and is_repository(source)):
+        return
+    raise CheckpointFormatError(
+        f"{option}: expected a folder or file that is there, or OWNER/NAME of a repository on the "
+        f"hub, found neither in {quoted(source)}; check the path (from {quoted(os.getcwd())})"
+    )

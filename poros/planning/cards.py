@@ -1,0 +1,154 @@
+"""What a plan takes a graphics card for, if it is not the one at hand: memory, link and rates.
+
+Published: memory, its bandwidth, and the link are those of the vendor's data sheets. The rate of
+products is the peak for dense bfloat16 with sums in float32, from NVIDIA's white papers on the
+GA102, Ada and RTX Blackwell GPUs (GeForce, RTX A6000) and the data sheets of the others. Where the
+table of a white paper has no row for a card it is computed as those rows are: multiprocessors x
+boost clock x 512 operations on a GeForce, x 1024 on the professional cards of the same chips.
+GeForce cards take float32 sums at half of the rate that is advertised for float16 sums; data sheets
+of professional cards advertise twice the dense rate, for matrices that are half zeros.
+
+Assumed: what a link carries of copies from page-locked memory (``LINK_GB_PER_S``), and how far a
+training step comes to the peaks. Per product of a linear layer with T tokens, each weight costs
+
+    2 T / (PRODUCT_SHARE x peak)      the product itself
+    2 T TOKEN_NUM_BYTES / bandwidth   what adapters, norms and activations read and write around it
+    WEIGHT_NUM_BYTES / bandwidth      making its 4 bits dense: 4.5 bytes, at half of the bandwidth
+
+The three constants fit the steps that were measured on an H200 and an H100 (benchmarks/results) to
+about a third; ``tests/planning/test_cards.py`` holds them to it. On other cards nothing has been
+measured, so times on them are a forecast, and ``poros plan --measure`` on the machine is better.
+
+Imports nothing slow.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+
+from poros.errors import PolicyError, quoted
+from poros.planning.request import Speeds
+
+LINK_GB_PER_S: Mapping[tuple[int, int], float] = MappingProxyType(
+    {(3, 16): 12.0, (4, 8): 12.5, (4, 16): 25.0, (5, 8): 27.0, (5, 16): 54.0}
+)
+"""Copies from page-locked memory over a PCIe link, by generation and lanes: about 0.8 of the 15.8,
+31.5 and 63 GB/s of 16 lanes, and 0.85 for generation 5, of which 55 were measured (transfer_h200).
+A board or a slot with fewer lanes, or an older generation, halves it."""
+
+PRODUCT_SHARE = 0.7
+TOKEN_NUM_BYTES = 0.005
+WEIGHT_NUM_BYTES = 8.0
+
+LIBRARIES, HOPPER_LIBRARIES = (2 * (size + 2**20) for size in (8320 * 2**10, 2**25))
+"""What cuBLAS keeps for itself, as ``poros.devices.library_workspace`` has it of a GPU at hand."""
+
+CONTEXT_NUM_BYTES = 2**29
+"""What CUDA and a desktop take before training has any memory."""
+MARGIN_SHARE = 0.1
+LEAST_MARGIN_NUM_BYTES = 2**30
+"""What is left over of a device where no budget is said, as ``poros.prepare`` does on a GPU."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card as it is published; GiB are 2**30 bytes, GB 1e9."""
+
+    title: str
+    memory_gib: int
+    pcie_generation: int
+    num_lanes: int
+    tflop_per_s: float
+    """Peak of dense bfloat16 products with float32 sums."""
+    memory_gb_per_s: float
+    library_num_bytes: int = LIBRARIES
+
+    @property
+    def budget(self) -> int:
+        """The bytes that training may have of it."""
+        return budget_of(self.memory_gib * 2**30 - CONTEXT_NUM_BYTES, self.memory_gib * 2**30)
+
+    @property
+    def copy_gb_per_s(self) -> float:
+        """What its link is taken to carry from page-locked memory."""
+        return LINK_GB_PER_S[self.pcie_generation, self.num_lanes]
+
+    def speeds(self, num_tokens: int) -> Speeds:
+        """Rates for the forecast of a micro-batch of so many tokens; see the module's docstring."""
+        product = 1 / (PRODUCT_SHARE * self.tflop_per_s)
+        # TB/s of memory: both are then in picoseconds for each operation.
+        memory = (TOKEN_NUM_BYTES + WEIGHT_NUM_BYTES / (2 * num_tokens)) / (
+            self.memory_gb_per_s / 1e3
+        )
+        return Speeds(self.copy_gb_per_s, 1 / (product + memory))
+
+
+def budget_of(free: int, whole: int) -> int:
+    """What training may have of a device: what is free, less a tenth of it and at least 1 GiB."""
+    return max(0, free - max(LEAST_MARGIN_NUM_BYTES, int(MARGIN_SHARE * whole)))
+
+
+CARDS: Mapping[str, Card] = MappingProxyType(
+    {
+        "rtx3060-12gb": Card("RTX 3060 12 GB", 12, 4, 16, 25.5, 360),
+        "rtx3080": Card("RTX 3080", 10, 4, 16, 59.5, 760),
+        "rtx3090": Card("RTX 3090", 24, 4, 16, 71.0, 936),
+        "rtx3090ti": Card("RTX 3090 Ti", 24, 4, 16, 80.0, 1008),
+        "rtx4060ti-16gb": Card("RTX 4060 Ti 16 GB", 16, 4, 8, 44.1, 288),
+        "rtx4070": Card("RTX 4070", 12, 4, 16, 58.3, 504),
+        "rtx4070ti": Card("RTX 4070 Ti", 12, 4, 16, 80.2, 504),
+        "rtx4070tisuper": Card("RTX 4070 Ti SUPER", 16, 4, 16, 88.2, 672),
+        "rtx4080": Card("RTX 4080", 16, 4, 16, 97.5, 717),
+        "rtx4090": Card("RTX 4090", 24, 4, 16, 165.2, 1008),
+        "rtx5060ti-16gb": Card("RTX 5060 Ti 16 GB", 16, 5, 8, 47.4, 448),
+        "rtx5070": Card("RTX 5070", 12, 5, 16, 61.7, 672),
+        "rtx5070ti": Card("RTX 5070 Ti", 16, 5, 16, 87.9, 896),
+        "rtx5080": Card("RTX 5080", 16, 5, 16, 112.6, 960),
+        "rtx5090": Card("RTX 5090", 32, 5, 16, 209.5, 1792),
+        "rtxa6000": Card("RTX A6000", 48, 4, 16, 154.8, 768),
+        "rtx6000ada": Card("RTX 6000 Ada", 48, 4, 16, 364.2, 960),
+        "a10": Card("A10", 24, 4, 16, 125.0, 600),
+        "a100-40gb": Card("A100 40 GB", 40, 4, 16, 312.0, 1555),
+        "a100-80gb": Card("A100 80 GB", 80, 4, 16, 312.0, 2039),
+        "l4": Card("L4", 24, 4, 16, 121.0, 300),
+        "l40s": Card("L40S", 48, 4, 16, 362.0, 864),
+        "h100": Card("H100 SXM", 80, 5, 16, 989.0, 3350, HOPPER_LIBRARIES),
+        "h100-pcie": Card("H100 PCIe", 80, 5, 16, 756.0, 2000, HOPPER_LIBRARIES),
+        "h200": Card("H200", 141, 5, 16, 989.0, 4800, HOPPER_LIBRARIES),
+    }
+)
+"""By the names that ``poros plan --card`` takes."""
+
+SIZES_GIB = (8, 12, 16, 24, 32, 48, 80)
+"""Memories of cards that plans are compared over."""
+
+
+def find_card(name: str) -> Card:
+    """The card of that name, however it is spelled: ``RTX 4090``, ``4090``, ``rtx-4090``.
+
+    Raises:
+        PolicyError: If there is none, or several; it says which are near.
+    """
+    wanted = _plain(name)
+    plain = {_plain(known): known for known in CARDS}
+    if wanted in plain:
+        return CARDS[plain[wanted]]
+    short = {each.removeprefix("rtx"): known for each, known in plain.items()}
+    number = wanted.removeprefix("rtx")
+    if number in short:
+        return CARDS[short[number]]
+    found = [known for each, known in short.items() if number and each.startswith(number)]
+    if len(found) == 1:
+        return CARDS[found[0]]
+    near = found or [plain[each] for each in get_close_matches(wanted, plain, n=4)] or list(CARDS)
+    raise PolicyError(
+        f"--card: expected one of {', '.join(near)}, found {quoted(name)}; for another card give "
+        "--vram and, for the forecast of time, --copy-gb-per-s and --tflop-per-s"
+    )
+
+
+def _plain(name: str) -> str:
+    """Letters and digits alone, without the vendor's name."""
+    text = "".join(letter for letter in name.lower() if letter.isalnum())
+    return text.removeprefix("nvidia").removeprefix("geforce")

@@ -1,0 +1,191 @@
+"""The answer of ``poros plan``: its figures are those of plans, and its words say what they are."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from poros.errors import VRAMBudgetError
+from poros.gates import registry, tiny
+from poros.gates.registry import Record, Registry
+from poros.host.limits import RESERVE_NUM_BYTES
+from poros.planning import answer as answer_module
+from poros.planning.answer import LENGTH_STEP, Answer, Device, Host, answer, standing_of
+from poros.planning.answer_text import facts, verdict
+from poros.planning.formula import MemoryPlan
+from poros.planning.planner import Planner
+from poros.planning.request import PlanRequest, Speeds
+from tests.planning.cells import lora
+
+# Blocks of 0.1 MB; at these rates the link is the bottleneck, and there compute is.
+SLOW_LINK, FAST_LINK = Speeds(0.001, 1.0), Speeds(1000.0, 0.001)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    config = tiny.small_config("qwen2", num_layers=6, hidden_size=128, dropout=0.0)
+    config.max_position_embeddings = 4096
+    return Planner(config, lora=lora())
+
+
+def ask(planner: Planner, budget: Any, *, speeds: Speeds | None = None, **options: Any) -> Answer:
+    host, num_tokens = options.pop("host", None), options.pop("num_tokens", None)
+    asked = {"seq_len": 256, "cuda_graphs": False, **options}
+    device = Device("your card", None if speeds is None else lambda _: speeds, "rates given")
+    return answer(planner, PlanRequest(vram_budget=budget, **asked), device, host, num_tokens)
+
+
+def needed(planner: Planner, seq_len: int, **options: Any) -> MemoryPlan:
+    return planner.plan(PlanRequest(seq_len=seq_len, cuda_graphs=False, **options))
+
+
+def said(found: Answer) -> str:
+    return "\n".join([verdict(found), *facts(found)])
+
+
+def test_what_fits_is_said_first_with_the_figures_of_the_plan(planner: Planner) -> None:
+    budget = needed(planner, 256, num_slots=4).total_num_bytes + 1000
+    found = ask(planner, budget, speeds=SLOW_LINK, host=Host(64 * 10**9, 3 * 10**9))
+    plan = planner.plan(replace(found.request, speeds=SLOW_LINK))
+    assert found.fits and found.plan == plan and plan.num_slots == 4
+    assert plan.step_ms is not None and found.point.tokens_per_s is not None
+    assert found.point.tokens_per_s == pytest.approx(256 / plan.step_ms * 1e3)
+    text = verdict(found)
+    assert text.startswith("Fits your card: 4 of 6 blocks stay on the card, 0 GB of host memory of")
+    assert "tokens/s" in text and "x the time of a resident run." in text
+    assert "forecast, with rates given" in said(found)
+
+
+def test_a_resident_run_is_the_same_model_with_everything_on_the_device(planner: Planner) -> None:
+    found = ask(planner, "1GiB", speeds=FAST_LINK)
+    resident = needed(planner, 256, num_slots=6, keep_last=6, stream_head=False, speeds=FAST_LINK)
+    assert found.plan.keep_last == 6 and found.resident_num_bytes == resident.total_num_bytes
+    assert found.point.times_resident == pytest.approx(1.0)
+    two = ask(planner, needed(planner, 256).total_num_bytes + 1000, speeds=FAST_LINK).point
+    # Compute alone: recomputing everything is all that a streamed step does more.
+    assert two.times_checkpointed == pytest.approx(1.0) and (two.times_resident or 0) > 1.2
+    slow = ask(planner, needed(planner, 256).total_num_bytes + 1000, speeds=SLOW_LINK).point
+    assert (slow.times_checkpointed or 0) > 2
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_the_longest_rows_fit_and_longer_ones_do_not(planner: Planner, share: float) -> None:
+    least, most = (needed(planner, n, offload_boundaries=True) for n in (256, 4096))
+    budget = int(least.total_num_bytes + share * (most.total_num_bytes - least.total_num_bytes))
+    found = ask(planner, budget)
+    longest = found.longest or 0
+    assert longest % LENGTH_STEP == 0 and 256 <= longest < 4096
+    assert planner.find(replace(found.request, seq_len=longest)) is not None
+    assert planner.find(replace(found.request, seq_len=longest + LENGTH_STEP)) is None
+    lengths = [point.seq_len for point in found.lengths]
+    assert lengths == sorted(lengths) and lengths[-1] == longest and 256 in lengths
+    assert all(point.fits for point in found.lengths)
+    assert f"have {longest:,} tokens (the model takes 4,096)" in said(found)
+
+
+def test_all_positions_fit_or_no_length_does(planner: Planner) -> None:
+    found = ask(planner, "8GiB")
+    assert found.longest == 4096 and "which is all that the model takes" in said(found)
+    assert [point.seq_len for point in found.lengths] == [256, 512, 1024, 2048, 4096]
+    none = ask(planner, needed(planner, 1).total_num_bytes // 2)
+    assert none.longest == 0 and "No length of rows fits." in said(none)
+
+
+def test_host_memory_limits_the_rows_whose_inputs_wait_there(planner: Planner) -> None:
+    budget = needed(planner, 2048, offload_boundaries=True).total_num_bytes + 1000
+    free = ask(planner, budget, micro_batches=4, accumulation=4)
+    assert free.longest is not None and free.longest > 512
+    plan = planner.find(replace(free.request, seq_len=free.longest))
+    assert plan is not None and plan.offload_boundaries
+    base = needed(planner, 256).host_num_bytes
+    middle = Host(RESERVE_NUM_BYTES + (base + plan.host_num_bytes) // 2)
+    bound = ask(planner, budget, micro_batches=4, accumulation=4, host=middle)
+    assert bound.longest is not None and 0 < bound.longest < free.longest
+    # A host that cannot even hold the base limits no length: the rest lies on a disk then.
+    short = ask(planner, budget, micro_batches=4, accumulation=4, host=Host(1000))
+    assert short.longest == free.longest and not short.fits and short.fits_device
+    assert "but not the host memory" in verdict(short) and "host_budget" in said(short)
+
+
+def test_what_does_not_fit_is_told_with_what_would_change_that(planner: Planner) -> None:
+    budget = int(0.9 * needed(planner, 256, batch_size=4).total_num_bytes)
+    found = ask(planner, budget, batch_size=4, offload_boundaries=False)
+    assert not found.fits and found.point.plan is None
+    assert verdict(found).startswith("Does not fit your card: the step needs ")
+    with pytest.raises(VRAMBudgetError) as caught:
+        planner.plan(found.request)
+    assert found.advice in str(caught.value) and "batch_size=" in found.advice
+    assert found.advice.splitlines()[0] in said(found)
+    # Plain values all the same: those of the least that there may be.
+    assert found.as_dict()["total_num_bytes"] == needed(planner, 256, batch_size=4).total_num_bytes
+
+
+def test_without_a_budget_or_rates_less_is_said(planner: Planner) -> None:
+    found = ask(planner, None)
+    assert found.longest is None and verdict(found).startswith("Needs 0.0 GB on the card")
+    text = said(found)
+    assert "Give --vram or --card" in text and "Time is not forecast" in text
+    assert "tokens/s" not in text and found.hours is None and found.together is None
+
+
+def test_hours_are_those_of_all_tokens(planner: Planner) -> None:
+    found = ask(planner, "1GiB", speeds=FAST_LINK, num_tokens=5_000_000)
+    assert found.hours == pytest.approx(5e6 / (found.point.tokens_per_s or 0) / 3600)
+    assert "5M tokens take about" in said(found)
+
+
+def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Planner) -> None:
+    budget = 2 * needed(planner, 256).total_num_bytes
+    slow = ask(planner, budget, num_slots=2, keep_last=0, speeds=SLOW_LINK)
+    assert slow.together is not None and slow.together.plan is not None
+    gain = (slow.together.tokens_per_s or 0) / (slow.point.tokens_per_s or 1)
+    assert 2 < gain <= 8 and "--accumulate" in said(slow)
+    fast = ask(planner, budget, num_slots=2, keep_last=0, speeds=FAST_LINK)
+    assert fast.together is None and "--accumulate" not in said(fast)
+
+
+def test_cards_are_compared_on_the_same_step(planner: Planner) -> None:
+    found = ask(planner, "1GiB", speeds=FAST_LINK)
+    assert [point.card_gib for point in found.cards] == list(answer_module.SIZES_GIB)
+    assert all(point.seq_len == 256 and point.fits for point in found.cards)
+
+
+def test_an_answer_is_plain_values_beside_those_of_the_plan(planner: Planner) -> None:
+    found = ask(planner, "1GiB", speeds=FAST_LINK, num_tokens=1000, host=Host(10**10, 10**9))
+    values = json.loads(json.dumps(found.as_dict()))
+    assert found.plan.as_dict().items() <= found.as_dict().items()
+    assert values["verdict"] == verdict(found) and values["fits"] is True
+    assert values["longest_seq_len"] == 4096 and values["registry"]["outcome"] == "exact"
+    assert values["ram_num_bytes"] == 10**10 and values["forecast"] == "rates given"
+    assert values["tokens_per_s"] > 0 and values["hours"] > 0
+    assert len(values["lengths"]) == 5 and values["lengths"][0]["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "word", "reason"),
+    [
+        (("exact",), "exact", "not one bit differs"),
+        (("exact", "untested"), "untested", "because"),
+        (("refused",), "refused", "because"),
+        (("failed",), "refused", "because"),
+        ((), "untested", "`poros check --architecture apple` tries it"),
+    ],
+)
+def test_the_registry_is_one_word_and_a_reason(
+    outcomes: tuple[Any, ...], word: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = {
+        f"apple{number}": Record(
+            name=f"apple{number}",
+            model_type="apple",
+            outcome=outcome,
+            reason=None if outcome == "exact" else "because",
+            **{"modes": (), "versions": {}, "environment": {}, "date": "", "code": ""},
+        )
+        for number, outcome in enumerate(outcomes)
+    }
+    monkeypatch.setattr(registry, "read_registry", lambda: Registry(records))
+    found = standing_of("apple")
+    assert found.word == word and reason in found.reason

@@ -19,6 +19,7 @@ from poros.layer.settings import settle
 from poros.model.inspect import Inventory, take_inventory
 from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
+from poros.saying import say
 from poros.slots.schedule import Action
 from poros.streams import StreamContext, streams_for
 
@@ -121,13 +122,17 @@ def prepare_with(
             runtime.num_blocks,
             runtime.num_slots,
         )
-    logger.info(
-        "poros: %d blocks (%.3f GB on the host) stream through %d slots (%.3f GB on %s)",
+    say(
+        logger,
+        "poros: %s is prepared: %d blocks, %.1f GB in host memory, pass through %d places on %s "
+        "(%.2f GB); %s",
+        type(inventory.base).__name__,
         runtime.num_blocks,
         stats["host_num_bytes"] / 1e9,
         runtime.num_slots,
-        stats["device_num_bytes"] / 1e9,
         runtime.device,
+        stats["device_num_bytes"] / 1e9,
+        "the first step will be checked" if policy.self_check != "off" else "nothing is checked",
     )
     return model
 

@@ -38,6 +38,7 @@ from poros.model.sizing import (
     step_num_bytes,
     with_shape,
 )
+from poros.saying import say
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
@@ -261,7 +262,8 @@ class MeasuredSizer(Sizer):
         self._reserve = RESERVE
         self._measure(Stage.MEASURING)
         smaller = self._affordable(needs, room) or self._floor(shape, is_checking)
-        logger.info(
+        say(
+            logger,
             "poros: %d x %d tokens, %d together, are more than any before: %s",
             *shape,
             _words(smaller),
@@ -320,7 +322,8 @@ class MeasuredSizer(Sizer):
         self._stage = Stage.SETTLED if chosen == room else Stage.MEASURING
         self._seen = []
         if chosen != room or self._rounds == 1:
-            logger.info(
+            say(
+                logger,
                 "poros: a step took %.2f GB of a budget of %.2f GB: %s",
                 step / 1e9,
                 (self.budget or 0) / 1e9,

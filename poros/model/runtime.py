@@ -28,7 +28,7 @@ from poros.model.inspect import Inventory
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
-from poros.model.stats import collect, held_num_bytes, nothing_checked
+from poros.model.stats import collect, described, held_num_bytes, nothing_checked
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
@@ -243,9 +243,9 @@ class Runtime:
     @property
     def device_num_bytes(self) -> int:
         """Slots, small tensors, quantization constants, dense weights, and slices of the head."""
-        dense = 0 if self._dense is None else self._dense.num_bytes
-        parts = (self.ring, self.small, self.constants)
-        return sum(part.num_bytes for part in parts) + self.head.device_num_bytes + dense
+        dense = self._dense.num_bytes if self._dense else 0
+        own = self.ring.num_bytes + self.small.num_bytes + self.constants.num_bytes
+        return own + self.head.device_num_bytes + dense
 
     @property
     def plan(self) -> "MemoryPlan | None":
@@ -277,6 +277,9 @@ class Runtime:
             host_num_bytes=self._matrices_num_bytes,
             num_resizes=self._num_resizes,
         )
+
+    def __repr__(self) -> str:
+        return described(self, self._model())
 
     def host_slab(self, block: int) -> torch.Tensor:
         """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
@@ -325,7 +328,7 @@ class Runtime:
                 self.sizer.recorded()
 
     def share_dense(self) -> None:
-        """Have memory for a layer's dense weights, for micro-batches together, if there is room."""
+        """Have memory for a layer's dense weights, if there is room."""
         share_dense(self._dense, self.sizer, self.context.captures)
 
     def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -388,10 +391,8 @@ class Runtime:
         self.context.visits.end_all()
         self._attachment.detach()
         self._let_go()
-        self.host.unpin()
-        self.offloader.unpin()
-        self.rows.unpin()
-        self.head.unpin()
+        for each in (self.host, self.offloader, self.rows, self.head):
+            each.unpin()
 
     def _let_go(self) -> None:
         for reference in self._layers:

@@ -93,6 +93,25 @@ def collect(
     }
 
 
+def described(runtime: "Runtime", model: nn.Module | None) -> str:
+    """A few lines for a person: where the blocks are, what has happened, what was checked."""
+    stats, room = runtime.stats(), runtime.room
+    name = "a model that is gone" if model is None else type(model).__name__
+    kept = f", {room.keep_last} layers keep their graph" if room.keep_last else ""
+    inputs = ", inputs of layers in host memory" if room.offload_inputs else ""
+    locked = "page-locked" if stats["pinned_num_bytes"] else "pageable"
+    lines = [
+        f"Runtime of {name} on {runtime.device}",
+        f"  {runtime.num_blocks} blocks, {room.num_slots} on the device at a time{kept}{inputs}",
+        f"  {stats['host_num_bytes'] / 1e9:.2f} GB in host memory ({locked}), "
+        f"{stats['device_num_bytes'] / 1e9:.2f} GB on the device",
+        f"  {stats['num_loads']} copies of blocks, {stats['h2d_num_bytes'] / 1e9:.2f} GB at "
+        f"{stats['h2d_gb_per_s']:.1f} GB/s; waited {stats['stall_ms']:.0f} ms for them",
+        f"  check of the first step: {runtime.self_check['status']}",
+    ]
+    return "\n".join([*lines, *(f"  {line}" for line in stats["fallbacks"])])
+
+
 def held_num_bytes(model: nn.Module, device: torch.device, small: SmallTensors) -> int:
     """Bytes on the device of a model's tensors and gradients, but for those in ``small``."""
     tensors = [*model.parameters(), *model.buffers()]

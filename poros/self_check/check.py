@@ -41,6 +41,7 @@ from poros.errors import ParityError
 from poros.layer.call import LayerCall
 from poros.layer.streamed import is_streamed, streamed_layer
 from poros.model.runtime import Runtime
+from poros.saying import say
 from poros.self_check.compare import bits
 from poros.self_check.evidence import (
     Evidence,
@@ -244,7 +245,11 @@ class SelfCheck:
                 )
             logger.warning("poros: self-check failed in %s; training goes on", self.message)
         elif self.status == "passed":
-            logger.info("poros: self-check passed: %d layers, 0 differing bits", self.num_layers)
+            say(
+                logger,
+                "poros: the first step is checked: %d layers give the bits of an ordinary graph",
+                self.num_layers,
+            )
             if self._sizer.check_kernels != "peft":
                 logger.warning(
                     "poros: the self-check compared with resident layers that run our adapter "

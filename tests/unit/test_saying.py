@@ -1,0 +1,69 @@
+"""What is said by default, and by whom it can be silenced."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import poros
+from poros.gates import tiny
+from tests.support import prepare_plain
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import logging
+{setup}
+import torch
+import poros
+from poros.gates import tiny
+model = tiny.attach_lora(tiny.load_base({folder!r}, dtype=torch.bfloat16))
+poros.prepare(model, slots=2).train()
+tokens = torch.arange(8)[None]
+model(input_ids=tokens, labels=tokens).loss.backward()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    config = tiny.small_config("qwen2", num_layers=3, hidden_size=64)
+    tiny.write_checkpoint(config, path / "base", dtype=torch.bfloat16)
+    return path / "base"
+
+
+def said(folder: Path, setup: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE.format(setup=setup, folder=str(folder))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [line for line in done.stderr.splitlines() if line.startswith("poros: ")]
+
+
+def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(folder: Path) -> None:
+    prepared, checked = said(folder, "")
+    assert "PeftModel" in prepared or "Qwen2" in prepared
+    assert "3 blocks" in prepared and "2 places on cpu" in prepared
+    assert "3 layers give the bits" in checked
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "logging.getLogger('poros').setLevel('WARNING')",
+        "logging.basicConfig(level='WARNING')",
+    ],
+)
+def test_it_can_be_silenced(setup: str, folder: Path) -> None:
+    assert said(folder, setup) == []
+
+
+def test_a_runtime_describes_itself(folder: Path) -> None:
+    model = prepare_plain(tiny.attach_lora(tiny.load_base(folder, dtype=torch.bfloat16)), slots=2)
+    lines = repr(poros.runtime(model)).splitlines()
+    assert lines[1].strip() == "3 blocks, 2 on the device at a time"
+    assert lines[-1].strip() == "check of the first step: pending" and len(lines) == 5

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,16 @@ if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
 
 PREFIX = "poros/"
+_LABEL = "poros::"
+"""Of the ranges in a trace: see ``poros.labels``."""
 
 
-def log_streaming(trainer: "Trainer", events: str | os.PathLike[str] | None = None) -> None:
+def log_streaming(
+    trainer: "Trainer",
+    events: str | os.PathLike[str] | None = None,
+    *,
+    trace_step: int | None = None,
+) -> None:
     """Have a Trainer log what streaming has done since its last log.
 
     With the Trainer's own values, so wherever those go (TensorBoard, the progress bar, the log
@@ -32,7 +40,10 @@ def log_streaming(trainer: "Trainer", events: str | os.PathLike[str] | None = No
     Args:
         trainer: Of a prepared model.
         events: A file to which one JSON object per line is appended: first versions, policy and
-            sizes, then what was logged at each step, with the plan where it is new.
+            sizes, then what was logged at each step, with the plan where it is new, evaluations,
+            and at the end all counters and what was checked. ``poros report`` draws it.
+        trace_step: An optimizer step of this start that ``torch.profiler`` records, into
+            ``step_trace.json`` beside ``events``; needs them. It takes longer than others.
 
     Streams:
         Reads counters on the host, and events; waits for nothing.
@@ -41,15 +52,18 @@ def log_streaming(trainer: "Trainer", events: str | os.PathLike[str] | None = No
         PreparedModelError: If the model is not prepared.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    callback = _Telemetry(runtime(model), None if events is None else Path(events))
+    callback = _Telemetry(runtime(model), None if events is None else Path(events), trace_step)
     # Before the callbacks that hand the values on.
     trainer.callback_handler.callbacks.insert(0, callback)
 
 
 class _Telemetry(TrainerCallback):
-    def __init__(self, runtime: Runtime, events: Path | None) -> None:
+    def __init__(self, runtime: Runtime, events: Path | None, trace_step: int | None) -> None:
         self._runtime = runtime
         self._events = events
+        self._trace_step = trace_step
+        self._num_steps = 0
+        self._profile: torch.profiler.profile | None = None
         self._last = runtime.stats()
         self._plan: MemoryPlan | None = None
 
@@ -57,8 +71,34 @@ class _Telemetry(TrainerCallback):
         self._last = self._runtime.stats()
         self._write(_start(self._runtime))
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._num_steps += 1
+        if self._num_steps == self._trace_step and self._events is not None:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None or self._events is None:
+            return
+        if self._runtime.device.type == "cuda":
+            torch.cuda.synchronize(self._runtime.device)
+        profile.stop()
+        file = self._events.with_name("step_trace.json")
+        profile.export_chrome_trace(str(file))
+        self._write({"event": "step", "step": state.global_step, "spans": spans(file)})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check = self._runtime.self_check
+        counts = self._runtime.stats()
+        self._write({"event": "end", "step": state.global_step, "check": check, **counts})
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or logs is None or "loss" not in logs:
+        if not state.is_world_process_zero or logs is None:
+            return
+        if "eval_loss" in logs:
+            self._write({"event": "evaluation", "step": state.global_step, **logs})
+        if "loss" not in logs:
             return  # evaluations and the summary at the end are logged as well
         now, last = self._runtime.stats(), self._last
         keys = ("num_loads", "num_hits", "stall_ms", "disk_stall_ms")
@@ -83,7 +123,34 @@ class _Telemetry(TrainerCallback):
         if self._events is None:
             return
         with self._events.open("a") as file:
-            file.write(json.dumps(event, default=str) + "\n")
+            file.write(json.dumps({**event, "time": time.time()}, default=str) + "\n")
+
+
+def spans(trace: Path) -> list[dict[str, Any]]:
+    """What ran on each of the two streams in a recorded step, in ms from its first span on.
+
+    Args:
+        trace: As ``torch.profiler`` writes it.
+
+    Returns:
+        ``name``, ``stream`` (``compute`` or ``copy``), ``start_ms`` and ``ms`` of each visit of a
+        layer and each copy of a block: on a GPU the device's own times, on a CPU the host's.
+    """
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    found = [each for each in events if str(each.get("name", "")).startswith(_LABEL)]
+    kinds = {each.get("cat") for each in found}
+    kind = "gpu_user_annotation" if "gpu_user_annotation" in kinds else "user_annotation"
+    own = [each for each in found if each.get("cat") == kind and "dur" in each]
+    begin = min((each["ts"] for each in own), default=0.0)
+    return [
+        {
+            "name": (name := each["name"].removeprefix(_LABEL)),
+            "stream": "copy" if name.startswith("copy") else "compute",
+            "start_ms": (each["ts"] - begin) / 1000,
+            "ms": each["dur"] / 1000,
+        }
+        for each in sorted(own, key=lambda each: each["ts"])
+    ]
 
 
 def _start(runtime: Runtime) -> dict[str, Any]:

@@ -12,7 +12,7 @@ BEGIN, END = "<!-- files: python -m tests.file_table -->", "<!-- end of files --
 FOLDERS = (
     *("poros", "poros/host", "poros/slots", "poros/kernels", "poros/layer", "poros/head"),
     *("poros/model", "poros/accumulation", "poros/planning", "poros/self_check"),
-    *("poros/merging", "poros/recipes", "poros/finetune", "poros/cli"),
+    *("poros/merging", "poros/reporting", "poros/recipes", "poros/finetune", "poros/cli"),
     *("loaders", "gates", "gates/fuzz", "examples"),
     "benchmarks",
 )

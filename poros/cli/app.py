@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli import check, demo, finetune, load, merge, plan
+from poros.cli import check, demo, finetune, load, merge, plan, report
 
 app = typer.Typer(
     help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
@@ -37,5 +37,9 @@ def _options(
     pass
 
 
-for _command in (finetune.finetune, plan.plan, merge.merge, load.load, check.check, demo.demo):
+_COMMANDS = (
+    *(finetune.finetune, plan.plan, report.report, merge.merge),
+    *(load.load, check.check, demo.demo),
+)
+for _command in _COMMANDS:
     app.command()(_command)

@@ -89,6 +89,9 @@ def finetune(
     save_every: Annotated[
         str | None, typer.Option(help="Steps between checkpoints.", show_default="a tenth")
     ] = None,
+    trace_step: Annotated[
+        int | None, typer.Option(min=1, help="Record this step for poros report; it takes longer.")
+    ] = None,
     seed: Annotated[str | None, typer.Option(help="Of all that is drawn.")] = None,
     resident: Annotated[
         bool, typer.Option("--resident", help="Keep the base on the GPU as a whole.")
@@ -159,6 +162,6 @@ def finetune(
         quieten_libraries()
         from poros.finetune.run import finetune as run
 
-        adapter_folder = run(recipe, rows[0], typer.echo)
+        adapter_folder = run(recipe, rows[0], typer.echo, trace_step=trace_step)
     if adapter_folder is None:
         raise typer.Exit(NOT_HELD)

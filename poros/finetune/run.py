@@ -25,13 +25,20 @@ def folder_of(recipe: Recipe) -> Path:
     return Path("runs") / "-".join(names)
 
 
-def finetune(recipe: Recipe, data: Data, show: Callable[[str], None]) -> Path | None:
+def finetune(
+    recipe: Recipe,
+    data: Data,
+    show: Callable[[str], None],
+    *,
+    trace_step: int | None = None,
+) -> Path | None:
     """Train, from the beginning or from where the folder's run has come to.
 
     Args:
         recipe: Right in itself.
         data: Its rows.
         show: Takes each line that is to be read.
+        trace_step: Is recorded: see ``poros.log_streaming``.
 
     Returns:
         The folder of the adapter; None if the run was asked to stop, and can go on.
@@ -62,7 +69,7 @@ def finetune(recipe: Recipe, data: Data, show: Callable[[str], None]) -> Path | 
     set_seed(recipe.training.seed)
     model = _model(recipe, show)
     trainer = make_trainer(recipe, model, tokenizer, rows, validation, folder.path, num_steps)
-    log_streaming(trainer, folder.events)
+    log_streaming(trainer, folder.events, trace_step=trace_step)
     panel = Panel(show, lambda: trainer.data_collator.num_tokens)
     stop = StopAtStep()
     trainer.add_callback(panel)

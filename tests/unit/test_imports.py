@@ -41,6 +41,7 @@ LAYERS = [
     {"api"},
     {"telemetry"},
     {"merging"},
+    {"reporting"},
     {"recipes"},
     {"finetune"},
     {"cli"},

@@ -54,9 +54,10 @@ NOT_HASHED = {
         "surroundings trainer unchanged watching",
         "poros.self_check": "check evidence proof switches",
         "poros.merging": "adapter merge",
+        "poros.reporting": "charts events page",
         "poros.recipes": "reading recipe rows rules sources",
         "poros.finetune": "folder panel run screen stopping tokens trainers",
-        "poros.cli": "app check demo finetune load merge plan shared",
+        "poros.cli": "app check demo finetune load merge plan report shared",
         "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "
         "program shrink",

@@ -1,0 +1,30 @@
+"""``poros report``: a page about a run."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from poros.cli.shared import readable_errors
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of the run, with its events.jsonl.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page.", show_default="RUN/report.html")
+    ] = None,
+) -> None:
+    """Draw a run as one HTML page: loss, memory, the two streams of a step, the wire, versions."""
+    with readable_errors():
+        from poros.output import require_file
+        from poros.reporting.events import read_run
+        from poros.reporting.page import page
+
+        found = read_run(run)
+        target = out or run / "report.html"
+        require_file(target, "--out")
+        part = target.with_name(f".{target.name}.part")
+        part.write_text(page(found), encoding="utf-8")
+        os.replace(part, target)
+    typer.echo(f"report: {target}")

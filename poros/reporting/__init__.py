@@ -1,0 +1,1 @@
+"""A page about a run, from the events that it has written."""

@@ -1,0 +1,125 @@
+"""The page of a run: what it says, what is missing, what is damaged; nothing of it is code."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from poros.errors import RunFolderError
+from poros.reporting.events import read_run
+from poros.reporting.page import page, verdict
+from tests.command import poros_command
+from tests.finetune.material import write_base, write_rows
+
+pytest.importorskip("trl", reason="a run is made by poros finetune")
+
+
+BUDGET = "1300kB"
+"""In which two of the three blocks have a place."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    base, rows = write_base(folder / "base"), write_rows(folder / "rows.jsonl", "text", 40)
+    options = ("--steps", "4", "--accumulate", "2", "--max-length", "64", "--validation", "0.1")
+    more = ("--out", str(folder / "out"), "--trace-step", "3", "--vram", BUDGET)
+    result = poros_command("finetune", str(base), str(rows), *options, *more)
+    assert result.exit_code == 0, result.output
+    return folder / "out"
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def write(folder: Path, lines: list[Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    text = "\n".join(each if isinstance(each, str) else json.dumps(each) for each in lines)
+    (folder / "events.jsonl").write_text(text)
+    return folder
+
+
+def test_the_page_of_a_real_run(run: Path) -> None:
+    result = poros_command("report", str(run))
+    assert result.exit_code == 0 and "report.html" in result.output
+    text = (run / "report.html").read_text()
+    for title in ("Loss", "Memory, planned and measured", "The two streams in step 3", "Wire"):
+        assert f"<h2>{title}</h2>" in text
+    assert "validation" in text and "backward layers.2" in text and "copy block" in text
+    assert "bits of a resident run" in verdict(read_run(run))
+    assert not re.search(r"(src|href)=|url\(|@import|<script", text)
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+
+
+def test_the_recorded_step_has_each_visit_and_copy(run: Path) -> None:
+    step: Any = read_run(run).step
+    names = [each["name"] for each in step["spans"]]
+    # Three layers, two micro-batches together; both passes.
+    assert sum(name.startswith("backward") for name in names) == 6
+    # One block does not fit; an evaluation before the step has moved them once more.
+    assert 2 <= sum(name.startswith("copy") for name in names) <= 3
+    assert all(each["ms"] >= 0 and each["start_ms"] >= 0 for each in step["spans"])
+    assert json.loads((run / "step_trace.json").read_text())["traceEvents"]
+
+
+def test_what_comes_from_files_is_no_code(run: Path, tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    found = events(run)
+    found[0]["versions"]["torch"] = evil
+    found[-1]["fallbacks"] = [evil]
+    for event in found:
+        for span in event.get("spans", []):
+            span["name"] = f"copy {evil}"
+    text = page(read_run(write(tmp_path / "run", found)))
+    assert "<script" not in text and "&lt;script&gt;" in text
+
+
+def test_a_cut_last_line_is_left_out_and_said(run: Path, tmp_path: Path) -> None:
+    whole = [json.dumps(each) for each in events(run)]
+    folder = write(tmp_path / "run", [*whole[:4], whole[4][: len(whole[4]) // 2]])
+    found = read_run(folder)
+    assert found.is_cut and "cut off" in verdict(found)
+    assert page(found)
+
+
+def test_damage_elsewhere_names_the_line(run: Path, tmp_path: Path) -> None:
+    whole = [json.dumps(each) for each in events(run)]
+    folder = write(tmp_path / "run", [whole[0], "{garbage", *whole[1:]])
+    with pytest.raises(RunFolderError, match=r"events\.jsonl:2"):
+        read_run(folder)
+    assert poros_command("report", str(folder)).exit_code == 2
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_no_run(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "events.jsonl").write_text(content)
+    with pytest.raises(RunFolderError, match="expected"):
+        read_run(tmp_path)
+
+
+def test_a_run_that_went_on_has_each_step_once(run: Path, tmp_path: Path) -> None:
+    found = events(run)
+    logs = [each for each in found if each["event"] == "log"]
+    again = [found[0], *logs[:3], found[0], {**logs[1], "loss": 1.5}, *logs[2:], found[-1]]
+    joined = read_run(write(tmp_path / "run", again))
+    assert [each["step"] for each in joined.logs] == [1, 2, 3, 4]
+    assert joined.logs[1]["loss"] == 1.5 and "started 2 times" in verdict(joined)
+
+
+def test_what_is_missing_is_said(run: Path, tmp_path: Path) -> None:
+    text = page(read_run(write(tmp_path / "run", events(run)[:1])))
+    assert "No step was logged yet." in text and "--trace-step 3" in text
+
+
+def test_recording_a_step_changes_no_bit(run: Path, tmp_path: Path) -> None:
+    folder = run.parent
+    options = ("--steps", "4", "--accumulate", "2", "--max-length", "64", "--validation", "0.1")
+    arguments = (str(folder / "base"), str(folder / "rows.jsonl"), *options, "--vram", BUDGET)
+    result = poros_command("finetune", *arguments, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    name = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (run / name).read_bytes()

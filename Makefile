@@ -105,7 +105,7 @@ define install
 endef
 
 $(STAMP):
-	$(call install,$(VENV),constraints.txt,dev$(COMMA)trl)
+	$(call install,$(VENV),constraints.txt,dev$(COMMA)finetune)
 
 $(STAMP_OLDEST):
 	$(call install,$(VENV_OLDEST),constraints-oldest.txt,dev)

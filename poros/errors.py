@@ -77,3 +77,19 @@ class CheckpointFormatError(PorosError, ValueError):
 
 class StoreWriteError(PorosError, OSError):
     """A store could not be written to disk; nothing was left there."""
+
+
+class RecipeError(PorosError, ValueError):
+    """A recipe, or an option of ``poros finetune``, cannot work; nothing was loaded or written."""
+
+
+class DataFormatError(PorosError, ValueError):
+    """Rows to train on are not what they should be; nothing was loaded or written."""
+
+
+class RunFolderError(PorosError, RuntimeError):
+    """A folder holds a run that is finished, in progress, or another than the recipe's."""
+
+
+class MissingPackageError(PorosError, ImportError):
+    """A package that an optional feature needs is not installed."""

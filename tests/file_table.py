@@ -12,6 +12,7 @@ BEGIN, END = "<!-- files: python -m tests.file_table -->", "<!-- end of files --
 FOLDERS = (
     *("poros", "poros/host", "poros/slots", "poros/kernels", "poros/layer", "poros/head"),
     *("poros/model", "poros/accumulation", "poros/planning", "poros/self_check", "poros/cli"),
+    *("poros/recipes", "poros/finetune"),
     *("loaders", "gates", "gates/fuzz", "examples"),
     "benchmarks",
 )

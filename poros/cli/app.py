@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli import check, demo, load, plan
+from poros.cli import check, demo, finetune, load, plan
 
 app = typer.Typer(
     help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
@@ -38,5 +38,5 @@ def _options(
     pass
 
 
-for _command in (demo.demo, check.check, load.load, plan.plan):
+for _command in (demo.demo, finetune.finetune, check.check, load.load, plan.plan):
     app.command()(_command)

@@ -29,6 +29,8 @@ LAYERS = [
     {"planning", "self_check"},
     {"api"},
     {"telemetry"},
+    {"recipes"},
+    {"finetune"},
     {"cli"},
     {"gates"},
     {"examples"},

@@ -52,7 +52,10 @@ NOT_HASHED = {
         "poros.accumulation": "cuts distributed draws group head loop micro_batch reasons start "
         "surroundings trainer unchanged watching",
         "poros.self_check": "check evidence proof switches",
-        "poros.cli": "app check demo load plan shared",
+        "poros.recipes": "checks reading recipe values",
+        "poros.finetune": "adapters data forms panel resuming run screen stopping templates tokens "
+        "trainers",
+        "poros.cli": "app check demo finetune load plan shared",
         "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "
         "program shrink",

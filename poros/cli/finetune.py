@@ -1,0 +1,140 @@
+"""``poros finetune``: from a data set to an adapter."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from poros.cli.shared import quieten_libraries, readable_errors
+from poros.recipes.recipe import Recipe, settings
+from poros.recipes.values import FALSE, TRUE
+
+_RECIPES = (".yaml", ".yml")
+
+
+def finetune(
+    model: str | None,
+    data: str | None,
+    dpo: bool,
+    dry_run: bool,
+    print_recipe: bool,
+    **said: str | bool | None,
+) -> None:
+    """Train an adapter: poros finetune MODEL DATA, or poros finetune recipe.yaml.
+
+    Started again after an interruption, the same command goes on where it was. Every option is also
+    a setting of a recipe (--print-recipe shows them), and replaces what a recipe says.
+
+    Exit code: 0 with an adapter, 2 for bad input, 128 + N if signal N came.
+    """
+    # Everything that can be wrong is found before a library is imported that takes seconds.
+    from poros.recipes.checks import checked, require_packages
+    from poros.recipes.reading import read_recipe
+
+    file, flags = None, _flags(said)
+    if dpo:
+        flags["training.method"] = "dpo"
+    if model is not None and model.endswith(_RECIPES):
+        file, model = Path(model), None
+    for key, value in (("model.source", model), ("data.source", data)):
+        if value is not None:
+            flags[key] = value
+    with readable_errors():
+        draft = read_recipe(file, flags)
+        recipe = checked(draft)
+        if print_recipe:
+            typer.echo(recipe.as_yaml(), nl=False)
+            return
+        require_packages()
+        _run(recipe, is_dry=dry_run)
+
+
+def _run(recipe: Recipe, *, is_dry: bool) -> None:
+    from poros.finetune.data import read_data
+    from poros.finetune.resuming import look_at
+
+    train, validation = read_data(recipe)
+    digests = {"train": train.digest}
+    if validation is not None:
+        digests["validation"] = validation.digest
+    run = look_at(recipe, digests)
+    quieten_libraries()
+    from rich.console import Console
+    from transformers import logging
+
+    from poros.finetune.run import Data, Interrupted, finetune
+
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+
+    console = Console()
+    try:
+        adapter = finetune(recipe, Data(train, validation, digests), run, console, is_dry=is_dry)
+    except Interrupted as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(128 + stopped.signal) from stopped
+    if adapter is None:
+        console.print("dry run: nothing was loaded or written")
+        return
+    for line in (
+        f"adapter: {adapter}",
+        f"try it:  poros chat {adapter}",
+        f"merge:   poros merge {adapter} --out FOLDER",
+        f'Python:  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("'
+        f'{recipe.model.source}"), "{adapter}")',
+    ):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _flags(said: dict[str, str | bool | None]) -> dict[str, str]:
+    """Texts by dotted key, of the options that were given."""
+    found = {}
+    for key, _ in settings():
+        value = said.get(key.replace(".", "__"))
+        if value is not None:
+            found[key] = str(value).lower() if isinstance(value, bool) else value
+    return found
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every setting of a recipe."""
+    parameters = [
+        _parameter("model", str | None, typer.Argument(help="Model, or a recipe (.yaml).")),
+        _parameter("data", str | None, typer.Argument(help="Rows to train on.")),
+    ]
+    for key, setting in settings():
+        if not setting.flag.startswith("--"):
+            continue
+        names: str = setting.flag
+        kind: Any = str | None
+        if set(TRUE + FALSE) >= {setting.kind.expects.split()[0]}:
+            names, kind = f"{setting.flag}/--no-{setting.flag[2:]}", bool | None
+        shown = "" if setting.default is None else str(setting.default)
+        section = key.split(".")[0]
+        option = typer.Option(
+            names, help=setting.about, show_default=shown or False, rich_help_panel=section
+        )
+        parameters.append(_parameter(key.replace(".", "__"), kind, option))
+    switches = {
+        "dpo": "The same as --method dpo.",
+        "dry_run": "Check everything, print what would be trained, and stop.",
+        "print_recipe": "Print the recipe with all settings, and stop.",
+    }
+    for name, about in switches.items():
+        flag = "--" + name.replace("_", "-")
+        parameters.append(_parameter(name, bool, typer.Option(flag, help=about), False))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _parameter(name: str, kind: Any, about: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about]
+    )
+
+
+finetune = _with_options(finetune)

@@ -1,0 +1,253 @@
+"""From a recipe that has been checked to an adapter."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+import poros
+from poros.devices import default_device, usable_device
+from poros.errors import PorosError, quoted
+from poros.finetune import screen
+from poros.finetune.adapters import adapter_config
+from poros.finetune.data import Rows
+from poros.finetune.panel import Panel
+from poros.finetune.resuming import RunFolder, forget_after, opened
+from poros.finetune.screen import Size
+from poros.finetune.stopping import Marking, Stopping
+from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
+from poros.finetune.trainers import can_pack, make_trainer, num_steps, pack
+from poros.nf4 import DTYPES
+from poros.recipes.recipe import Recipe
+from poros.telemetry import log_streaming
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase, Trainer
+
+
+class Data(NamedTuple):
+    """Checked rows, and what identifies their files."""
+
+    train: Rows
+    validation: Rows | None
+    digests: dict[str, str]
+
+
+class Interrupted(PorosError, InterruptedError):
+    """A signal ended the run; the same command goes on with it.
+
+    Attributes:
+        signal: Its number.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.signal = number
+
+
+def finetune(
+    recipe: Recipe,
+    data: Data,
+    run: RunFolder,
+    console: "Console",
+    *,
+    is_dry: bool = False,
+) -> Path | None:
+    """Train an adapter, or go on with a run that was interrupted.
+
+    Args:
+        recipe: Checked.
+        data: Its rows, checked.
+        run: Its folder, looked at.
+        console: Where to tell what happens.
+        is_dry: Stop before the base is loaded; nothing is written.
+
+    Returns:
+        The folder of the adapter, or None for a dry run.
+
+    Exactness:
+        Losses and adapter are bit for bit those of the same recipe with ``memory.resident``, and
+        of a run that was never interrupted; on the same machine, software and number of threads.
+
+    Raises:
+        DataFormatError: If rows cannot be rendered by the chat template, or nothing can be learnt.
+        VRAMBudgetError: If a step does not fit.
+        RunFolderError: If another process trains in the folder.
+        Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
+    """
+    device = _device(recipe)
+    asked = recipe
+    recipe, notes = _suited(recipe)
+    with _quiet_datasets():
+        tokenizer = load_tokenizer(recipe, data.train.form)
+        tokens = tokenize(data.train, tokenizer, recipe)
+        held_out = data.validation and tokenize(data.validation, tokenizer, recipe)
+        row_length = _row_length(recipe, tokens)
+        train = _dataset(recipe, tokens, row_length)
+        validation = held_out and _dataset(recipe, held_out, row_length)
+    size = Size(
+        num_rows=len(tokens.lengths),
+        num_packed=len(train),
+        num_tokens=sum(tokens.lengths),
+        row_length=row_length,
+        num_steps=num_steps(len(train), recipe),
+        num_validation=len(held_out.lengths) if held_out else 0,
+    )
+    if data.train.unused:
+        notes.append(f"keys that nothing reads: {', '.join(data.train.unused)}")
+    if run.checkpoint is not None:
+        notes.append(f"going on after step {run.step} of {size.num_steps}")
+    plan = screen.planned(recipe, size, adapter_config(recipe), device)
+    screen.show(console, recipe, plan, size, tokens, notes)
+    if is_dry:
+        return None
+    with opened(run, asked, data.digests):
+        forget_after(run)
+        return _train(recipe, run, console, tokenizer, train, validation, row_length, device)
+
+
+def _device(recipe: Recipe) -> torch.device:
+    device = default_device()
+    if recipe.memory.device is not None:
+        device = usable_device(recipe.memory.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where the Trainer trains
+    return device
+
+
+def _suited(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe as far as the model goes: its positions, whether it can be packed; and notes."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(Path(recipe.model.source).expanduser()))
+    data, notes = recipe.data, []
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(most, int) and most < data.max_length:
+        notes.append(f"rows are cut at the model's {most} positions")
+        data = replace(data, max_length=max(most - most % data.pad_to, min(most, data.pad_to)))
+    if recipe.is_packed and not can_pack(config):
+        notes.append(
+            f"rows are not packed: {config.model_type} passes on a state from token to token, in "
+            "which documents of one row would see each other"
+        )
+        data = replace(data, packing=False)
+    return replace(recipe, data=data), notes
+
+
+def _row_length(recipe: Recipe, tokens: Tokens) -> int:
+    """Tokens of the longest row as it is computed: a multiple, so that visits recur."""
+    longest = max(tokens.lengths)
+    if recipe.is_packed:
+        longest = min(recipe.data.max_length, sum(tokens.lengths))
+    multiple = recipe.data.pad_to
+    return -(-longest // multiple) * multiple
+
+
+def _dataset(recipe: Recipe, tokens: Tokens, row_length: int) -> "Dataset":
+    dataset = tokens.dataset()
+    return pack(dataset, row_length) if recipe.is_packed else dataset
+
+
+def _train(
+    recipe: Recipe,
+    run: RunFolder,
+    console: "Console",
+    tokenizer: "PreTrainedTokenizerBase",
+    train: "Dataset",
+    validation: "Dataset | None",
+    row_length: int,
+    device: torch.device,
+) -> Path:
+    model = _model(recipe, device)
+    trainer = make_trainer(
+        recipe, model, tokenizer, train, validation, run.path, row_length=row_length, device=device
+    )
+    if not recipe.memory.resident:
+        log_streaming(trainer, events=run.events)
+    panel = Panel(console, num_steps(len(train), recipe))
+    stopping = Stopping()
+    for callback in (Marking(), stopping, panel):
+        trainer.add_callback(callback)
+    try:
+        with stopping.listening():
+            trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
+    finally:
+        panel.close()
+    is_finished = trainer.state.global_step >= trainer.state.max_steps
+    if stopping.signal is not None and not is_finished:
+        raise Interrupted(
+            f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; a "
+            f"checkpoint is in {quoted(str(run.path), is_bare=True)}, and the same command goes on "
+            "from there",
+            stopping.signal,
+        )
+    _save(recipe, trainer, tokenizer, run)
+    return run.adapter
+
+
+def _model(recipe: Recipe, device: torch.device) -> Any:
+    """The base with a new adapter, prepared or resident."""
+    from peft import get_peft_model
+    from transformers import set_seed
+
+    chosen, memory = recipe.model, recipe.memory
+    options: dict[str, Any] = {"store": chosen.store, "host_budget": chosen.host_budget}
+    if chosen.quantization != "nf4":
+        options["quantization"] = None if chosen.quantization == "none" else chosen.quantization
+    if chosen.dtype != "bfloat16":
+        options["dtype"] = DTYPES[chosen.dtype]
+    base = poros.load(str(Path(chosen.source).expanduser()), device=device, **options)
+    base.config.use_cache = False
+    set_seed(recipe.training.seed)  # of the adapter's first weights
+    if memory.resident:
+        for module in base.modules():
+            # Else bitsandbytes rounds weights in evaluations on some CPUs.
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
+        base = base.to(device)
+    model = get_peft_model(base, adapter_config(recipe))
+    if memory.resident:
+        return poros.use_adapter_kernels(model)
+    return poros.prepare(
+        model,
+        vram_budget=memory.vram,
+        slots=memory.slots,
+        device=device,
+        allow_unvalidated=chosen.allow_untested,
+    )
+
+
+def _save(
+    recipe: Recipe, trainer: "Trainer", tokenizer: "PreTrainedTokenizerBase", run: RunFolder
+) -> None:
+    """Write the adapter beside its place, then move it there as a whole."""
+    optimizer: Any = trainer.optimizer
+    if callable(getattr(optimizer, "eval", None)):
+        optimizer.eval()  # schedule-free: the weights to use are not those that are trained
+    part = run.adapter.with_name(f"{run.adapter.name}.part")
+    if part.exists():
+        shutil.rmtree(part)
+    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    (part / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
+    part.rename(run.adapter)
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """Without progress bars of ``datasets``, which draws one for each of several short passes."""
+    import datasets
+
+    were_off = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_off:
+            datasets.enable_progress_bars()

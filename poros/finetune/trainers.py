@@ -1,0 +1,263 @@
+"""TRL's trainers with block-major accumulation, on rows that are tokens already.
+
+Note: What is never learnt
+    Padding gets labels of -100 in the collators, by where it is and not by which token it is made
+    of, so a model whose padding token is its end of text still learns to end. So does the first
+    token of each document in a packed row, which nothing but another document comes before.
+
+Note: Packed documents
+    A packed row has no attention mask but positions that begin anew with each document. From these
+    transformers makes the mask that keeps documents apart. Padding at its end has position 0
+    throughout: each token of it is a document of its own, which no other sees.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.trainer_callback import PrinterCallback
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from poros.accumulation.trainer import BlockMajorMixin
+from poros.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase, Trainer
+
+OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "schedule_free_adamw": "schedule_free_adamw",
+    "sgd": "sgd",
+}
+"""Names of recipes, as ``TrainingArguments.optim`` has them."""
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+class _Own:
+    """What both trainers share."""
+
+    recipe: Recipe
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own; with LoRA+, through PEFT, with two learning rates."""
+        ratio = self.recipe.training.lora_plus
+        if ratio is not None and self.optimizer is None:  # type: ignore[has-type]
+            from peft.optimizers import create_loraplus_optimizer
+
+            trainer: Any = self
+            kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+            options["loraplus_weight_decay"] = trainer.args.weight_decay
+            self.optimizer = create_loraplus_optimizer(
+                trainer.model, kind, loraplus_lr_ratio=ratio, **options
+            )
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: PEFT writes a card beside the adapter, and checkpoints need none."""
+
+
+class Sft(_Own, BlockMajorMixin, SFTTrainer):
+    """TRL's trainer of examples."""
+
+
+class Dpo(_Own, BlockMajorMixin, DPOTrainer):
+    """TRL's trainer of preferences; the reference is the model without its adapter."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return dataset  # these are tokens already
+
+
+class _NoModel(nn.Module):
+    """Stands for a reference model while ``DPOTrainer`` is made.
+
+    Without one it copies the adapter of the model into a second, as if it had been trained before.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self) -> None:
+        raise RuntimeError("expected the model without its adapter to be the reference")
+
+
+@dataclass
+class _PackedRows:
+    """Puts packed rows together: documents side by side, all rows of one length."""
+
+    collate: DataCollatorForLanguageModeling
+    is_attention_only: bool
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = self.collate(rows)
+        if self.is_attention_only:
+            # Their shapes differ from batch to batch, and only flash attention reads them.
+            for name in _VARLEN:
+                found.pop(name, None)
+        return found
+
+
+def can_pack(config: Any) -> bool:
+    """Whether documents in a row of a model are kept apart by positions alone.
+
+    Attention is; a state that passes from token to token, as in Mamba, is not.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or ()
+    recurrent = ("mamba", "rwkv", "ssm", "linear_num", "conv_L_cache", "recurrent", "short_conv")
+    return all(kind in _ATTENTION for kind in kinds) and not any(
+        name.startswith(recurrent) or "mamba" in name for name in text.to_dict()
+    )
+
+
+def make_trainer(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    train: "Dataset",
+    validation: "Dataset | None",
+    folder: Path,
+    *,
+    row_length: int,
+    device: torch.device,
+) -> "Trainer":
+    """The trainer of a recipe.
+
+    Args:
+        recipe: How it trains.
+        model: With its adapter; prepared, or resident.
+        tokenizer: Saved with each checkpoint; its padding token fills rows.
+        train: Rows of tokens, packed if the recipe says so.
+        validation: The same, or None.
+        folder: Of the run.
+        row_length: Tokens of a packed row.
+        device: Where the model trains.
+    """
+    is_dpo = recipe.training.method == "dpo"
+    arguments = _arguments(recipe, folder, device, has_validation=validation is not None)
+    options: dict[str, Any] = {
+        "args": arguments,
+        "train_dataset": train,
+        "eval_dataset": validation,
+        "processing_class": tokenizer,
+    }
+    pad = tokenizer.pad_token_id
+    with _own_dtypes(model, recipe.adapter.dtype):
+        if is_dpo:
+            trainer: Any = Dpo(
+                model,
+                _NoModel(model.config),
+                data_collator=DataCollatorForPreference(
+                    pad, pad_to_multiple_of=recipe.data.pad_to, max_length=recipe.data.max_length
+                ),
+                **options,
+            )
+            trainer.ref_model = None
+        else:
+            trainer = Sft(model, data_collator=_collator(recipe, model, pad, row_length), **options)
+    trainer.recipe = recipe
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
+    if not recipe.is_packed:
+        return DataCollatorForLanguageModeling(pad, pad_to_multiple_of=recipe.data.pad_to)
+    # All rows of a micro-batch become one.
+    length = row_length * recipe.training.batch_size
+    collate = DataCollatorForLanguageModeling(pad, padding_free=True, pad_to_multiple_of=length)
+    is_flash = "flash" in str(getattr(model.config, "_attn_implementation", ""))
+    return _PackedRows(collate, is_attention_only=not is_flash)
+
+
+def _arguments(
+    recipe: Recipe, folder: Path, device: torch.device, *, has_validation: bool
+) -> SFTConfig | DPOConfig:
+    training, output = recipe.training, recipe.output
+    is_free = training.optimizer.startswith("schedule_free")
+    evaluate: dict[str, Any] = {"eval_strategy": "no"}
+    if has_validation:
+        evaluate["eval_strategy"] = "epoch" if output.evaluate_every is None else "steps"
+        evaluate["eval_steps"] = output.evaluate_every
+    common: dict[str, Any] = {
+        "output_dir": str(folder),
+        "num_train_epochs": training.epochs,
+        "max_steps": training.steps or -1,
+        "per_device_train_batch_size": training.batch_size,
+        "per_device_eval_batch_size": training.batch_size,
+        "gradient_accumulation_steps": training.accumulation,
+        "learning_rate": training.learning_rate,
+        "lr_scheduler_type": "constant" if is_free else training.schedule,
+        "warmup_steps": 0 if is_free else training.warmup,
+        "optim": OPTIMIZERS[training.optimizer],
+        "weight_decay": training.weight_decay,
+        "max_grad_norm": training.max_grad_norm,
+        "seed": training.seed,
+        "save_strategy": "steps",
+        "save_steps": output.save_every,
+        "save_total_limit": output.keep,
+        "logging_steps": 1,
+        "logging_first_step": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": device.type == "cpu",
+        "dataloader_pin_memory": device.type != "cpu",
+        # The base computes in its own dtype, and the adapter in its own.
+        "bf16": False,
+        "fp16": False,
+        # A streamed layer is recomputed as it is.
+        "gradient_checkpointing": False,
+        **evaluate,
+    }
+    if training.method == "dpo":
+        return DPOConfig(beta=training.beta, max_length=recipe.data.max_length, **common)
+    return SFTConfig(
+        max_length=None,
+        packing=False,  # done
+        dataset_kwargs={"skip_prepare_dataset": True},
+        **common,
+    )
+
+
+@contextmanager
+def _own_dtypes(model: nn.Module, dtype: str) -> Iterator[None]:
+    """Leave adapters in the dtype of the recipe, whatever the trainer makes of them.
+
+    TRL casts those of a 4-bit base to bfloat16, in which small updates of a weight are lost.
+    """
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if dtype == "bfloat16":
+        for parameter in trained:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    before = [parameter.data for parameter in trained]
+    yield
+    for parameter, data in zip(trained, before, strict=True):
+        parameter.data = data
+
+
+def pack(dataset: "Dataset", row_length: int) -> "Dataset":
+    """Documents into rows of at most ``row_length`` tokens, each whole, by best fit (TRL)."""
+    from trl import pack_dataset
+
+    return pack_dataset(dataset, row_length, "bfd")
+
+
+def num_steps(num_rows: int, recipe: Recipe) -> int:
+    """Optimizer steps of a run, as the Trainer counts them."""
+    training = recipe.training
+    if training.steps is not None:
+        return training.steps
+    micro_batches = -(-num_rows // training.batch_size)
+    per_epoch = -(-micro_batches // training.accumulation)
+    total = training.epochs * per_epoch
+    return int(total) + (total > int(total))

@@ -1,0 +1,1 @@
+"""Recipes of ``poros finetune``: what is trained on what, read and checked without torch."""

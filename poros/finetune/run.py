@@ -15,12 +15,13 @@ from poros.errors import PorosError, quoted
 from poros.finetune import screen
 from poros.finetune.adapters import adapter_config
 from poros.finetune.data import Rows
+from poros.finetune.packing import keeps_apart, pack
 from poros.finetune.panel import Panel
 from poros.finetune.resuming import RunFolder, forget_after, opened
 from poros.finetune.screen import Size
 from poros.finetune.stopping import Marking, Stopping
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
-from poros.finetune.trainers import can_pack, make_trainer, num_steps, pack
+from poros.finetune.trainers import make_trainer, num_steps
 from poros.nf4 import DTYPES
 from poros.recipes.recipe import Recipe
 from poros.telemetry import log_streaming
@@ -131,10 +132,10 @@ def _suited(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if isinstance(most, int) and most < data.max_length:
         notes.append(f"rows are cut at the model's {most} positions")
         data = replace(data, max_length=max(most - most % data.pad_to, min(most, data.pad_to)))
-    if recipe.is_packed and not can_pack(config):
+    if recipe.is_packed and not keeps_apart(config):
         notes.append(
-            f"rows are not packed: {config.model_type} passes on a state from token to token, in "
-            "which documents of one row would see each other"
+            f"rows are not packed: in a {config.model_type} documents of one row would see each "
+            "other, as was tried on a small one"
         )
         data = replace(data, packing=False)
     return replace(recipe, data=data), notes

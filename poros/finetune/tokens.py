@@ -96,7 +96,8 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
                 f"for {name}, found none; take another template, or a .jinja file of your own"
             )
         tokenizer.chat_template = template.text
-        tokenizer.eos_token = template.end_of_turn  # so that generation ends there
+        if form.is_chat:
+            tokenizer.eos_token = template.end_of_turn  # so that generation ends there
     elif name != "model":
         tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
     if form.is_chat and not tokenizer.chat_template:

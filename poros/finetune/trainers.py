@@ -5,10 +5,9 @@ Note: What is never learnt
     of, so a model whose padding token is its end of text still learns to end. So does the first
     token of each document in a packed row, which nothing but another document comes before.
 
-Note: Packed documents
-    A packed row has no attention mask but positions that begin anew with each document. From these
-    transformers makes the mask that keeps documents apart. Padding at its end has position 0
-    throughout: each token of it is a document of its own, which no other sees.
+Note: Packed rows
+    See ``poros.finetune.packing``. Padding at their end has position 0 throughout: each token of it
+    is a document of its own, which no other sees.
 """
 
 from collections.abc import Iterator
@@ -39,7 +38,6 @@ OPTIMIZERS = {
     "sgd": "sgd",
 }
 """Names of recipes, as ``TrainingArguments.optim`` has them."""
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -105,19 +103,6 @@ class _PackedRows:
             for name in _VARLEN:
                 found.pop(name, None)
         return found
-
-
-def can_pack(config: Any) -> bool:
-    """Whether documents in a row of a model are kept apart by positions alone.
-
-    Attention is; a state that passes from token to token, as in Mamba, is not.
-    """
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or ()
-    recurrent = ("mamba", "rwkv", "ssm", "linear_num", "conv_L_cache", "recurrent", "short_conv")
-    return all(kind in _ATTENTION for kind in kinds) and not any(
-        name.startswith(recurrent) or "mamba" in name for name in text.to_dict()
-    )
 
 
 def make_trainer(
@@ -243,13 +228,6 @@ def _own_dtypes(model: nn.Module, dtype: str) -> Iterator[None]:
     yield
     for parameter, data in zip(trained, before, strict=True):
         parameter.data = data
-
-
-def pack(dataset: "Dataset", row_length: int) -> "Dataset":
-    """Documents into rows of at most ``row_length`` tokens, each whole, by best fit (TRL)."""
-    from trl import pack_dataset
-
-    return pack_dataset(dataset, row_length, "bfd")
 
 
 def num_steps(num_rows: int, recipe: Recipe) -> int:

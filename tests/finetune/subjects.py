@@ -1,13 +1,21 @@
 """A small checkpoint with a tokenizer, and rows of every form, made on the spot."""
 
+import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
+from poros.finetune.data import read_data
+from poros.finetune.resuming import look_at
+from poros.finetune.run import Data, finetune
 from poros.gates import tiny
+from poros.recipes.checks import checked
+from poros.recipes.reading import read_recipe
+from poros.recipes.recipe import Recipe
 
 WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"
 SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>"]
@@ -73,3 +81,37 @@ def write_model(folder: Path, *, template: str | None = None, layers: int = 3) -
     tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
     tokenizer(template).save_pretrained(folder)
     return folder
+
+
+class Trained(NamedTuple):
+    """What a run has left."""
+
+    adapter: bytes
+    losses: list[float]
+    said: str
+
+
+def recipe_of(**said: object) -> Recipe:
+    """A recipe from settings: ``training__steps=3``."""
+    flags = {key.replace("__", "."): str(value) for key, value in said.items()}
+    return checked(read_recipe(None, flags))
+
+
+def run(recipe: Recipe) -> Trained:
+    """Train in this process, as ``poros finetune`` does."""
+    train, validation = read_data(recipe)
+    data = Data(train, validation, {"train": train.digest})
+    said = io.StringIO()
+    folder = look_at(recipe, data.digests)
+    adapter = finetune(recipe, data, folder, Console(file=said, width=200))
+    assert adapter is not None
+    return Trained(
+        (adapter / "adapter_model.safetensors").read_bytes(), losses(folder.path), said.getvalue()
+    )
+
+
+def losses(run: Path) -> list[float]:
+    """Of every step, as the Trainer has logged them."""
+    newest = max(run.glob("checkpoint-*"), key=lambda each: int(each.name.split("-")[1]))
+    history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
+    return [line["loss"] for line in history if "loss" in line]

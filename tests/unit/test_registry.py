@@ -53,8 +53,8 @@ NOT_HASHED = {
         "surroundings trainer unchanged watching",
         "poros.self_check": "check evidence proof switches",
         "poros.recipes": "checks reading recipe values",
-        "poros.finetune": "adapters data forms panel resuming run screen stopping templates tokens "
-        "trainers",
+        "poros.finetune": "adapters data forms packing panel resuming run screen stopping "
+        "templates tokens trainers",
         "poros.cli": "app check demo finetune load plan shared",
         "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "

@@ -171,7 +171,12 @@ def _train(
     )
     if not recipe.memory.resident:
         log_streaming(trainer, events=run.events)
-    panel = Panel(console, num_steps(len(train), recipe))
+    total = num_steps(len(train), recipe)
+    if run.checkpoint is not None and run.step >= total:
+        _load_finished(trainer, run.checkpoint)
+        _save(recipe, trainer, tokenizer, run)
+        return run.adapter
+    panel = Panel(console, total)
     stopping = Stopping()
     for callback in (Marking(), stopping, panel):
         trainer.add_callback(callback)
@@ -222,6 +227,21 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
         device=device,
         allow_unvalidated=chosen.allow_untested,
     )
+
+
+def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:
+    """What a run had learnt that was ended between its last checkpoint and its adapter.
+
+    The Trainer would train one more step.
+    """
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights = load_file(checkpoint / "adapter_model.safetensors")
+    set_peft_model_state_dict(trainer.accelerator.unwrap_model(trainer.model), weights)
+    optimizer: Any = trainer.create_optimizer()
+    if callable(getattr(optimizer, "eval", None)):
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
 
 
 def _save(

@@ -112,7 +112,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         kind: Any = str | None
         if set(TRUE + FALSE) >= {setting.kind.expects.split()[0]}:
             names, kind = f"{setting.flag}/--no-{setting.flag[2:]}", bool | None
-        shown = "" if setting.default is None else str(setting.default)
+        shown = "" if setting.default in (None, False) else str(setting.default)
         section = key.split(".")[0]
         option = typer.Option(
             names, help=setting.about, show_default=shown or False, rich_help_panel=section

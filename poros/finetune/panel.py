@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _PLAIN_EVERY_S = 10.0
 """Without a terminal a line comes that often, and for the first and the last step."""
+_ORDER = ("step", "loss", "validation", "tokens/s", "left", "wire", "stall", "VRAM")
 _SMOOTHING = 0.1
 """The weight of the newest step in the time of a step."""
 
@@ -30,7 +31,7 @@ class Panel(TrainerCallback):
         self._console = console
         self._num_steps = num_steps
         self._live: Live | None = None
-        self._values: dict[str, str] = {}
+        self._known: dict[str, str] = {}
         self._shown_at = -_PLAIN_EVERY_S
         self._logged_at = 0.0
         self._num_tokens = 0.0
@@ -54,7 +55,7 @@ class Panel(TrainerCallback):
         if not logs:
             return
         if "eval_loss" in logs:
-            self._values["validation"] = f"loss {logs['eval_loss']:.4f}"
+            self._known["validation"] = f"loss {logs['eval_loss']:.4f}"
             self._show(is_forced=True)
         if "loss" not in logs:
             return
@@ -81,7 +82,7 @@ class Panel(TrainerCallback):
             self._live = None
 
     def _fill(self, logs: dict[str, Any], elapsed: float) -> None:
-        values = self._values
+        values = self._known
         values["step"] = f"{self._step} of {self._num_steps}"
         values["loss"] = f"{logs['loss']:.4f}"
         num_tokens = float(logs.get("num_tokens", 0))
@@ -99,6 +100,11 @@ class Panel(TrainerCallback):
             values["stall"] = f"{stall:.0f} %"
         if f"{PREFIX}peak_gb" in logs:
             values["VRAM"] = f"{logs[f'{PREFIX}peak_gb']:.1f} GB"
+
+    @property
+    def _values(self) -> dict[str, str]:
+        """What is known so far, in order."""
+        return {name: self._known[name] for name in _ORDER if name in self._known}
 
     def _show(self, *, is_forced: bool) -> None:
         if self._live is not None:

@@ -11,7 +11,7 @@ import torch
 
 import poros
 from poros.devices import default_device, usable_device
-from poros.errors import PorosError, quoted
+from poros.errors import PorosError, RecipeError, quoted
 from poros.finetune import screen
 from poros.finetune.adapters import adapter_config
 from poros.finetune.data import Rows
@@ -95,7 +95,7 @@ def finetune(
     size = Size(
         num_rows=len(tokens.lengths),
         num_packed=len(train),
-        num_tokens=sum(tokens.lengths),
+        num_tokens=tokens.num_tokens,
         row_length=row_length,
         num_steps=num_steps(len(train), recipe),
         num_validation=len(held_out.lengths) if held_out else 0,
@@ -126,7 +126,14 @@ def _suited(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """The recipe as far as the model goes: its positions, whether it can be packed; and notes."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(Path(recipe.model.source).expanduser()))
+    source = recipe.model.source
+    try:
+        config = AutoConfig.from_pretrained(str(Path(source).expanduser()))
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
+            f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
+        ) from error
     data, notes = recipe.data, []
     most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(most, int) and most < data.max_length:

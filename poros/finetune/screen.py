@@ -60,8 +60,6 @@ def planned(
     rows = recipe.training.batch_size * (2 if recipe.training.method == "dpo" else 1)
     together = recipe.training.accumulation
     length = size.row_length
-    if recipe.is_packed:
-        rows, length = 1, length * recipe.training.batch_size
     try:
         planner = Planner(
             recipe.model.source,

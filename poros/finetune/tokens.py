@@ -39,6 +39,7 @@ class Tokens:
         columns: For SFT ``input_ids`` and ``labels``, for DPO ``prompt_ids``, ``chosen_ids`` and
             ``rejected_ids``; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
+        num_tokens: Of all rows, without padding.
         num_learnt: Tokens with a label.
         num_cut: Rows that were longer than allowed.
         num_dropped: Rows without a token to learn, most often because they were cut before it.
@@ -46,6 +47,7 @@ class Tokens:
 
     columns: "dict[str, list[array[int]]]" = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
+    num_tokens: int = 0
     num_learnt: int = 0
     num_cut: int = 0
     num_dropped: int = 0
@@ -59,11 +61,14 @@ class Tokens:
             {name: [numpy.asarray(row) for row in rows] for name, rows in self.columns.items()}
         )
 
-    def add(self, row: Mapping[str, Sequence[int]], length: int, num_learnt: int) -> None:
+    def add(
+        self, row: Mapping[str, Sequence[int]], length: int, num_tokens: int, num_learnt: int
+    ) -> None:
         """One more row."""
         for name, ids in row.items():
             self.columns.setdefault(name, []).append(array("i", ids))
         self.lengths.append(length)
+        self.num_tokens += num_tokens
         self.num_learnt += num_learnt
 
 
@@ -189,7 +194,7 @@ class _Work:
             tokens.num_dropped += 1
             return
         labels = [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
-        tokens.add({"input_ids": ids, "labels": labels}, len(ids), num_learnt)
+        tokens.add({"input_ids": ids, "labels": labels}, len(ids), len(ids), num_learnt)
 
     def pair(self, tokens: Tokens, row: dict[str, Any]) -> None:
         """A row of DPO."""
@@ -211,7 +216,8 @@ class _Work:
             "chosen_ids": chosen[start:],
             "rejected_ids": rejected[start:],
         }
-        tokens.add(found, min(length, self._most), len(chosen) + len(rejected) - 2 * start)
+        num_tokens = len(chosen) + len(rejected)
+        tokens.add(found, min(length, self._most), num_tokens, num_tokens - 2 * start)
 
     def _prompt_and_whole(self, row: dict[str, Any], answer: str) -> tuple[list[int], list[int]]:
         """Tokens of the prompt alone, and of it with the answer."""

@@ -11,6 +11,8 @@ from poros.recipes.recipe import Recipe
 TEMPLATES = ("chatml", "llama3")
 """Chat templates of our own, by name."""
 DATA_SUFFIXES = (".jsonl", ".parquet")
+_DPO_LEARNING_RATE = 2e-5
+"""Where nothing is said: preferences want smaller steps than examples."""
 
 
 def checked(draft: Draft) -> Recipe:
@@ -34,6 +36,9 @@ def checked(draft: Draft) -> Recipe:
     _check_training(draft, recipe)
     _check_memory(draft, recipe)
     draft.refuse()
+    if recipe.training.method == "dpo" and "training.learning_rate" not in draft.values:
+        slower = replace(recipe.training, learning_rate=_DPO_LEARNING_RATE)
+        recipe = replace(recipe, training=slower)
     if recipe.output.folder is None:
         names = (Path(recipe.model.source).name, Path(recipe.data.source).stem)
         folder = Path("runs") / "-".join((*names, recipe.training.method))
@@ -49,6 +54,7 @@ def is_local(source: str) -> bool:
         or source.startswith(("/", ".", "~"))
         or "\\" in source
         or source.count("/") > 1
+        or ("/" in source and path.parent.is_dir())
         or source.endswith((".safetensors", ".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"))
     )
 

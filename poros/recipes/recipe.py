@@ -130,7 +130,9 @@ class TrainingPart:
         "--accumulation",
         "Micro-batches of a step, for which a block is loaded once.",
     )
-    learning_rate: float = _setting(2e-4, real(0, 10, is_above=True), "--lr", "Its peak.")
+    learning_rate: float = _setting(
+        2e-4, real(0, 10, is_above=True), "--lr", "Its peak; 2e-05 with dpo."
+    )
     schedule: str = _setting(
         "cosine", choice(*SCHEDULES), "--schedule", "Of the learning rate after its warmup."
     )

@@ -47,6 +47,10 @@ _HOME = {
     "PreparedModelError": "poros.errors",
     "StoreWriteError": "poros.errors",
     "VRAMBudgetError": "poros.errors",
+    "RecipeError": "poros.errors",
+    "DataFormatError": "poros.errors",
+    "RunFolderError": "poros.errors",
+    "MissingPackageError": "poros.errors",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -62,12 +66,16 @@ if TYPE_CHECKING:
     from poros.api import use_adapter_kernels as use_adapter_kernels
     from poros.config import StreamingPolicy as StreamingPolicy
     from poros.errors import CheckpointFormatError as CheckpointFormatError
+    from poros.errors import DataFormatError as DataFormatError
     from poros.errors import HostMemoryError as HostMemoryError
+    from poros.errors import MissingPackageError as MissingPackageError
     from poros.errors import ParityError as ParityError
     from poros.errors import PolicyError as PolicyError
     from poros.errors import PorosError as PorosError
     from poros.errors import PreparedModelError as PreparedModelError
+    from poros.errors import RecipeError as RecipeError
     from poros.errors import RematerializationError as RematerializationError
+    from poros.errors import RunFolderError as RunFolderError
     from poros.errors import SlotStateError as SlotStateError
     from poros.errors import StoreWriteError as StoreWriteError
     from poros.errors import UnsupportedModelError as UnsupportedModelError

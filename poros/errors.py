@@ -80,12 +80,16 @@ class StoreWriteError(PorosError, OSError):
 
 
 class RecipeError(PorosError, ValueError):
-    """A recipe, or the data it names, cannot be trained as it is; nothing was loaded or written."""
+    """A recipe, or an option of ``poros finetune``, cannot work; nothing was loaded or written."""
+
+
+class DataFormatError(PorosError, ValueError):
+    """Rows to train on are not what they should be; nothing was loaded or written."""
 
 
 class RunFolderError(PorosError, RuntimeError):
-    """A run's folder is not one that this run can begin in or go on in; it is as it was."""
+    """A folder holds a run that is finished, in progress, or another than the recipe's."""
 
 
 class MissingPackageError(PorosError, ImportError):
-    """A package that is optional is needed here, and not installed."""
+    """A package that an optional feature needs is not installed."""

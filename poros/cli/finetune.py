@@ -1,167 +1,139 @@
 """``poros finetune``: from a data set to an adapter."""
 
+import inspect
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from poros.cli.shared import NOT_HELD, quieten_libraries, readable_errors
+from poros.cli.shared import quieten_libraries, readable_errors
+from poros.recipes.recipe import Recipe, settings
+from poros.recipes.values import FALSE, TRUE
 
 _RECIPES = (".yaml", ".yml")
-_OPTIONS = {
-    "vram_budget": "--vram",
-    "host_budget": "--host-memory",
-    "allow_unvalidated": "--allow-untested",
-    "seq_len": "--max-length",
-    "batch_size": "--batch",
-}
-"""What the fields that messages name are called here."""
 
 
 def finetune(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Checkpoint's folder, store, or name on the hub; or a recipe.yaml."),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Argument(help="JSONL file, folder of them, or name on the hub.", show_default=False),
-    ] = None,
-    vram: Annotated[
-        str | None,
-        typer.Option(help="What the run may take on the GPU, such as 22GiB.", show_default="free"),
-    ] = None,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help="What the base may take in host memory, if MODEL is a store."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run.", show_default="runs/MODEL-DATA")
-    ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="sft, or dpo for preferences.", show_default="sft")
-    ] = None,
-    max_length: Annotated[
-        str | None, typer.Option(help="Tokens of a row.", show_default="2048")
-    ] = None,
-    packing: Annotated[
-        bool | None,
-        typer.Option(help="Several rows in a bin of --max-length.", show_default="with sft"),
-    ] = None,
-    loss_on: Annotated[
-        str | None, typer.Option(help="answers, or everything.", show_default="answers")
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(help="chatml, plain or a file.", show_default="the model's"),
-    ] = None,
-    validation: Annotated[
-        str | None, typer.Option(help="Share of rows to hold out, or a file of others.")
-    ] = None,
-    adapter: Annotated[
-        str | None, typer.Option(help="lora, rslora or dora.", show_default="lora")
-    ] = None,
-    rank: Annotated[str | None, typer.Option(help="Of the adapter.", show_default="16")] = None,
-    target_modules: Annotated[
-        str | None,
-        typer.Option(help="Names, with commas between.", show_default="all-linear"),
-    ] = None,
-    epochs: Annotated[
-        str | None, typer.Option(help="How often all rows are seen.", show_default="1")
-    ] = None,
-    steps: Annotated[str | None, typer.Option(help="Instead of --epochs.")] = None,
-    batch: Annotated[
-        str | None, typer.Option(help="Rows of a micro-batch.", show_default="1")
-    ] = None,
-    accumulate: Annotated[
-        str | None, typer.Option(help="Micro-batches of a step.", show_default="8")
-    ] = None,
-    lr: Annotated[
-        str | None, typer.Option(help="Learning rate.", show_default="2e-4; dpo: 5e-6")
-    ] = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="adamw, adamw_8bit, paged_adamw_8bit, lora_plus, schedule_free.",
-            show_default="adamw",
-        ),
-    ] = None,
-    save_every: Annotated[
-        str | None, typer.Option(help="Steps between checkpoints.", show_default="a tenth")
-    ] = None,
-    trace_step: Annotated[
-        int | None, typer.Option(min=1, help="Record this step for poros report; it takes longer.")
-    ] = None,
-    seed: Annotated[str | None, typer.Option(help="Of all that is drawn.")] = None,
-    resident: Annotated[
-        bool, typer.Option("--resident", help="Keep the base on the GPU as a whole.")
-    ] = False,
-    allow_untested: Annotated[
-        bool, typer.Option("--allow-untested", help="Train an architecture without a record.")
-    ] = False,
-    print_recipe: Annotated[
-        bool, typer.Option("--print-recipe", help="Print the recipe with its defaults, and end.")
-    ] = False,
+    model: str | None,
+    data: str | None,
+    dpo: bool,
+    dry_run: bool,
+    print_recipe: bool,
+    **said: str | bool | None,
 ) -> None:
-    """Fine-tune an adapter: MODEL and DATA, or a recipe.yaml; options go before what it says.
+    """Train an adapter: poros finetune MODEL DATA, or poros finetune recipe.yaml.
 
-    Rows are {"messages": [...]}, {"prompt", "completion"}, {"text"} or, for preferences,
-    {"prompt", "chosen", "rejected"}. A run that was interrupted goes on with the same command.
+    Started again after an interruption, the same command goes on where it was. Every option is also
+    a setting of a recipe (--print-recipe shows them), and replaces what a recipe says.
 
-    Exit code: 0 if the run has ended, 1 if it was stopped and can go on, 2 for bad input.
+    Exit code: 0 with an adapter, 2 for bad input, 128 + N if signal N came.
     """
-    from poros.recipes.reading import Given, Problem, read_recipe, written
-    from poros.recipes.recipe import Recipe
+    # Everything that can be wrong is found before a library is imported that takes seconds.
+    from poros.recipes.checks import checked, require_packages
+    from poros.recipes.reading import read_recipe
 
-    is_recipe = model is not None and data is None and model.endswith(_RECIPES)
-    said: dict[str, tuple[str, Any]] = {
-        "model": ("MODEL", None if is_recipe else model),
-        "data": ("DATA", data),
-        "vram": ("--vram", vram),
-        "host_memory": ("--host-memory", host_memory),
-        "out": ("--out", None if out is None else str(out)),
-        "task": ("--task", task),
-        "max_length": ("--max-length", max_length),
-        "packing": ("--packing", packing),
-        "loss_on": ("--loss-on", loss_on),
-        "chat_template": ("--chat-template", chat_template),
-        "validation": ("--validation", validation),
-        "placement": ("--resident", "resident" if resident else None),
-        "allow_untested": ("--allow-untested", allow_untested or None),
-        "adapter.kind": ("--adapter", adapter),
-        "adapter.rank": ("--rank", rank),
-        "adapter.target_modules": ("--target-modules", target_modules),
-        "training.epochs": ("--epochs", epochs),
-        "training.steps": ("--steps", steps),
-        "training.batch_size": ("--batch", batch),
-        "training.accumulation": ("--accumulate", accumulate),
-        "training.learning_rate": ("--lr", lr),
-        "training.optimizer": ("--optimizer", optimizer),
-        "training.save_every": ("--save-every", save_every),
-        "training.seed": ("--seed", seed),
-    }
-    given = {
-        name: Given(value, option) for name, (option, value) in said.items() if value is not None
-    }
-    rows: list[Any] = []
-
-    def read_rows(recipe: Recipe) -> list[Problem]:
+    file, flags = None, _flags(said)
+    if dpo:
+        flags["training.method"] = "dpo"
+    if model is not None and model.endswith(_RECIPES):
+        file, model = Path(model), None
+    for key, value in (("model.source", model), ("data.source", data)):
+        if value is not None:
+            flags[key] = value
+    with readable_errors():
+        draft = read_recipe(file, flags)
+        recipe = checked(draft)
         if print_recipe:
-            return []
-        from poros.recipes.sources import read_data
-
-        problems: list[Problem] = []
-        rows.append(read_data(recipe, problems))
-        return problems
-
-    with readable_errors(_OPTIONS):
-        recipe = read_recipe(Path(str(model)) if is_recipe else None, given, further=read_rows)
-        if print_recipe:
-            typer.echo(written(recipe), nl=False)
+            typer.echo(recipe.as_yaml(), nl=False)
             return
-        quieten_libraries()
-        from poros.finetune.run import finetune as run
+        require_packages()
+        _run(recipe, is_dry=dry_run)
 
-        adapter_folder = run(recipe, rows[0], typer.echo, trace_step=trace_step)
-    if adapter_folder is None:
-        raise typer.Exit(NOT_HELD)
+
+def _run(recipe: Recipe, *, is_dry: bool) -> None:
+    from poros.finetune.data import read_data
+    from poros.finetune.resuming import look_at
+
+    train, validation = read_data(recipe)
+    digests = {"train": train.digest}
+    if validation is not None:
+        digests["validation"] = validation.digest
+    run = look_at(recipe, digests)
+    quieten_libraries()
+    from rich.console import Console
+    from transformers import logging
+
+    from poros.finetune.run import Data, Interrupted, finetune
+
+    logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+
+    console = Console()
+    try:
+        adapter = finetune(recipe, Data(train, validation, digests), run, console, is_dry=is_dry)
+    except Interrupted as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(128 + stopped.signal) from stopped
+    if adapter is None:
+        console.print("dry run: nothing was loaded or written")
+        return
+    for line in (
+        f"adapter: {adapter}",
+        f"merge:   poros merge {adapter} --out FOLDER",
+        f'Python:  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("'
+        f'{recipe.model.source}"), "{adapter}")',
+    ):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _flags(said: dict[str, str | bool | None]) -> dict[str, str]:
+    """Texts by dotted key, of the options that were given."""
+    found = {}
+    for key, _ in settings():
+        value = said.get(key.replace(".", "__"))
+        if value is not None:
+            found[key] = str(value).lower() if isinstance(value, bool) else value
+    return found
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every setting of a recipe."""
+    parameters = [
+        _parameter("model", str | None, typer.Argument(help="Model, or a recipe (.yaml).")),
+        _parameter("data", str | None, typer.Argument(help="Rows to train on.")),
+    ]
+    for key, setting in settings():
+        if not setting.flag.startswith("--"):
+            continue
+        names: str = setting.flag
+        kind: Any = str | None
+        if set(TRUE + FALSE) >= {setting.kind.expects.split()[0]}:
+            names, kind = f"{setting.flag}/--no-{setting.flag[2:]}", bool | None
+        shown = "" if setting.default in (None, False) else str(setting.default)
+        section = key.split(".")[0]
+        option = typer.Option(
+            names, help=setting.about, show_default=shown or False, rich_help_panel=section
+        )
+        parameters.append(_parameter(key.replace(".", "__"), kind, option))
+    switches = {
+        "dpo": "The same as --method dpo.",
+        "dry_run": "Check everything, print what would be trained, and stop.",
+        "print_recipe": "Print the recipe with all settings, and stop.",
+    }
+    for name, about in switches.items():
+        flag = "--" + name.replace("_", "-")
+        parameters.append(_parameter(name, bool, typer.Option(flag, help=about), False))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _parameter(name: str, kind: Any, about: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, about]
+    )
+
+
+finetune = _with_options(finetune)

@@ -1,1 +1,1 @@
-"""One command from a data set to an adapter: recipes run on TRL's trainers."""
+"""``poros finetune``: from a recipe and rows of data to an adapter, on TRL's trainers."""

@@ -1,148 +1,272 @@
-"""A run, from its recipe to its adapter."""
+"""From a recipe that has been checked to an adapter."""
 
-import math
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 import poros
-from poros.finetune.folder import RunFolder
-from poros.finetune.panel import Panel, duration
-from poros.finetune.screen import forecast
-from poros.finetune.stopping import StopAtStep
-from poros.finetune.tokens import tokenizer_of
-from poros.finetune.trainers import adapter_config, make_trainer, require_packages
+from poros.devices import default_device, usable_device
+from poros.errors import PorosError, RecipeError, quoted
+from poros.finetune import screen
+from poros.finetune.adapters import adapter_config
+from poros.finetune.data import Rows
+from poros.finetune.packing import keeps_apart, pack
+from poros.finetune.panel import Panel
+from poros.finetune.resuming import RunFolder, forget_after, opened
+from poros.finetune.screen import Size
+from poros.finetune.stopping import Marking, Stopping
+from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
+from poros.finetune.trainers import make_trainer, num_steps
+from poros.nf4 import DTYPES
 from poros.recipes.recipe import Recipe
-from poros.recipes.sources import Data
 from poros.telemetry import log_streaming
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerBase, Trainer
 
-def folder_of(recipe: Recipe) -> Path:
-    """Where the run goes: ``out``, or ``runs`` and the names of model and data."""
-    if recipe.out is not None:
-        return Path(recipe.out).expanduser()
-    names = (Path(recipe.model).name, Path(recipe.data).stem)
-    return Path("runs") / "-".join(names)
+
+class Data(NamedTuple):
+    """Checked rows, and what identifies their files."""
+
+    train: Rows
+    validation: Rows | None
+    digests: dict[str, str]
+
+
+class Interrupted(PorosError, InterruptedError):
+    """A signal ended the run; the same command goes on with it.
+
+    Attributes:
+        signal: Its number.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.signal = number
 
 
 def finetune(
     recipe: Recipe,
     data: Data,
-    show: Callable[[str], None],
+    run: RunFolder,
+    console: "Console",
     *,
-    trace_step: int | None = None,
+    is_dry: bool = False,
 ) -> Path | None:
-    """Train, from the beginning or from where the folder's run has come to.
+    """Train an adapter, or go on with a run that was interrupted.
 
     Args:
-        recipe: Right in itself.
-        data: Its rows.
-        show: Takes each line that is to be read.
-        trace_step: Is recorded: see ``poros.log_streaming``.
+        recipe: Checked.
+        data: Its rows, checked.
+        run: Its folder, looked at.
+        console: Where to tell what happens.
+        is_dry: Stop before the base is loaded; nothing is written.
 
     Returns:
-        The folder of the adapter; None if the run was asked to stop, and can go on.
+        The folder of the adapter, or None for a dry run.
+
+    Exactness:
+        Losses and adapter are bit for bit those of the same recipe with ``memory.resident``, and
+        of a run that was never interrupted; on the same machine, software and number of threads.
 
     Raises:
-        RecipeError: If model, template and rows do not fit.
-        RunFolderError: If the run's folder is another run's, or has a result.
-        MissingPackageError: If TRL or another library is not installed.
-        VRAMBudgetError: If it does not fit.
-
-        And what ``poros.load`` and ``poros.prepare`` raise. Nothing is written before training
-        begins, but for the recipe.
+        DataFormatError: If rows cannot be rendered by the chat template, or nothing can be learnt.
+        VRAMBudgetError: If a step does not fit.
+        RunFolderError: If another process trains in the folder.
+        Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
     """
-    require_packages(recipe)
-    folder = RunFolder(folder_of(recipe), recipe)
-    folder.require_usable()
-    tokenizer = tokenizer_of(recipe, data.rows.is_conversational)
-    rows, validation = _split(recipe, data)
-    num_steps = _num_steps(recipe, len(rows))
-    for line in forecast(recipe, num_steps, len(rows)):
-        show(line)
-    checkpoint = folder.begin()
-    if checkpoint is not None:
-        show(f"going on from {checkpoint.name}")
+    device = _device(recipe)
+    asked = recipe
+    recipe, notes = _suited(recipe)
+    with _quiet_datasets():
+        tokenizer = load_tokenizer(recipe, data.train.form)
+        tokens = tokenize(data.train, tokenizer, recipe)
+        held_out = data.validation and tokenize(data.validation, tokenizer, recipe)
+        row_length = _row_length(recipe, tokens)
+        train = _dataset(recipe, tokens, row_length)
+        validation = held_out and _dataset(recipe, held_out, row_length)
+    size = Size(
+        num_rows=len(tokens.lengths),
+        num_packed=len(train),
+        num_tokens=tokens.num_tokens,
+        row_length=row_length,
+        num_steps=num_steps(len(train), recipe),
+        num_validation=len(held_out.lengths) if held_out else 0,
+    )
+    if data.train.unused:
+        notes.append(f"keys that nothing reads: {', '.join(data.train.unused)}")
+    if run.checkpoint is not None:
+        notes.append(f"going on after step {run.step} of {size.num_steps}")
+    plan = screen.planned(recipe, size, adapter_config(recipe), device)
+    screen.show(console, recipe, plan, size, tokens, notes)
+    if is_dry:
+        return None
+    with opened(run, asked, data.digests):
+        forget_after(run)
+        return _train(recipe, run, console, tokenizer, train, validation, row_length, device)
 
-    from transformers import set_seed
 
-    set_seed(recipe.training.seed)
-    model = _model(recipe, show)
-    trainer = make_trainer(recipe, model, tokenizer, rows, validation, folder.path, num_steps)
-    log_streaming(trainer, folder.events, trace_step=trace_step)
-    panel = Panel(show, lambda: trainer.data_collator.num_tokens)
-    stop = StopAtStep()
-    trainer.add_callback(panel)
-    trainer.add_callback(stop)
+def _device(recipe: Recipe) -> torch.device:
+    device = default_device()
+    if recipe.memory.device is not None:
+        device = usable_device(recipe.memory.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where the Trainer trains
+    return device
+
+
+def _suited(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe as far as the model goes: its positions, whether it can be packed; and notes."""
+    from transformers import AutoConfig
+
+    source = recipe.model.source
     try:
-        with stop.listening():
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        config = AutoConfig.from_pretrained(str(Path(source).expanduser()))
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
+            f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
+        ) from error
+    data, notes = recipe.data, []
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(most, int) and most < data.max_length:
+        notes.append(f"rows are cut at the model's {most} positions")
+        data = replace(data, max_length=max(most - most % data.pad_to, min(most, data.pad_to)))
+    if recipe.is_packed and not keeps_apart(config):
+        notes.append(
+            f"rows are not packed: in a {config.model_type} documents of one row would see each "
+            "other, as was tried on a small one"
+        )
+        data = replace(data, packing=False)
+    return replace(recipe, data=data), notes
+
+
+def _row_length(recipe: Recipe, tokens: Tokens) -> int:
+    """Tokens of the longest row as it is computed: a multiple, so that visits recur."""
+    longest = max(tokens.lengths)
+    if recipe.is_packed:
+        longest = min(recipe.data.max_length, sum(tokens.lengths))
+    multiple = recipe.data.pad_to
+    return -(-longest // multiple) * multiple
+
+
+def _dataset(recipe: Recipe, tokens: Tokens, row_length: int) -> "Dataset":
+    dataset = tokens.dataset()
+    return pack(dataset, row_length) if recipe.is_packed else dataset
+
+
+def _train(
+    recipe: Recipe,
+    run: RunFolder,
+    console: "Console",
+    tokenizer: "PreTrainedTokenizerBase",
+    train: "Dataset",
+    validation: "Dataset | None",
+    row_length: int,
+    device: torch.device,
+) -> Path:
+    model = _model(recipe, device)
+    trainer = make_trainer(
+        recipe, model, tokenizer, train, validation, run.path, row_length=row_length, device=device
+    )
+    log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
+    total = num_steps(len(train), recipe)
+    if run.checkpoint is not None and run.step >= total:
+        _load_finished(trainer, run.checkpoint)
+        _save(recipe, trainer, tokenizer, run)
+        return run.adapter
+    panel = Panel(console, total)
+    stopping = Stopping()
+    for callback in (Marking(), stopping, panel):
+        trainer.add_callback(callback)
+    try:
+        with stopping.listening():
+            trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     finally:
         panel.close()
-    if stop.was_asked and trainer.state.global_step < trainer.state.max_steps:
-        show(f"stopped at step {trainer.state.global_step}; the same command goes on from there")
-        return None
-    folder.finish(lambda part: _save(model, tokenizer, part))
-    _show_end(recipe, folder, panel, show)
-    return folder.adapter
+    is_finished = trainer.state.global_step >= trainer.state.max_steps
+    if stopping.signal is not None and not is_finished:
+        raise Interrupted(
+            f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; a "
+            f"checkpoint is in {quoted(str(run.path), is_bare=True)}, and the same command goes on "
+            "from there",
+            stopping.signal,
+        )
+    _save(recipe, trainer, tokenizer, run)
+    return run.adapter
 
 
-def _model(recipe: Recipe, show: Callable[[str], None]) -> Any:
-    """The base with its adapter, streamed or on the device as a whole."""
+def _model(recipe: Recipe, device: torch.device) -> Any:
+    """The base with a new adapter, prepared or resident."""
     from peft import get_peft_model
+    from transformers import set_seed
 
-    quantization = None if recipe.quantization == "none" else recipe.quantization
-    options: dict[str, Any] = {}
-    if recipe.host_memory is not None:
-        options["host_budget"] = recipe.host_memory
-    path = Path(recipe.model)
-    source = str(path.resolve()) if path.exists() else recipe.model
-    model = get_peft_model(
-        poros.load(source, quantization=quantization, **options), adapter_config(recipe)
-    )
-    policy: dict[str, Any] = {"vram_budget": recipe.vram}
-    if recipe.placement == "resident":
-        # With every layer and every matrix on the device nothing moves, and nothing is recomputed.
-        number = model.config.get_text_config().num_hidden_layers
-        policy = {"slots": max(2, number), "keep_last": number, "stream_embedding": False}
-        policy["stream_head"] = False
-    return poros.prepare(model, **policy, allow_unvalidated=recipe.allow_untested)
-
-
-def _split(recipe: Recipe, data: Data) -> tuple[Any, Any]:
-    """Rows to train on, and to validate with, or None."""
-    from datasets import Dataset
-
-    rows = Dataset.from_list(data.rows.rows)
-    if data.validation is not None:
-        return rows, Dataset.from_list(data.validation.rows)
-    if recipe.validation is None:
-        return rows, None
-    number = min(max(1, round(float(recipe.validation) * len(rows))), len(rows) - 1)
-    parts = rows.train_test_split(test_size=number, seed=recipe.training.seed)
-    return parts["train"], parts["test"]
+    chosen, memory = recipe.model, recipe.memory
+    options: dict[str, Any] = {"store": chosen.store, "host_budget": chosen.host_budget}
+    if chosen.quantization != "nf4":
+        options["quantization"] = None if chosen.quantization == "none" else chosen.quantization
+    if chosen.dtype != "bfloat16":
+        options["dtype"] = DTYPES[chosen.dtype]
+    base = poros.load(str(Path(chosen.source).expanduser()), device=device, **options)
+    base.config.use_cache = False
+    set_seed(recipe.training.seed)  # of the adapter's first weights
+    model = get_peft_model(base, adapter_config(recipe))
+    room: dict[str, Any] = {"vram_budget": memory.vram, "slots": memory.slots}
+    if memory.resident:
+        # With all blocks and matrices on the device nothing moves, and nothing is recomputed.
+        number = base.config.get_text_config(decoder=True).num_hidden_layers
+        room = {"slots": max(2, number), "keep_last": number}
+        room |= {"stream_embedding": False, "stream_head": False}
+    return poros.prepare(model, **room, device=device, allow_unvalidated=chosen.allow_untested)
 
 
-def _num_steps(recipe: Recipe, num_rows: int) -> int:
-    """Optimizer steps; with packing at most."""
-    if recipe.training.steps is not None:
-        return recipe.training.steps
-    batches = math.ceil(num_rows / recipe.training.batch_size)
-    return math.ceil(math.ceil(batches / recipe.training.accumulation) * recipe.training.epochs)
+def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:
+    """What a run had learnt that was ended between its last checkpoint and its adapter.
+
+    The Trainer would train one more step.
+    """
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights = load_file(checkpoint / "adapter_model.safetensors")
+    set_peft_model_state_dict(trainer.accelerator.unwrap_model(trainer.model), weights)
+    optimizer: Any = trainer.create_optimizer()
+    if callable(getattr(optimizer, "eval", None)):
+        optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
 
 
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def _save(
+    recipe: Recipe, trainer: "Trainer", tokenizer: "PreTrainedTokenizerBase", run: RunFolder
+) -> None:
+    """Write the adapter beside its place, then move it there as a whole."""
+    optimizer: Any = trainer.optimizer
+    if callable(getattr(optimizer, "eval", None)):
+        optimizer.eval()  # schedule-free: the weights to use are not those that are trained
+    part = run.adapter.with_name(f"{run.adapter.name}.part")
+    if part.exists():
+        shutil.rmtree(part)
+    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    (part / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
+    part.rename(run.adapter)
 
 
-def _show_end(recipe: Recipe, folder: RunFolder, panel: Panel, show: Callable[[str], None]) -> None:
-    lines: Sequence[str] = (
-        f"done: {panel.num_steps} steps in {duration(panel.seconds)}",
-        f"adapter: {folder.adapter}",
-        "use it:",
-        "    from peft import AutoPeftModelForCausalLM",
-        f"    model = AutoPeftModelForCausalLM.from_pretrained({str(folder.adapter)!r})",
-    )
-    for line in lines:
-        show(line)
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """Without progress bars of ``datasets``, which draws one for each of several short passes."""
+    import datasets
+
+    were_off = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_off:
+            datasets.enable_progress_bars()

@@ -1,56 +1,199 @@
-"""What is known of a run before it begins: does it fit, what it takes, how many steps."""
+"""What is printed before a run trains: does it fit, what goes where, how many steps, how long."""
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from poros.errors import PorosError, VRAMBudgetError
+from poros.config import parse_num_bytes
+from poros.errors import PolicyError, UnsupportedModelError
+from poros.finetune.panel import duration
+from poros.finetune.tokens import Tokens
 from poros.recipes.recipe import Recipe
 
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+    from rich.console import Console
 
-def forecast(recipe: Recipe, num_steps: int, num_rows: int) -> Iterator[str]:
-    """Lines for a person.
+    from poros.planning.formula import MemoryPlan
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a run trains.
+
+    Attributes:
+        num_rows: Rows of the data that are trained on.
+        num_packed: Rows after packing; the same without.
+        num_tokens: Tokens of an epoch, without padding.
+        row_length: Tokens of the longest row as it is computed, padding included.
+        num_steps: Optimizer steps in all.
+        num_validation: Rows to validate on.
+    """
+
+    num_rows: int
+    num_packed: int
+    num_tokens: int
+    row_length: int
+    num_steps: int
+    num_validation: int
+
+
+def planned(
+    recipe: Recipe, size: Size, adapter: "PeftConfig", device: "torch.device"
+) -> "MemoryPlan | str":
+    """The plan of a step of a run, or why there is none.
+
+    On a GPU its rates are measured, which takes a few seconds.
 
     Raises:
-        VRAMBudgetError: If not even the least room fits.
+        VRAMBudgetError: If the budget is too small; it says what would make it fit.
     """
-    training = recipe.training
-    bound = "at most " if recipe.packs and training.steps is None else ""
-    yield (
-        f"{num_rows:,} rows, {bound}{num_steps:,} steps of {training.accumulation} x "
-        f"{training.batch_size} {'bins' if recipe.packs else 'rows'} of at most "
-        f"{recipe.max_length:,} tokens"
-    )
-    if recipe.placement == "resident":
-        yield "the base stays on the device as a whole"
-        return
-    from poros.finetune.trainers import adapter_config
+    import torch
+
+    from poros.nf4 import DTYPES
     from poros.planning.planner import Planner
     from poros.planning.request import PlanRequest
 
+    if recipe.memory.resident:
+        return "not streamed: the whole base is on the device"
+    quantization = recipe.model.quantization
+    rows = recipe.training.batch_size * (2 if recipe.training.method == "dpo" else 1)
+    together = recipe.training.accumulation
+    length = size.row_length
     try:
         planner = Planner(
-            recipe.model,
-            lora=adapter_config(recipe),
-            quantization=None if recipe.quantization == "none" else recipe.quantization,
+            recipe.model.source,
+            lora=adapter,
+            quantization=None if quantization == "none" else quantization,
+            dtype=DTYPES[recipe.model.dtype],
+            adapter_dtype=DTYPES[recipe.adapter.dtype],
         )
-        plan = planner.plan(
-            PlanRequest(
-                seq_len=recipe.max_length,
-                batch_size=training.batch_size * (2 if recipe.task == "dpo" else 1),
-                vram_budget=recipe.vram,
-                accumulation=training.accumulation,
-                micro_batches=training.accumulation,
-                # TRL computes the loss of preferences itself.
-                loss="chunked" if recipe.task == "sft" else "reference",
-            )
+        speeds = None
+        if device.type == "cuda":
+            speeds = planner.measure(seq_len=length, batch_size=rows, device=device)
+        request = PlanRequest(
+            seq_len=length,
+            batch_size=rows,
+            accumulation=together,
+            micro_batches=together,
+            vram_budget=_budget(recipe, device),
+            num_slots=recipe.memory.slots,
+            optimizer=_counted_optimizer(recipe),
+            self_check=True,
+            speeds=speeds,
         )
-    except VRAMBudgetError:
-        raise
-    except PorosError as error:
-        yield f"what it takes cannot be forecast: {str(error).splitlines()[0]}"
-        return
-    budget = "" if plan.vram_budget is None else f" of {plan.vram_budget / 1e9:.1f}"
-    yield (
-        f"forecast: {plan.total_num_bytes / 1e9:.1f}{budget} GB on the GPU, {plan.num_slots} of "
-        f"{plan.num_blocks} blocks there at a time, {plan.host_num_bytes / 1e9:.1f} GB of host "
-        f"memory, {plan.micro_batches} micro-batches together"
+        with torch.random.fork_rng(devices=[]):
+            return planner.plan(request)
+    except (PolicyError, UnsupportedModelError) as error:
+        return f"not planned: {error}"
+
+
+def _budget(recipe: Recipe, device: "torch.device") -> str | int | None:
+    """What is said, or what ``poros.prepare`` takes of a GPU's free memory."""
+    if recipe.memory.vram is not None or recipe.memory.slots is not None:
+        return recipe.memory.vram
+    if device.type != "cuda":
+        return None
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - max(total // 10, 2**30))
+
+
+def _counted_optimizer(recipe: Recipe) -> str:
+    from poros.finetune.trainers import OPTIMIZERS
+
+    name = OPTIMIZERS[recipe.training.optimizer]
+    # Schedule-free AdamW keeps a second moment, and a second copy of the weights.
+    return "adamw_torch" if name == "schedule_free_adamw" else name
+
+
+def show(
+    console: "Console",
+    recipe: Recipe,
+    plan: "MemoryPlan | str",
+    size: Size,
+    tokens: Tokens,
+    notes: list[str],
+) -> None:
+    """Print one screen."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    training, adapter = recipe.training, recipe.adapter
+    kept = "dense" if recipe.model.quantization == "none" else recipe.model.quantization
+    table.add_row("model", f"{recipe.model.source}, {kept}, computing in {recipe.model.dtype}")
+    table.add_row(
+        "adapter",
+        f"{adapter.kind}, rank {adapter.rank}, alpha {recipe.alpha:g}, on {_targets(recipe)}",
     )
+    table.add_row("data", _data_line(recipe, size, tokens))
+    rows = training.batch_size * training.accumulation
+    table.add_row(
+        "training",
+        f"{training.method}, {size.num_steps} steps of {rows} rows, {training.optimizer}, "
+        f"learning rate {training.learning_rate:g}",
+    )
+    for name, line in _memory_lines(recipe, plan, size):
+        table.add_row(name, line)
+    for note in notes:
+        table.add_row("note", note)
+    console.print(table, highlight=False, markup=False)
+
+
+def _targets(recipe: Recipe) -> str:
+    targets = recipe.adapter.target_modules
+    if targets == "all-linear":
+        return "all linear layers"
+    return targets if isinstance(targets, str) else ", ".join(targets)
+
+
+def _data_line(recipe: Recipe, size: Size, tokens: Tokens) -> str:
+    share = 100 * tokens.num_learnt / max(1, size.num_tokens)
+    parts = [f"{size.num_rows:,} rows, {size.num_tokens:,} tokens, {share:.0f} % of them learnt"]
+    if recipe.is_packed:
+        parts.append(f"packed into rows of {size.row_length}, {size.num_packed:,} in all")
+    else:
+        parts.append(f"padded to a multiple of {recipe.data.pad_to}, at most {size.row_length}")
+    if tokens.num_cut:
+        parts.append(f"{tokens.num_cut:,} cut at {recipe.data.max_length} tokens (--max-length)")
+    if tokens.num_dropped:
+        parts.append(f"{tokens.num_dropped:,} left out: nothing to learn within that length")
+    if size.num_validation:
+        parts.append(f"{size.num_validation:,} held out")
+    return "; ".join(parts)
+
+
+def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[tuple[str, str]]:
+    """Does it fit; blocks on the card; host memory; time."""
+    if isinstance(plan, str):
+        return [("memory", plan)]
+    needs = shown(plan.total_num_bytes)
+    if plan.vram_budget is not None:
+        fits = f"fits: {needs} of {shown(plan.vram_budget)}"
+    else:
+        fits = f"needs {needs}"
+    blocks = f"{plan.num_slots} of {plan.num_blocks} blocks on the device at a time"
+    if plan.keep_last:
+        blocks += f", {plan.keep_last} layers are not recomputed"
+    lines = [("memory", f"{fits}; {blocks}")]
+    lines.append(("host memory", f"{shown(plan.host_num_bytes)} for the base"))
+    budget = recipe.model.host_budget
+    if budget is not None:
+        kept = min(parse_num_bytes(budget, "host_budget"), plan.host_num_bytes)
+        lines[-1] = ("host memory", f"{shown(kept)} for the base, the rest on disk")
+    if plan.step_ms is not None:
+        seconds = plan.step_ms / 1e3 * recipe.training.accumulation * size.num_steps
+        lines.append(("time", f"about {duration(seconds)}, forecast from rates measured here"))
+    else:
+        lines.append(("time", "known after the first steps"))
+    return lines
+
+
+def shown(num_bytes: int) -> str:
+    """Bytes as people read them."""
+    if num_bytes < 2**27:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**30:.1f} GiB"

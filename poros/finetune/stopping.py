@@ -1,48 +1,60 @@
-"""Ctrl-C and a system's request to end: the run saves a checkpoint at the end of its step."""
+"""What happens between steps: checkpoints are marked as whole, and a signal ends a run in order."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback
 
+from poros.finetune.resuming import mark_whole
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopAtStep(TrainerCallback):
-    """Ends the run, with a checkpoint, at the end of the step in which it was asked to.
+class Marking(TrainerCallback):
+    """Marks each checkpoint once all of it is written."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called behind the last file of a checkpoint."""
+        mark_whole(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+class Stopping(TrainerCallback):
+    """Ends a run at the next step, with a checkpoint, when a signal comes.
 
     Attributes:
-        was_asked: Whether it was.
+        signal: The one that came.
     """
 
     def __init__(self) -> None:
-        self.was_asked = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        if self.was_asked:
-            control.should_save = control.should_training_stop = True
-        return control
+        self.signal: int | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals in the body; a second one interrupts at once, as ever."""
+        """Take SIGINT and SIGTERM for the body; a second one acts as it always does."""
         if threading.current_thread() is not threading.main_thread():
-            yield
+            yield  # signals are the main thread's
             return
-        before = {each: signal.getsignal(each) for each in _SIGNALS}
-
-        def ask(number: int, frame: Any) -> None:
-            self.was_asked = True
-            for each, handler in before.items():
-                signal.signal(each, handler)
-
-        for each in _SIGNALS:
-            signal.signal(each, ask)
+        before = {each: signal.signal(each, self._came) for each in _SIGNALS}
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Have the Trainer save and stop."""
+        if self.signal is not None:
+            control.should_save = control.should_training_stop = True
+        return control
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal = number

@@ -1,75 +1,325 @@
-"""Tokenizer and chat template of a run."""
+"""Rows of text become rows of tokens, with labels on what is to be learnt and on nothing else.
 
+A label is the token itself where the model is to learn it, and -100 everywhere else: on prompts, on
+the other side of a conversation. Padding comes later, in the collator, with labels of -100 of its
+own, so that it is never learnt, whichever token it is made of.
+
+Ids and labels are those that TRL's own preparation makes of the same rows. It is done here because
+what does not fit has to be named by file and line, and because the number of steps has to be known
+before the base is loaded.
+"""
+
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from poros.errors import RecipeError, quoted
+from poros.errors import DataFormatError, quoted
+from poros.finetune.data import Rows
+from poros.finetune.forms import Form
+from poros.finetune.templates import NAMED
 from poros.recipes.recipe import Recipe
 
-_ANSWER = "{% generation %}{{ message['content'] }}%s{% endgeneration %}"
-TEMPLATES = {
-    "chatml": (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-        "{% if message['role'] == 'assistant' %}"
-        + _ANSWER.replace("%s", "<|im_end|>{{ eos_token }}")
-        + "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-    "plain": (
-        "{% for message in messages %}{% if message['role'] == 'assistant' %}Assistant: "
-        + _ANSWER.replace("%s", "{{ eos_token }}")
-        + "{% else %}{{ message['role'] | capitalize }}: {{ message['content'] }}{% endif %}\n"
-        "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
-    ),
-}
-"""Each marks what the assistant says, its end included, so that a loss can be taken on it alone."""
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+IGNORED = -100
+"""The label of a token that is not learnt."""
+_MOST_SHOWN = 30
 
 
-def tokenizer_of(recipe: Recipe, is_conversational: bool) -> Any:
-    """The tokenizer of a recipe's model, with the chat template that the recipe names.
+@dataclass
+class Tokens:
+    """Rows of tokens.
+
+    Attributes:
+        columns: For SFT ``input_ids`` and ``labels``, for DPO ``prompt_ids``, ``chosen_ids`` and
+            ``rejected_ids``; each a list of rows.
+        lengths: Tokens of each row; of a pair those of the longer one.
+        num_tokens: Of all rows, without padding.
+        num_learnt: Tokens with a label.
+        num_cut: Rows that were longer than allowed.
+        num_dropped: Rows without a token to learn, most often because they were cut before it.
+    """
+
+    columns: "dict[str, list[array[int]]]" = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_learnt: int = 0
+    num_cut: int = 0
+    num_dropped: int = 0
+
+    def dataset(self) -> "Dataset":
+        """As TRL's trainers take it."""
+        import numpy
+        from datasets import Dataset
+
+        return Dataset.from_dict(
+            {name: [numpy.asarray(row) for row in rows] for name, rows in self.columns.items()}
+        )
+
+    def add(
+        self, row: Mapping[str, Sequence[int]], length: int, num_tokens: int, num_learnt: int
+    ) -> None:
+        """One more row."""
+        for name, ids in row.items():
+            self.columns.setdefault(name, []).append(array("i", ids))
+        self.lengths.append(length)
+        self.num_tokens += num_tokens
+        self.num_learnt += num_learnt
+
+
+def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
+    """The model's tokenizer, with the template that the recipe names.
 
     Raises:
-        RecipeError: If there is none, or rows are messages and there is no template.
+        DataFormatError: If there is none, or it has no template for messages, or lacks tokens that
+            the template is made of.
     """
     from transformers import AutoTokenizer
 
+    source = recipe.model.source
     try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise RecipeError(
-            f"model: expected a tokenizer beside the model {quoted(recipe.model)}, found none: "
-            f"{quoted(reason, is_bare=True)}; put its tokenizer files into the folder"
+        tokenizer = AutoTokenizer.from_pretrained(str(Path(source).expanduser()))
+    except Exception as error:
+        said = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
+        raise DataFormatError(
+            f"model.source: expected a tokenizer beside the model {quoted(source)}, found none to "
+            f"load: {said}; copy tokenizer.json and tokenizer_config.json there"
         ) from error
+    name = recipe.data.chat_template
+    if name in NAMED:
+        template = NAMED[name]
+        vocabulary = tokenizer.get_vocab()
+        missing = [each for each in template.markers if each not in vocabulary]
+        if missing:
+            raise DataFormatError(
+                f"data.chat_template: expected a tokenizer with the tokens {', '.join(missing)} "
+                f"for {name}, found none; take another template, or a .jinja file of your own"
+            )
+        tokenizer.chat_template = template.text
+        if form.is_chat:
+            tokenizer.eos_token = template.end_of_turn  # so that generation ends there
+    elif name != "model":
+        tokenizer.chat_template = Path(name).expanduser().read_text(encoding="utf-8")
+    if form.is_chat and not tokenizer.chat_template:
+        raise DataFormatError(
+            "data.chat_template: expected a chat template for rows of messages, found a model "
+            f"without one; give {' or '.join(NAMED)} or a .jinja file (--chat-template)"
+        )
     if tokenizer.eos_token is None:
-        raise RecipeError(
-            "model: expected a tokenizer with a token for the end of a text, found one without"
+        raise DataFormatError(
+            f"model.source: expected a tokenizer with an end-of-text token, found {quoted(source)} "
+            "without one; set eos_token in its tokenizer_config.json"
+        )
+    if not tokenizer.is_fast:
+        raise DataFormatError(
+            f"model.source: expected a fast tokenizer, found a {type(tokenizer).__name__} for "
+            f"{quoted(source)}; convert it to a tokenizer.json"
         )
     if tokenizer.pad_token is None:
-        # Only positions without a label are filled with it.
         tokenizer.pad_token = tokenizer.eos_token
-    if recipe.chat_template is not None:
-        tokenizer.chat_template = template_of(recipe.chat_template)
-    if is_conversational and not tokenizer.chat_template:
-        raise RecipeError(
-            "chat_template: expected one for rows of messages, found none with the model; add "
-            "`chat_template: chatml` (--chat-template chatml), or train on prompt and completion"
-        )
     return tokenizer
 
 
-def template_of(name: str) -> str:
-    """The template of that name, or in that file.
+def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -> Tokens:
+    """Tokens and labels of rows.
 
     Raises:
-        RecipeError: If there is none.
+        DataFormatError: If rows cannot be rendered, or nothing is left to learn from: file, line,
+            and what to do.
     """
-    if name in TEMPLATES:
-        return TEMPLATES[name]
+    work = _Work(tokenizer, recipe, rows.form)
+    make = work.pair if rows.form.name == "preferences" else work.example
+    tokens, wrong = Tokens(), []
+    for number, row in enumerate(rows.rows):
+        try:
+            make(tokens, row)
+        except Exception as error:  # of a template, which may raise whatever it likes
+            said = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
+            wrong.append(
+                f"{rows.place(number)}: expected a row that the chat template can render, found: "
+                f"{said}; mend the row, or take another template (--chat-template)"
+            )
+            if len(wrong) == _MOST_SHOWN:
+                break
+    if wrong:
+        raise DataFormatError("\n".join(wrong))
+    if not tokens.lengths:
+        raise DataFormatError(
+            f"{rows.place(0)}: expected rows with tokens to learn within {recipe.data.max_length}, "
+            f"found none in {len(rows.rows)}; raise data.max_length (--max-length)"
+        )
+    return tokens
+
+
+class _Work:
+    """What all rows have in common."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe, form: Form) -> None:
+        self._tokenizer = tokenizer
+        self._form = form
+        self._most = recipe.data.max_length
+        loss_on = recipe.data.loss_on
+        if loss_on == "auto":
+            loss_on = {"messages": "assistant", "completions": "completion"}.get(form.name, "all")
+        self._loss_on = loss_on
+        self._marked = _marked_template(tokenizer) if loss_on == "assistant" else None
+
+    def example(self, tokens: Tokens, row: dict[str, Any]) -> None:
+        """A row of SFT."""
+        if self._form.name == "messages":
+            ids, mask = self._conversation(row["messages"], row)
+        elif self._form.name == "text":
+            ids = self._tokenizer(self._ended(row["text"]))["input_ids"]
+            mask = [1] * len(ids)
+        else:
+            prompt, ids = self._prompt_and_whole(row, "completion")
+            if self._loss_on == "assistant":
+                _, mask = self._conversation(row["prompt"] + row["completion"], row)
+            else:
+                mask = [1] * len(ids)
+            if self._loss_on != "all":
+                start = _common_length(prompt, ids)
+                mask[:start] = [0] * start
+        if len(ids) > self._most:
+            tokens.num_cut += 1
+            ids, mask = ids[: self._most], mask[: self._most]
+        # The first token has nothing before it to be predicted from.
+        num_learnt = sum(mask[1:])
+        if not num_learnt:
+            tokens.num_dropped += 1
+            return
+        labels = [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
+        tokens.add({"input_ids": ids, "labels": labels}, len(ids), len(ids), num_learnt)
+
+    def pair(self, tokens: Tokens, row: dict[str, Any]) -> None:
+        """A row of DPO."""
+        if "prompt" not in row:
+            from trl import extract_prompt
+
+            row = {**row, **extract_prompt(row)}
+        prompt, chosen = self._prompt_and_whole(row, "chosen")
+        _, rejected = self._prompt_and_whole(row, "rejected")
+        start = min(_common_length(prompt, chosen), _common_length(prompt, rejected))
+        length = max(len(chosen), len(rejected))
+        tokens.num_cut += length > self._most
+        chosen, rejected = chosen[: self._most], rejected[: self._most]
+        if start >= min(len(chosen), len(rejected)):
+            tokens.num_dropped += 1
+            return
+        found = {
+            "prompt_ids": prompt[:start],
+            "chosen_ids": chosen[start:],
+            "rejected_ids": rejected[start:],
+        }
+        num_tokens = len(chosen) + len(rejected)
+        tokens.add(found, min(length, self._most), num_tokens, num_tokens - 2 * start)
+
+    def _prompt_and_whole(self, row: dict[str, Any], answer: str) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt alone, and of it with the answer."""
+        if self._form.is_chat:
+            render = self._renderer(row)
+            return (
+                render(row["prompt"], add_generation_prompt=True)["input_ids"],
+                render(row["prompt"] + row[answer])["input_ids"],
+            )
+        prompt, whole = row["prompt"], self._ended(row["prompt"] + row[answer])
+        return self._tokenizer(prompt)["input_ids"], self._tokenizer(whole)["input_ids"]
+
+    def _conversation(
+        self, messages: list[dict[str, Any]], row: dict[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        render = self._renderer(row)
+        if self._loss_on == "all":
+            ids = render(messages)["input_ids"]
+            return ids, [1] * len(ids)
+        return self._told_apart(*self._spans(messages, row))
+
+    def _told_apart(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[int]]:
+        """Tokens of a text, and which of them begin in one of its spans.
+
+        transformers' own mask goes on to the end of the row where a span ends in a character that
+        belongs to no token.
+        """
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = [
+            int(any(start <= first < end for start, end in spans) and first < last)
+            for first, last in found["offset_mapping"]
+        ]
+        return found["input_ids"], mask
+
+    def _spans(
+        self, messages: list[dict[str, Any]], row: dict[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where in it the assistant speaks."""
+        if self._marked is not None:
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            texts, spans = render_jinja_template(
+                [messages],
+                tools=_tools(row),
+                chat_template=self._marked,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+            return texts[0], spans[0]
+        # What a turn adds to the text of the turns before it, behind the prompt for it, is it.
+        render = self._renderer(row, tokenize=False)
+        text = render(messages)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = render(messages[:number], add_generation_prompt=True)
+            upto = render(messages[: number + 1])
+            if not (upto.startswith(before) and text.startswith(upto)):
+                raise ValueError(
+                    "this template renders turns differently once others follow, so the "
+                    "assistant's cannot be told apart; --loss-on all learns every token"
+                )
+            spans.append((len(before), len(upto)))
+        return text, spans
+
+    def _renderer(self, row: dict[str, Any], tokenize: bool = True) -> Callable[..., Any]:
+        def render(messages: list[dict[str, Any]], **options: Any) -> Any:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=_tools(row), tokenize=tokenize, return_dict=tokenize, **options
+            )
+
+        return render
+
+    def _ended(self, text: str) -> str:
+        end: str = self._tokenizer.eos_token
+        return text if text.endswith(end) else text + end
+
+
+def _tools(row: dict[str, Any]) -> Any:
+    tools = row.get("tools")
+    return json.loads(tools) if isinstance(tools, str) else tools
+
+
+def _marked_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """A template that marks the assistant's tokens: the model's, TRL's in its place, or none."""
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    template = tokenizer.chat_template
+    if has_generation_markers(template):
+        return template if isinstance(template, str) else template["default"]
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"chat_template: expected {', '.join(TEMPLATES)} or a file that is there, found "
-            f"{quoted(name)}"
-        ) from error
+        found: str | None = get_training_chat_template(tokenizer)
+    except ValueError:
+        return None
+    return found
+
+
+def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    """How far two rows of tokens are the same."""
+    pairs = zip(left, right, strict=False)
+    length = min(len(left), len(right))
+    return next((number for number, (one, other) in enumerate(pairs) if one != other), length)

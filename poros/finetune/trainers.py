@@ -1,242 +1,257 @@
-"""TRL's trainers for a recipe, with accumulation that goes through the blocks together."""
+"""TRL's trainers with block-major accumulation, on rows that are tokens already.
 
-import math
-from functools import cache
+Note: What is never learnt
+    Padding gets labels of -100 in the collators, by where it is and not by which token it is made
+    of, so a model whose padding token is its end of text still learns to end. So does the first
+    token of each document in a packed row, which nothing but another document comes before.
+
+Note: Packed rows
+    See ``poros.finetune.packing``. Padding at their end has position 0 throughout: each token of it
+    is a document of its own, which no other sees.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_callback import PrinterCallback
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin
-from poros.errors import MissingPackageError, RecipeError, quoted
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
-_PAD_TO = 64
-"""Tokens. Lengths that recur can be replayed."""
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
     "adamw_8bit": "adamw_bnb_8bit",
     "paged_adamw_8bit": "paged_adamw_8bit",
-    "lora_plus": "adamw_torch_fused",
-    "schedule_free": "schedule_free_adamw",
+    "schedule_free_adamw": "schedule_free_adamw",
+    "sgd": "sgd",
 }
+"""Names of recipes, as ``TrainingArguments.optim`` has them."""
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What attention of sequences of several lengths takes, and no other."""
 
 
-def require_packages(recipe: Recipe) -> None:
-    """Raise ``MissingPackageError`` if something that a recipe needs is not installed."""
-    from importlib.util import find_spec
+class _Own:
+    """What both trainers share."""
 
-    wanted = ["trl", "datasets"]
-    if recipe.training.optimizer == "schedule_free":
-        wanted.append("schedulefree")
-    missing = [name for name in wanted if find_spec(name) is None]
-    if missing:
-        raise MissingPackageError(
-            f"expected the package {', '.join(missing)}, found none. "
-            "Run: pip install 'poros-runtime[finetune]'"
-        )
+    recipe: Recipe
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own; with LoRA+, through PEFT, with two learning rates."""
+        ratio = self.recipe.training.lora_plus
+        if ratio is not None and self.optimizer is None:  # type: ignore[has-type]
+            from peft.optimizers import create_loraplus_optimizer
 
-def adapter_config(recipe: Recipe) -> Any:
-    """PEFT's configuration of a recipe's adapter."""
-    from peft import LoraConfig
+            trainer: Any = self
+            kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+            options["loraplus_weight_decay"] = trainer.args.weight_decay
+            self.optimizer = create_loraplus_optimizer(
+                trainer.model, kind, loraplus_lr_ratio=ratio, **options
+            )
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
-    adapter = recipe.adapter
-    modules = adapter.target_modules
-    return LoraConfig(
-        r=adapter.rank,
-        lora_alpha=adapter.alpha if adapter.alpha is not None else 2 * adapter.rank,
-        lora_dropout=adapter.dropout,
-        target_modules=modules if isinstance(modules, str) else list(modules),
-        use_rslora=adapter.kind == "rslora",
-        use_dora=adapter.kind == "dora",
-        task_type="CAUSAL_LM",
-    )
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: PEFT writes a card beside the adapter, and checkpoints need none."""
 
 
-@cache
-def trainer_class(task: str) -> Any:
-    """TRL's trainer for a task, with micro-batches that go through the blocks together."""
-    import trl
+class Sft(_Own, BlockMajorMixin, SFTTrainer):
+    """TRL's trainer of examples, with the loss of the model itself.
 
-    if task == "dpo":
-        return type("DPOTrainer", (BlockMajorMixin, trl.DPOTrainer), {})
+    TRL's own reads the head for each micro-batch, and the host waits for its entropy and accuracy.
+    The model's is computed in slices of the head, which come once for all micro-batches.
+    """
 
-    class SFTTrainer(BlockMajorMixin, trl.SFTTrainer):
-        """TRL's own loss also measures entropy and accuracy, for which the host waits each time."""
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """As ``transformers.Trainer`` does."""
+        inputs["use_cache"] = False
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
-        def compute_loss(
-            self,
-            model: Any,
-            inputs: dict[str, Any],
-            return_outputs: bool = False,
-            num_items_in_batch: Any = None,
-        ) -> Any:
-            """The loss of the model itself, which is computed in slices of the vocabulary."""
-            inputs["use_cache"] = False
-            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
-    return SFTTrainer
+class Dpo(_Own, BlockMajorMixin, DPOTrainer):
+    """TRL's trainer of preferences; the reference is the model without its adapter."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return dataset  # these are tokens already
+
+
+class _NoModel(nn.Module):
+    """Stands for a reference model while ``DPOTrainer`` is made.
+
+    Without one it copies the adapter of the model into a second, as if it had been trained before.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self) -> None:
+        raise RuntimeError("expected the model without its adapter to be the reference")
+
+
+@dataclass
+class _PackedRows:
+    """Puts packed rows together: documents side by side, all rows of one length."""
+
+    collate: DataCollatorForLanguageModeling
+    is_attention_only: bool
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = self.collate(rows)
+        if self.is_attention_only:
+            # Their shapes differ from batch to batch, and only flash attention reads them.
+            for name in _VARLEN:
+                found.pop(name, None)
+        return found
 
 
 def make_trainer(
     recipe: Recipe,
     model: Any,
-    tokenizer: Any,
-    rows: Any,
-    validation: Any,
-    out: "Path",
-    num_steps: int | None,
-) -> Any:
+    tokenizer: "PreTrainedTokenizerBase",
+    train: "Dataset",
+    validation: "Dataset | None",
+    folder: Path,
+    *,
+    row_length: int,
+    device: torch.device,
+) -> Trainer:
     """The trainer of a recipe.
 
     Args:
-        recipe: Of the run.
-        model: With adapters, prepared or on the device as a whole.
-        tokenizer: With its chat template.
-        rows: A ``datasets.Dataset`` of rows of one format.
-        validation: Likewise, or None.
-        out: Where checkpoints go.
-        num_steps: Of the run, if it is known: for how often checkpoints are saved.
-
-    Raises:
-        RecipeError: If TRL cannot train on these rows with this template.
+        recipe: How it trains.
+        model: With its adapter; prepared, or resident.
+        tokenizer: Saved with each checkpoint; its padding token fills rows.
+        train: Rows of tokens, packed if the recipe says so.
+        validation: The same, or None.
+        folder: Of the run.
+        row_length: Tokens of a packed row.
+        device: Where the model trains.
     """
-    is_cpu = model.device.type == "cpu"
-    try:
-        trainer = trainer_class(recipe.task)(
-            model=model,
-            args=_arguments(recipe, rows, out, is_cpu, num_steps, has_validation=bool(validation)),
-            train_dataset=rows,
-            eval_dataset=validation,
-            processing_class=tokenizer,
-            optimizers=(_optimizer(recipe, model), None),
-        )
-    except (ValueError, RuntimeError) as error:
-        if "chat template" not in str(error) and "assistant" not in str(error):
-            raise
-        reason = str(error).split("\n")[0]
-        raise RecipeError(
-            "loss_on: expected a chat template that marks what the assistant says, found one that "
-            f"does not ({quoted(reason, is_bare=True)}); write chat_template: chatml, or loss_on: "
-            "everything"
-        ) from error
-    if len(trainer.train_dataset) == 0:
-        raise RecipeError(
-            f"data: expected rows with an answer within {recipe.max_length} tokens, found none; "
-            "raise max_length, or shorten the prompts"
-        )
-    _restore_dtype(recipe, model)
+    is_dpo = recipe.training.method == "dpo"
+    arguments = _arguments(recipe, folder, device, has_validation=validation is not None)
+    options: dict[str, Any] = {
+        "args": arguments,
+        "train_dataset": train,
+        "eval_dataset": validation,
+        "processing_class": tokenizer,
+    }
+    pad = tokenizer.pad_token_id
+    with _own_dtypes(model, recipe.adapter.dtype):
+        if is_dpo:
+            trainer: Any = Dpo(
+                model,
+                _NoModel(model.config),
+                data_collator=DataCollatorForPreference(
+                    pad, pad_to_multiple_of=recipe.data.pad_to, max_length=recipe.data.max_length
+                ),
+                **options,
+            )
+            trainer.ref_model = None
+        else:
+            trainer = Sft(model, data_collator=_collator(recipe, model, pad, row_length), **options)
+    trainer.recipe = recipe
     trainer.remove_callback(PrinterCallback)
-    trainer.data_collator = Collator(trainer.data_collator, _takes_lengths(model))
     return trainer
 
 
-def _restore_dtype(recipe: Recipe, model: Any) -> None:
-    """TRL casts what trains over a 4-bit base to bfloat16, where small updates are lost."""
-    dtype = torch.float32 if recipe.adapter.dtype == "float32" else torch.bfloat16
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-
-
-def _optimizer(recipe: Recipe, model: Any) -> Any:
-    """The optimizer, where it is not one that TrainingArguments know by name."""
-    if recipe.training.optimizer != "lora_plus":
-        return None
-    from peft.optimizers import create_loraplus_optimizer
-
-    return create_loraplus_optimizer(
-        model,
-        torch.optim.AdamW,
-        lr=recipe.learning_rate,
-        loraplus_lr_ratio=recipe.training.loraplus_ratio,
-        weight_decay=recipe.training.weight_decay,
-    )
+def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
+    if not recipe.is_packed:
+        return DataCollatorForLanguageModeling(pad, pad_to_multiple_of=recipe.data.pad_to)
+    # All rows of a micro-batch become one.
+    length = row_length * recipe.training.batch_size
+    collate = DataCollatorForLanguageModeling(pad, padding_free=True, pad_to_multiple_of=length)
+    is_flash = "flash" in str(getattr(model.config, "_attn_implementation", ""))
+    return _PackedRows(collate, is_attention_only=not is_flash)
 
 
 def _arguments(
-    recipe: Recipe,
-    rows: Any,
-    out: "Path",
-    is_cpu: bool,
-    num_steps: int | None,
-    *,
-    has_validation: bool,
-) -> TrainingArguments:
-    import trl
-
-    training = recipe.training
-    save_every = training.save_every or max(1, math.ceil((num_steps or 100) / 10))
-    is_free = training.optimizer == "schedule_free"
+    recipe: Recipe, folder: Path, device: torch.device, *, has_validation: bool
+) -> SFTConfig | DPOConfig:
+    training, output = recipe.training, recipe.output
+    is_free = training.optimizer.startswith("schedule_free")
+    evaluate: dict[str, Any] = {"eval_strategy": "no"}
+    if has_validation:
+        evaluate["eval_strategy"] = "epoch" if output.evaluate_every is None else "steps"
+        evaluate["eval_steps"] = output.evaluate_every
     common: dict[str, Any] = {
-        "output_dir": str(out),
+        "output_dir": str(folder),
         "num_train_epochs": training.epochs,
         "max_steps": training.steps or -1,
         "per_device_train_batch_size": training.batch_size,
         "per_device_eval_batch_size": training.batch_size,
         "gradient_accumulation_steps": training.accumulation,
-        "learning_rate": recipe.learning_rate,
+        "learning_rate": training.learning_rate,
         "lr_scheduler_type": "constant" if is_free else training.schedule,
         "warmup_steps": 0 if is_free else training.warmup,
-        "optim": _OPTIMIZERS[training.optimizer],
+        "optim": OPTIMIZERS[training.optimizer],
         "weight_decay": training.weight_decay,
         "max_grad_norm": training.max_grad_norm,
         "seed": training.seed,
-        "logging_steps": training.log_every,
-        "save_steps": save_every,
-        "save_total_limit": 2,
-        "eval_strategy": "steps" if has_validation else "no",
-        "eval_steps": save_every,
-        "max_length": recipe.max_length,
-        "pad_to_multiple_of": _PAD_TO,
-        # The base is in 16 bit as it is, and layers are recomputed anyway.
-        "bf16": False,
-        "gradient_checkpointing": False,
+        "save_strategy": "steps",
+        "save_steps": output.save_every,
+        "save_total_limit": output.keep,
+        "logging_steps": 1,
+        "logging_first_step": True,
         "report_to": [],
         "disable_tqdm": True,
-        "use_cpu": is_cpu,
-        "dataloader_pin_memory": not is_cpu,
+        "use_cpu": device.type == "cpu",
+        "dataloader_pin_memory": device.type != "cpu",
+        # The base computes in its own dtype, and the adapter in its own.
+        "bf16": False,
+        "fp16": False,
+        # A streamed layer is recomputed as it is.
+        "gradient_checkpointing": False,
+        **evaluate,
     }
-    if recipe.task == "dpo":
-        return trl.DPOConfig(**common, beta=recipe.beta)
-    is_messages = "messages" in rows.column_names
-    answers = recipe.loss_on == "answers"
-    return trl.SFTConfig(
+    if training.method == "dpo":
+        return DPOConfig(beta=training.beta, max_length=recipe.data.max_length, **common)
+    return SFTConfig(
+        max_length=None,
+        packing=False,  # done
+        dataset_kwargs={"skip_prepare_dataset": True},
         **common,
-        packing=recipe.packs,
-        eval_packing=False,
-        assistant_only_loss=answers and is_messages,
-        completion_only_loss=answers and "completion" in rows.column_names,
     )
 
 
-def _takes_lengths(model: Any) -> bool:
-    """Whether the model's attention takes the lengths of packed rows as such."""
-    return "flash" in str(getattr(model.config, "_attn_implementation", ""))
+@contextmanager
+def _own_dtypes(model: nn.Module, dtype: str) -> Iterator[None]:
+    """Leave adapters in the dtype of the recipe, whatever the trainer makes of them.
 
-
-class Collator:
-    """TRL's own, which counts tokens, and leaves out what attention with a mask does not take.
-
-    For packed rows transformers makes the mask from the positions, in which each row begins at 0: a
-    row sees itself alone. Their lengths, new values in each batch, would go to every layer.
-
-    Attributes:
-        num_tokens: Of all batches so far.
+    TRL casts those of a 4-bit base to bfloat16, in which small updates of a weight are lost.
     """
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if dtype == "bfloat16":
+        for parameter in trained:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    before = [parameter.data for parameter in trained]
+    yield
+    for parameter, data in zip(trained, before, strict=True):
+        parameter.data = data
 
-    def __init__(self, own: Any, takes_lengths: bool) -> None:
-        self._own = own
-        self._left_out = () if takes_lengths else _VARLEN
-        self.num_tokens = 0
 
-    def __call__(self, rows: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._own(rows)
-        self.num_tokens += found["input_ids"].numel()
-        return {key: value for key, value in found.items() if key not in self._left_out}
+def num_steps(num_rows: int, recipe: Recipe) -> int:
+    """Optimizer steps of a run, as the Trainer counts them."""
+    training = recipe.training
+    if training.steps is not None:
+        return training.steps
+    micro_batches = -(-num_rows // training.batch_size)
+    per_epoch = -(-micro_batches // training.accumulation)
+    total = training.epochs * per_epoch
+    return int(total) + (total > int(total))

@@ -1,4 +1,1 @@
-"""What a fine-tuning run is asked for: recipes and rows of data, checked before anything is loaded.
-
-Nothing here imports PyTorch or transformers, so a mistake is answered at once.
-"""
+"""Recipes of ``poros finetune``: what is trained on what, read and checked without torch."""

@@ -1,229 +1,291 @@
-"""A recipe from a YAML file and from options, with all that is wrong in it, each with its place."""
+"""Reads recipes: YAML with the line of every value, and flags of the command line on top.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+Nothing is raised for the first thing that is wrong: all problems are collected, each with the file
+and line or the flag that it comes from, what was expected, what was found, and what to do.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from poros.errors import RecipeError, quoted
-from poros.recipes.recipe import AdapterRecipe, Recipe, TrainingRecipe, made
-from poros.recipes.rules import RULES, Refused
+from poros.recipes.recipe import SECTIONS, Recipe, Setting, settings
+from poros.recipes.values import UnexpectedValueError
 
-_MOST_NUM_BYTES = 2**20
-_GROUPS = ("adapter", "training")
-_KINDS = {"": Recipe, "adapter.": AdapterRecipe, "training.": TrainingRecipe}
+if TYPE_CHECKING:
+    from yaml import MappingNode, Node
+
+_MOST_NUM_BYTES = 1_000_000
+_MOST_SHOWN = 60
+_NULL = "tag:yaml.org,2002:null"
+
+# What settings are called elsewhere; only for what an error suggests.
+_ELSEWHERE = {
+    "lr": "training.learning_rate",
+    "r": "adapter.rank",
+    "lora_r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_target_modules": "adapter.target_modules",
+    "base_model": "model.source",
+    "model_name_or_path": "model.source",
+    "dataset": "data.source",
+    "datasets": "data.source",
+    "dataset_path": "data.source",
+    "num_train_epochs": "training.epochs",
+    "num_epochs": "training.epochs",
+    "max_steps": "training.steps",
+    "micro_batch_size": "training.batch_size",
+    "per_device_train_batch_size": "training.batch_size",
+    "gradient_accumulation_steps": "training.accumulation",
+    "lr_scheduler": "training.schedule",
+    "lr_scheduler_type": "training.schedule",
+    "warmup_ratio": "training.warmup",
+    "optim": "training.optimizer",
+    "sequence_len": "data.max_length",
+    "cutoff_len": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "sample_packing": "data.packing",
+    "val_set_size": "data.validation",
+    "output_dir": "output.folder",
+    "save_steps": "output.save_every",
+    "eval_steps": "output.evaluate_every",
+    "vram_budget": "memory.vram",
+    "load_in_4bit": "model.quantization",
+}
 
 
-class Given(NamedTuple):
-    """A value, and where it was said: ``recipe.yaml:12``, or ``--rank``."""
+@dataclass
+class Draft:
+    """A recipe in the making: values so far, where each was said, and what is wrong.
 
-    value: Any
-    where: str
+    Attributes:
+        values: By dotted key.
+        origins: ``recipe.yaml:12`` or a flag, by dotted key.
+        problems: One line each.
+        file: The recipe's file, if there is one.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    file: str | None = None
+
+    def problem(self, key: str, what: str, where: str | None = None) -> None:
+        """Note what is wrong with a key; where it was said if nothing else is given."""
+        where = where or self.origins.get(key) or self.file or "command line"
+        # A flag says which setting is meant, a line of a file does not.
+        self.problems.append(
+            f"{where}: {what}" if where == _flag(key) else f"{where}: {key}: {what}"
+        )
+
+    def recipe(self) -> Recipe:
+        """The recipe, defaults where nothing was said. Only for a draft without problems."""
+        parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        for key, value in self.values.items():
+            section, name = key.split(".")
+            parts[section][name] = value
+        return Recipe(**{name: SECTIONS[name](**values) for name, values in parts.items()})
+
+    def refuse(self) -> None:
+        """Raise if there are problems.
+
+        Raises:
+            RecipeError: With a line for each.
+        """
+        if not self.problems:
+            return
+        shown = self.problems[:_MOST_SHOWN]
+        if len(self.problems) > len(shown):
+            shown.append(f"and {len(self.problems) - len(shown)} more")
+        raise RecipeError("\n".join(shown))
 
 
-class Problem(NamedTuple):
-    """Something that is wrong, where, and what to do about it."""
-
-    where: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.text}"
-
-
-def read_recipe(
-    path: Path | None,
-    options: Mapping[str, Given],
-    *,
-    further: Callable[[Recipe], Sequence[Problem]] = lambda recipe: (),
-) -> Recipe:
-    """The recipe of a file and of options, which go before what the file says.
+def read_recipe(file: Path | None, flags: Mapping[str, str]) -> Draft:
+    """What a file and flags say, with all that is wrong in them.
 
     Args:
-        path: The file; None if there is none.
-        options: By dotted name.
-        further: Finds what else is wrong in a recipe whose values are right, such as in its data.
-
-    Raises:
-        RecipeError: With everything that is wrong, each with its place and what to do about it.
+        file: YAML; None for flags alone.
+        flags: Texts by dotted key; each replaces what the file says.
     """
-    problems: list[Problem] = []
-    given = dict(_read_yaml(path, problems)) if path is not None else {}
-    given.update(options)
-    where = str(path) if path is not None else "the command line"
-    values = dict(_values(given, problems))
-    problems += [
-        Problem(where, f"{name}: expected one, found none; {_missing(name)}")
-        for name in ("model", "data")
-        if name not in given
-    ]
-    _raise(problems)
-    recipe = made(values)
-    problems += _contradictions(recipe, given)
-    _raise(problems)
-    problems += further(recipe)
-    _raise(problems)
-    return recipe
+    draft = Draft()
+    if file is not None:
+        draft.file = quoted(str(file), is_bare=True)
+        _read_file(draft, file)
+    known = dict(settings())
+    for key, text in flags.items():
+        flag = known[key].flag
+        draft.origins[key] = flag
+        try:
+            draft.values[key] = _from_flag(known[key], text)
+        except UnexpectedValueError as error:
+            draft.problem(key, f"{error}; {_example(flag + ' ', known[key])}")
+    return draft
 
 
-def written(recipe: Recipe) -> str:
-    """The recipe as YAML, as ``read_recipe`` reads it."""
-    text: str = yaml.safe_dump(recipe.as_dict(), sort_keys=False, allow_unicode=False)
-    return text
+def _flag(key: str) -> str:
+    return next((setting.flag for name, setting in settings() if name == key), "")
 
 
-def _raise(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise RecipeError("\n".join(map(str, problems)))
+def _from_flag(setting: Setting, text: str) -> Any:
+    names = [each.strip() for each in text.split(",")]
+    if setting.kind.takes_list and len(names) > 1:
+        return tuple(setting.kind.of(each) for each in names)
+    return setting.kind.of(text)
 
 
-def _missing(name: str) -> str:
-    return "give --recipe or MODEL and DATA" if name == "model" else f"add {name}: ..."
+def _example(before: str, setting: Setting) -> str:
+    """A remedy: how the setting is written."""
+    if setting.default is None or setting.default == "":
+        return "write one, or leave it out" if setting.default is None else "write one"
+    default = setting.default
+    shown = str(default).lower() if isinstance(default, bool) else default
+    return f"write for example {before}{shown}, the default"
 
 
-def _read_yaml(path: Path, problems: list[Problem]) -> Iterator[tuple[str, Given]]:
-    """Dotted names and values of a file."""
+def _read_file(draft: Draft, file: Path) -> None:
+    import yaml
+
+    where = draft.file or ""
     try:
-        content = path.read_bytes()
-        if len(content) > _MOST_NUM_BYTES:
-            raise ValueError(f"expected a recipe, found {len(content)} bytes")
-        node = yaml.compose(content.decode("utf-8"), Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f"{path}:{mark.line + 1}" if mark else str(path)
-        what = quoted(error.problem or "", is_bare=True)
-        problems.append(Problem(line, f"expected YAML, found a mistake in it ({what}); mend it"))
+        data = file.read_bytes()
+    except OSError as error:
+        reason = quoted(error.strerror or str(error), is_bare=True)
+        draft.problems.append(f"{where}: expected a file to read, found: {reason}; check the path")
         return
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = quoted(getattr(error, "strerror", None) or str(error), is_bare=True)
-        problems.append(Problem(str(path), f"expected a recipe in YAML, found: {reason}"))
+    if len(data) > _MOST_NUM_BYTES:
+        draft.problems.append(
+            f"{where}: expected a recipe of at most {_MOST_NUM_BYTES} bytes, found {len(data)}; "
+            "is it a file of data? That is the second argument: poros finetune MODEL DATA"
+        )
         return
-    if not isinstance(node, yaml.MappingNode):
-        text = "expected `name: value` lines, found none; see poros finetune --print-recipe"
-        problems.append(Problem(str(path), text))
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = data[: error.start].count(b"\n") + 1
+        draft.problems.append(
+            f"{where}:{number}: expected UTF-8, found other bytes; save it as UTF-8"
+        )
         return
-    yield from _entries(node, "", path, problems)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
+        problem = quoted(getattr(error, "problem", None) or str(error), is_bare=True)
+        draft.problems.append(
+            f"{where}{line}: expected YAML, found: {problem}; look at this line and the one before "
+            "it: indentation by spaces, a space after each colon, quotes closed"
+        )
+        return
+    if root is None or not isinstance(root, yaml.MappingNode):
+        found = "an empty file" if root is None else "something else"
+        draft.problems.append(
+            f"{where}:1: expected sections such as `model:` and `data:`, found {found}; "
+            "`poros finetune MODEL DATA --dry-run` prints a whole recipe"
+        )
+        return
+    for key, name, node in _entries(draft, root, ""):
+        if name not in SECTIONS:
+            _unknown(draft, key, name, SECTIONS, "")
+        elif isinstance(node, yaml.MappingNode):
+            _read_section(draft, name, node)
+        elif isinstance(node, yaml.ScalarNode) and name in ("model", "data") and node.tag != _NULL:
+            _read_value(draft, f"{name}.source", node)  # model: NAME
+        else:
+            draft.problem(
+                name,
+                f"expected settings below it, each on a line of its own, found {_kind(node)}; "
+                "indent them, or remove the section",
+                _at(draft, key),
+            )
+
+
+def _read_section(draft: Draft, section: str, node: "MappingNode") -> None:
+    known = {key.split(".")[1] for key, _ in settings() if key.startswith(f"{section}.")}
+    for key, name, value in _entries(draft, node, f"{section}."):
+        if name in known:
+            _read_value(draft, f"{section}.{name}", value)
+        else:
+            _unknown(draft, key, name, known, section)
 
 
 def _entries(
-    node: yaml.MappingNode, prefix: str, path: Path, problems: list[Problem]
-) -> Iterator[tuple[str, Given]]:
-    seen: set[str] = set()
+    draft: Draft, node: "MappingNode", prefix: str
+) -> Iterable[tuple["Node", str, "Node"]]:
+    """Key, its text, and its value; duplicates are problems."""
+    import yaml
+
+    seen: dict[str, int] = {}
     for key, value in node.value:
-        where = f"{path}:{key.start_mark.line + 1}"
-        name = prefix + str(getattr(key, "value", "?"))
+        name = key.value if isinstance(key, yaml.ScalarNode) else _kind(key)
+        line = key.start_mark.line + 1
         if name in seen:
-            problems.append(Problem(where, f"{name}: expected it once, found it again; remove one"))
-        seen.add(name)
-        if name in _GROUPS:
-            if isinstance(value, yaml.MappingNode):
-                yield from _entries(value, f"{name}.", path, problems)
-            else:
-                text = f"{name}: expected indented lines below it, found {_shown(_plain(value))}"
-                problems.append(Problem(where, f"{text}; see poros finetune --print-recipe"))
-        elif name not in RULES:
-            problems.append(Problem(where, f"{quoted(name)} is not known{_nearest(name)}"))
-        else:
-            yield name, Given(_plain(value), where)
-
-
-def _plain(node: yaml.Node) -> Any:
-    loader = yaml.SafeLoader("")
-    try:
-        return loader.construct_object(node, deep=True)
-    except yaml.YAMLError:
-        return None
-    finally:
-        loader.dispose()
-
-
-def _nearest(name: str) -> str:
-    own = get_close_matches(name, RULES, n=1, cutoff=0.5)
-    # In the wrong group, or in none.
-    last = name.rpartition(".")[2]
-    own += [known for known in RULES if known.rpartition(".")[2] == last][:1]
-    own += get_close_matches(last, [known.rpartition(".")[2] for known in RULES], n=1, cutoff=0.6)
-    found = next(iter(own), None)
-    return f"; did you mean {found}?" if found else "; remove it"
-
-
-def _values(given: Mapping[str, Given], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
-    optional = {
-        f"{prefix}{each.name}"
-        for prefix, kind in (
-            ("", Recipe),
-            ("adapter.", AdapterRecipe),
-            ("training.", TrainingRecipe),
-        )
-        for each in fields(kind)
-        if each.default is None and each.default is not MISSING
-    }
-    for name, (value, where) in given.items():
-        if value is None and name in optional:
+            draft.problem(
+                f"{prefix}{quoted(name, is_bare=True)}",
+                f"expected it once, found it on line {seen[name]} too; remove one",
+                _at(draft, key),
+            )
             continue
-        rule = RULES[name]
+        seen[name] = line
+        yield key, name, value
+
+
+def _read_value(draft: Draft, key: str, node: "Node") -> None:
+    import yaml
+
+    setting = dict(settings())[key]
+    draft.origins[key] = _at(draft, node)
+    example = _example(f"{key.split('.')[1]}: ", setting)
+    if isinstance(node, yaml.ScalarNode) and node.tag == _NULL:
+        if setting.default is not None:
+            draft.problem(key, f"expected {setting.kind.expects}, found nothing; {example}")
+        return
+    nodes = [node]
+    if isinstance(node, yaml.SequenceNode) and setting.kind.takes_list and node.value:
+        nodes = list(node.value)
+    found = []
+    for each in nodes:
+        if not isinstance(each, yaml.ScalarNode):
+            what = f"expected {setting.kind.expects}, found {_kind(each)}; {example}"
+            draft.problem(key, what, _at(draft, each))
+            return
         try:
-            yield name, rule.convert(value)
-        except Refused as error:
-            found = str(error) or _shown(value)
-            remedy = rule.remedy or f"write {rule.expected}"
-            text = f"{name}: expected {rule.expected}, found {found}; {remedy}"
-            problems.append(Problem(where, text))
+            found.append(setting.kind.of(each.value))
+        except UnexpectedValueError as error:
+            draft.problem(key, f"{error}; {example}", _at(draft, each))
+            return
+    draft.values[key] = tuple(found) if isinstance(node, yaml.SequenceNode) else found[0]
 
 
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else quoted(value)
+def _unknown(draft: Draft, node: "Node", name: str, known: Iterable[str], section: str) -> None:
+    shown = quoted(name, is_bare=True, limit=60)
+    key = f"{section}.{shown}" if section else shown
+    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    full = [each for each, _ in settings() if each.split(".")[1] == name]
+    if near:
+        remedy = f"did you mean {near[0]}?"
+    elif name in _ELSEWHERE:
+        remedy = f"it is called {_ELSEWHERE[name]} here"
+    elif full:
+        remedy = f"did you mean {full[0]}, in the section {full[0].split('.')[0]}?"
+    else:
+        remedy = f"there are {', '.join(sorted(known))}"
+    what = f"a setting of {section}" if section else "a section"
+    draft.problem(key, f"expected {what}, found an unknown name; {remedy}", _at(draft, node))
 
 
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    """Values by dotted name."""
-    found = {each.name: getattr(recipe, each.name) for each in fields(Recipe)}
-    for group in _GROUPS:
-        inner = found.pop(group)
-        found |= {f"{group}.{each.name}": getattr(inner, each.name) for each in fields(inner)}
-    return found
+def _at(draft: Draft, node: "Node") -> str:
+    return f"{draft.file}:{node.start_mark.line + 1}"
 
 
-def _contradictions(recipe: Recipe, given: Mapping[str, Given]) -> Iterator[Problem]:
-    """What does not go together, said where the second of the two was."""
+def _kind(node: "Node") -> str:
+    import yaml
 
-    def problem(name: str, text: str) -> Problem:
-        return Problem(given[name].where, f"{name}: {text}")
-
-    # A printed recipe has all defaults in it.
-    defaults = _flat(Recipe(model="", data=""))
-    values = _flat(recipe)
-
-    def is_given(*names: str) -> bool:
-        return all(name in given and values[name] != defaults[name] for name in names)
-
-    if recipe.task == "dpo" and recipe.packing:
-        yield problem(
-            "packing",
-            "expected false with task dpo, whose rows are pairs, found true; remove it",
-        )
-    if recipe.task == "dpo" and is_given("loss_on"):
-        yield problem("loss_on", "expected none with task dpo, which compares answers; remove it")
-    if recipe.task == "sft" and is_given("beta"):
-        yield problem("beta", "expected none with task sft; remove it, or write task: dpo")
-    if is_given("training.steps", "training.epochs"):
-        yield problem("training.steps", "expected either steps or epochs, found both; remove one")
-    if recipe.placement == "resident" and is_given("vram"):
-        yield problem(
-            "vram",
-            "expected none with placement resident, which takes what it takes; remove one",
-        )
-    if recipe.training.optimizer != "lora_plus" and is_given("training.loraplus_ratio"):
-        yield problem(
-            "training.loraplus_ratio",
-            f"expected none with optimizer {recipe.training.optimizer}; remove it, or write "
-            "optimizer: lora_plus",
-        )
-    if recipe.training.optimizer == "schedule_free" and is_given("training.schedule"):
-        yield problem(
-            "training.schedule",
-            "expected none with optimizer schedule_free, which has no schedule; remove it",
-        )
+    if isinstance(node, yaml.MappingNode):
+        return "a mapping"
+    if isinstance(node, yaml.SequenceNode):
+        return "a list" if node.value else "an empty list"
+    return "nothing" if node.tag == _NULL else f"{quoted(node.value, limit=60)}"

@@ -1,147 +1,259 @@
-"""A recipe: all choices of a fine-tuning run, with their defaults.
+"""What a recipe says: the model, the data, the adapter, the training, the memory, the output.
 
-The order of the fields is that of a printed recipe.
+Every field has a default that suits a person with one 24 GB card, so a recipe needs no more than a
+model and data. A field's ``Kind`` reads its value from a file or a flag of the command line, and
+its line of help serves both.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from poros.recipes.values import (
+    Kind,
+    choice,
+    real,
+    share_or_source,
+    size,
+    switch,
+    text,
+    whole,
+    words,
+)
+
+ADAPTERS = ("lora", "dora", "rslora")
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "sgd")
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
+
+
+def _setting(default: Any, kind: Kind, flag: str, about: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "flag": flag, "about": about})
+
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterRecipe:
-    """What is trained.
+class ModelPart:
+    """The base that stays as it is."""
 
-    Args:
-        kind: ``lora``, ``rslora`` (scaled by the root of the rank) or ``dora``.
-        rank: Of the two matrices.
-        alpha: The scaling is alpha / rank; None is twice the rank.
-        dropout: Of the input of an adapter.
-        target_modules: Names of linear modules, or ``all-linear``.
-        dtype: ``float32`` or ``bfloat16``.
-    """
-
-    kind: str = "lora"
-    rank: int = 16
-    alpha: float | None = None
-    dropout: float = 0.0
-    target_modules: str | tuple[str, ...] = "all-linear"
-    dtype: str = "float32"
+    source: str = _setting(
+        "", text(), "MODEL", "Checkpoint folder, store of `poros load`, or name on the hub."
+    )
+    quantization: str = _setting(
+        "nf4", choice("nf4", "fp4", "none"), "--quantization", "Of the base; none keeps it dense."
+    )
+    dtype: str = _setting(
+        "bfloat16",
+        choice("bfloat16", "float16", "float32"),
+        "--dtype",
+        "In which the base computes, and what of it is not quantized.",
+    )
+    store: str | None = _setting(
+        None, text(), "--store", "Folder that keeps the quantized base for the next run."
+    )
+    host_budget: str | None = _setting(
+        None,
+        size(),
+        "--host-budget",
+        "Host memory for the base; the rest stays in the store.",
+    )
+    allow_untested: bool = _setting(
+        False, switch(), "--allow-untested", "Train an architecture that no check has covered yet."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingRecipe:
-    """How it is trained.
+class DataPart:
+    """What it is trained on."""
 
-    Args:
-        epochs: How often all rows are seen.
-        steps: Optimizer steps, instead of epochs.
-        batch_size: Rows (packed: bins of ``max_length`` tokens) of a micro-batch.
-        accumulation: Micro-batches of an optimizer step; they go through the blocks together.
-        learning_rate: None is 2e-4, for preferences 5e-6.
-        schedule: ``cosine``, ``linear`` or ``constant``.
-        warmup: A share of the steps, or a number of them.
-        optimizer: ``adamw``, ``adamw_8bit``, ``paged_adamw_8bit``, ``lora_plus`` (AdamW, with a
-            larger rate for B) or ``schedule_free``.
-        loraplus_ratio: With ``lora_plus``: the rate of B over that of A.
-        weight_decay: Of AdamW.
-        max_grad_norm: Gradients are clipped to this norm; 0 does not clip.
-        save_every: Optimizer steps between checkpoints; None is a tenth of the run.
-        log_every: Optimizer steps between lines of log.
-        seed: Of everything that is drawn.
-    """
+    source: str = _setting(
+        "", text(), "DATA", "JSONL file, folder of such files, or name of a data set on the hub."
+    )
+    split: str | None = _setting(
+        None, text(), "--split", "Of a data set on the hub; train if not given."
+    )
+    validation: float | str = _setting(
+        0.0,
+        share_or_source(),
+        "--validation",
+        "Share of the rows that is held out, or a file of rows.",
+    )
+    chat_template: str = _setting(
+        "model", text(), "--chat-template", "model: its own; chatml, llama3; or a .jinja file."
+    )
+    loss_on: str = _setting(
+        "auto",
+        choice("auto", "assistant", "completion", "all"),
+        "--loss-on",
+        "Tokens that are learnt; auto: the assistant's, completions, all of plain text.",
+    )
+    max_length: int = _setting(
+        2048, whole(8, 2**24), "--max-length", "Tokens of a row at most; longer rows are cut."
+    )
+    packing: bool | str = _setting(
+        "auto", switch("auto"), "--packing", "Several documents a row, each seeing only itself."
+    )
+    pad_to: int = _setting(
+        64, whole(1, 4096), "--pad-to", "Rows are padded to a multiple of this many tokens."
+    )
 
-    epochs: float = 1.0
-    steps: int | None = None
-    batch_size: int = 1
-    accumulation: int = 8
-    learning_rate: float | None = None
-    schedule: str = "cosine"
-    warmup: float = 0.03
-    optimizer: str = "adamw"
-    loraplus_ratio: float = 16.0
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    save_every: int | None = None
-    log_every: int = 1
-    seed: int = 42
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterPart:
+    """What is trained."""
+
+    kind: str = _setting("lora", choice(*ADAPTERS), "--adapter", "Kind of adapter.")
+    rank: int = _setting(16, whole(1, 4096), "--rank", "Of the adapter's matrices.")
+    alpha: float | None = _setting(
+        None, real(0, is_above=True), "--alpha", "Numerator of the scaling; 2 x rank if not given."
+    )
+    dropout: float = _setting(0.0, real(0, 0.9), "--dropout", "Before the adapter.")
+    target_modules: str | tuple[str, ...] = _setting(
+        "all-linear", words("all-linear"), "--target-modules", "Modules that get an adapter."
+    )
+    dtype: str = _setting(
+        "float32", choice("float32", "bfloat16"), "--adapter-dtype", "Of the adapter's weights."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPart:
+    """How it is trained."""
+
+    method: str = _setting(
+        "sft", choice("sft", "dpo"), "--method", "sft: on examples; dpo: on preferences."
+    )
+    epochs: float = _setting(1.0, real(0, 1e4, is_above=True), "--epochs", "Passes over all rows.")
+    steps: int | None = _setting(None, whole(), "--steps", "Optimizer steps, instead of epochs.")
+    batch_size: int = _setting(1, whole(1, 4096), "--batch-size", "Rows of a micro-batch.")
+    accumulation: int = _setting(
+        8,
+        whole(1, 4096),
+        "--accumulation",
+        "Micro-batches of a step, for which a block is loaded once.",
+    )
+    learning_rate: float = _setting(
+        2e-4, real(0, 10, is_above=True), "--lr", "Its peak; 2e-05 with dpo."
+    )
+    schedule: str = _setting(
+        "cosine", choice(*SCHEDULES), "--schedule", "Of the learning rate after its warmup."
+    )
+    warmup: float = _setting(
+        0.03, real(0, 0.9), "--warmup", "Share of the steps with a rising rate."
+    )
+    weight_decay: float = _setting(0.0, real(0, 10), "--weight-decay", "Of the adapter.")
+    max_grad_norm: float = _setting(1.0, real(0), "--max-grad-norm", "Clipping; 0 does not clip.")
+    optimizer: str = _setting("adamw", choice(*OPTIMIZERS), "--optimizer", "Of the adapter.")
+    lora_plus: float | None = _setting(
+        None,
+        real(0, is_above=True),
+        "--lora-plus",
+        "LoRA+: ratio of the rates of B and A, about 16.",
+    )
+    beta: float = _setting(0.1, real(0, is_above=True), "--beta", "Of DPO: nearness to the base.")
+    seed: int = _setting(0, whole(0, 2**31 - 1), "--seed", "Of everything that is drawn.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPart:
+    """Where the base lies meanwhile."""
+
+    vram: str | None = _setting(
+        None, size(), "--vram", "GPU memory for the training; what is free if not given."
+    )
+    slots: int | None = _setting(
+        None, whole(2), "--slots", "Blocks on the GPU at a time, instead of --vram."
+    )
+    resident: bool = _setting(
+        False, switch(), "--resident", "Keep the whole base on the device: nothing is streamed."
+    )
+    device: str | None = _setting(None, text(), "--device", "cpu, cuda or cuda:N.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputPart:
+    """What is written."""
+
+    folder: str | None = _setting(
+        None, text(), "--out", "Folder of the run; runs/MODEL-DATA-METHOD if not given."
+    )
+    save_every: int = _setting(50, whole(), "--save-every", "Steps between checkpoints.")
+    keep: int = _setting(2, whole(2, 1000), "--keep", "Checkpoints that are kept.")
+    trace_step: int | None = _setting(
+        None, whole(), "--trace-step", "Record this step for `poros report`; it takes longer."
+    )
+    evaluate_every: int | None = _setting(
+        None, whole(), "--evaluate-every", "Steps between validations; once an epoch if not given."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One fine-tuning run.
+    """Everything that decides a run."""
 
-    Args:
-        model: A checkpoint's folder, a store's, or a name on the hub.
-        data: A JSONL file, a folder of them, or a name on the hub of data sets.
-        task: ``sft`` (supervised fine-tuning) or ``dpo`` (preferences: Rafailov et al. 2023).
-        out: The folder of the run.
-        validation: A share of the rows that is held out, or a file or folder of other rows.
-        max_length: Tokens of a row; longer ones are cut.
-        packing: Whether several rows share a bin of ``max_length`` tokens, each seeing itself
-            alone. None packs for ``sft``.
-        loss_on: ``answers``: what the assistant says, or completions; ``everything``.
-        chat_template: A name (``chatml``, ``plain``) or a file, in place of the model's own.
-        vram: What the run may take on the GPU, such as ``22GiB``; None is what is free.
-        host_memory: What the base may take in host memory, if ``model`` is a store.
-        quantization: ``nf4``, or ``none`` for a base in 16 bit.
-        placement: ``streamed``, or ``resident`` for a base that is on the GPU as a whole.
-        beta: Of ``dpo``: how far preferences may move the model.
-        allow_untested: Train an architecture that no check has found exact yet.
-        adapter: What is trained.
-        training: How.
-    """
-
-    model: str
-    data: str
-    task: str = "sft"
-    out: str | None = None
-    validation: float | str | None = None
-    max_length: int = 2048
-    packing: bool | None = None
-    loss_on: str = "answers"
-    chat_template: str | None = None
-    vram: str | None = None
-    host_memory: str | None = None
-    quantization: str = "nf4"
-    placement: str = "streamed"
-    beta: float = 0.1
-    allow_untested: bool = False
-    adapter: AdapterRecipe = field(default_factory=AdapterRecipe)
-    training: TrainingRecipe = field(default_factory=TrainingRecipe)
+    model: ModelPart = field(default_factory=ModelPart)
+    data: DataPart = field(default_factory=DataPart)
+    adapter: AdapterPart = field(default_factory=AdapterPart)
+    training: TrainingPart = field(default_factory=TrainingPart)
+    memory: MemoryPart = field(default_factory=MemoryPart)
+    output: OutputPart = field(default_factory=OutputPart)
 
     @property
-    def packs(self) -> bool:
-        """Whether rows share bins."""
-        return self.task == "sft" if self.packing is None else self.packing
+    def is_packed(self) -> bool:
+        """Whether several documents share a row."""
+        if self.data.packing == "auto":
+            return self.training.method == "sft"
+        return bool(self.data.packing)
 
     @property
-    def learning_rate(self) -> float:
-        """As it is, or as it is for the task."""
-        given = self.training.learning_rate
-        return given if given is not None else 2e-4 if self.task == "sft" else 5e-6
+    def alpha(self) -> float:
+        """The numerator of the adapter's scaling."""
+        return 2.0 * self.adapter.rank if self.adapter.alpha is None else self.adapter.alpha
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, without those that are None."""
-        return _plain(self)
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain values, section by section; what is None or decides nothing is left out."""
+        found: dict[str, dict[str, Any]] = {}
+        idle = {
+            "training.beta": self.training.method != "dpo",
+            "training.epochs": self.training.steps is not None,
+            "training.schedule": self.training.optimizer.startswith("schedule_free"),
+            "training.warmup": self.training.optimizer.startswith("schedule_free"),
+        }
+        for key, _ in settings():
+            section, name = key.split(".")
+            value = getattr(getattr(self, section), name)
+            if value is not None and not idle.get(key):
+                plain = list(value) if isinstance(value, tuple) else value
+                found.setdefault(section, {})[name] = plain
+        return found
+
+    def as_yaml(self) -> str:
+        """The recipe as a file, every value spelled out."""
+        import yaml
+
+        return yaml.safe_dump(self.as_dict(), sort_keys=False, allow_unicode=True)
 
 
-def _plain(recipe: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in fields(recipe):
-        value = getattr(recipe, each.name)
-        if is_dataclass(value):
-            found[each.name] = _plain(value)
-        elif value is not None:
-            found[each.name] = list(value) if isinstance(value, tuple) else value
-    return found
+SECTIONS = {
+    "model": ModelPart,
+    "data": DataPart,
+    "adapter": AdapterPart,
+    "training": TrainingPart,
+    "memory": MemoryPart,
+    "output": OutputPart,
+}
 
 
-def made(values: Mapping[str, Any]) -> Recipe:
-    """A recipe of values by dotted name, such as ``training.steps``; all of them are right."""
-    groups: dict[str, dict[str, Any]] = {"adapter": {}, "training": {}, "": {}}
-    for key, value in values.items():
-        group, _, name = key.rpartition(".")
-        groups[group][name] = value
-    adapter, training = AdapterRecipe(**groups["adapter"]), TrainingRecipe(**groups["training"])
-    return Recipe(**groups[""], adapter=adapter, training=training)
+@dataclass(frozen=True)
+class Setting:
+    """One field of a recipe, as files and flags know it."""
+
+    kind: Kind
+    flag: str
+    about: str
+    default: Any
+
+
+def settings() -> Iterator[tuple[str, Setting]]:
+    """All settings by their dotted keys, in order."""
+    for section, part in SECTIONS.items():
+        for each in fields(part):
+            yield f"{section}.{each.name}", Setting(default=each.default, **each.metadata)

@@ -24,7 +24,7 @@ BUDGET = "1300kB"
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     base, rows = write_base(folder / "base"), write_rows(folder / "rows.jsonl", "text", 40)
-    options = ("--steps", "4", "--accumulate", "2", "--max-length", "64", "--validation", "0.1")
+    options = ("--steps", "4", "--accumulation", "2", "--max-length", "64", "--validation", "0.1")
     more = ("--out", str(folder / "out"), "--trace-step", "3", "--vram", BUDGET)
     result = poros_command("finetune", str(base), str(rows), *options, *more)
     assert result.exit_code == 0, result.output
@@ -117,7 +117,7 @@ def test_what_is_missing_is_said(run: Path, tmp_path: Path) -> None:
 
 def test_recording_a_step_changes_no_bit(run: Path, tmp_path: Path) -> None:
     folder = run.parent
-    options = ("--steps", "4", "--accumulate", "2", "--max-length", "64", "--validation", "0.1")
+    options = ("--steps", "4", "--accumulation", "2", "--max-length", "64", "--validation", "0.1")
     arguments = (str(folder / "base"), str(folder / "rows.jsonl"), *options, "--vram", BUDGET)
     result = poros_command("finetune", *arguments, "--out", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output

@@ -55,8 +55,9 @@ NOT_HASHED = {
         "poros.self_check": "check evidence proof switches",
         "poros.merging": "adapter merge",
         "poros.reporting": "charts events page",
-        "poros.recipes": "reading recipe rows rules sources",
-        "poros.finetune": "folder panel run screen stopping tokens trainers",
+        "poros.recipes": "checks reading recipe values",
+        "poros.finetune": "adapters data forms packing panel resuming run screen stopping "
+        "templates tokens trainers",
         "poros.cli": "app check demo finetune load merge plan report shared",
         "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "

@@ -1,0 +1,88 @@
+"""Documents that share a row: whether a model keeps them apart, and putting them together.
+
+A packed row has no attention mask but positions that begin anew with each document. From these
+transformers makes the mask that keeps documents apart, for models that build their masks its way.
+Others see across: those with states that pass from token to token (Mamba), with positions of their
+own (ALiBi), with masks of their own. Which is which is not looked up but tried, on a small random
+model with the settings of the real one.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedConfig
+
+_LENGTHS = (5, 11, 1, 7)
+"""Of the documents of the row that is tried, longer than the windows of the small model."""
+_ROUNDING = 1e-4
+"""By how much logits of the small model, in float32 and of order 1, may differ without another
+document's doing: experts sum up tokens in groups, whose sizes change with the routing of others."""
+
+
+def keeps_apart(config: "PreTrainedConfig") -> bool:
+    """Whether no document of a packed row has an influence on another.
+
+    Args:
+        config: Of a causal language model. What cannot be built small counts as if it did not.
+    """
+    from poros.loaders.build import quiet
+
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.default_generator.manual_seed(0)
+        try:
+            model = _small(config)
+        except Exception:  # of a configuration that the library does not know how to shrink
+            return False
+        return is_kept_apart(model)
+
+
+def is_kept_apart(model: Any) -> bool:
+    """Whether documents of a row do not see each other in a model, found by changing one."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(3, 3 + sum(_LENGTHS))[None] * 7 % (vocab_size - 3) + 3
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
+    start = 0
+    model.eval()
+    with torch.no_grad():
+        before = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        for length in _LENGTHS:
+            changed = ids.clone()
+            changed[0, start : start + length] = (ids[0, start : start + length] + 1) % vocab_size
+            after = model(input_ids=changed, position_ids=positions, use_cache=False).logits
+            differs = ((after - before).abs() > _ROUNDING).any(-1)[0]
+            differs_inside = differs[start : start + length].clone()
+            differs[start : start + length] = False
+            if differs.any() or not differs_inside.all():
+                return False
+            start += length
+    return True
+
+
+def _small(config: "PreTrainedConfig") -> Any:
+    """A small random model of the same kind."""
+    from transformers import AutoModelForCausalLM
+
+    from poros.gates import tiny
+
+    text = config.get_text_config(decoder=True)
+    small = tiny.small_config(text.model_type, num_layers=4, hidden_size=64)
+    known = small.to_dict()
+    for name, value in text.to_dict().items():
+        # Sizes are its own; how it computes is the real one's.
+        if isinstance(value, bool | str) and type(known.get(name)) is type(value):
+            setattr(small, name, value)
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    if kinds and getattr(small, "layer_types", None):
+        num_layers = len(small.layer_types)
+        small.layer_types = [kinds[layer % len(kinds)] for layer in range(num_layers)]
+    return AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+
+
+def pack(dataset: "Dataset", row_length: int) -> "Dataset":
+    """Documents into rows of at most ``row_length`` tokens, each whole, by best fit (TRL)."""
+    from trl import pack_dataset
+
+    return pack_dataset(dataset, row_length, "bfd")

@@ -1,0 +1,55 @@
+"""Chat templates by name, for models that come without one of their own.
+
+What the assistant says, its end of turn included, stands between ``generation`` markers, so that
+transformers can tell those tokens from the others.
+"""
+
+from typing import NamedTuple
+
+
+class Template(NamedTuple):
+    """A chat template, and the tokens that it cannot do without."""
+
+    text: str
+    markers: tuple[str, ...]
+    """Each has to be one token of the tokenizer."""
+    end_of_turn: str
+    """What the assistant ends its turn with, one of the markers."""
+
+
+_CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+_LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
+{%- else %}
+{{- message['content'] | trim + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+NAMED = {
+    "chatml": Template(_CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "llama3": Template(
+        _LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"
+    ),
+}

@@ -1,0 +1,223 @@
+"""What a recipe's settings have to be together, and what has to lie where they point."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from poros.errors import MissingPackageError, quoted
+from poros.recipes.reading import Draft
+from poros.recipes.recipe import Recipe
+
+TEMPLATES = ("chatml", "llama3")
+"""Chat templates of our own, by name."""
+DATA_SUFFIXES = (".jsonl", ".parquet")
+_DPO_LEARNING_RATE = 2e-5
+"""Where nothing is said: preferences want smaller steps than examples."""
+
+
+def checked(draft: Draft) -> Recipe:
+    """The recipe of a draft, with nothing left to refuse; its output folder is filled in.
+
+    Raises:
+        RecipeError: With every problem: those that reading found, settings that contradict each
+            other, files that are not there.
+    """
+    for key, what in (("model.source", "the base"), ("data.source", "the rows to train on")):
+        is_wrong = any(f"{key}:" in each for each in draft.problems)
+        if key not in draft.values and not is_wrong:
+            draft.problem(
+                key,
+                f"expected {what}, found nothing; give it in the recipe, or as in "
+                "`poros finetune MODEL DATA`",
+            )
+    recipe = draft.recipe()
+    _check_model(draft, recipe)
+    _check_data(draft, recipe)
+    _check_training(draft, recipe)
+    _check_memory(draft, recipe)
+    draft.refuse()
+    if recipe.training.method == "dpo" and "training.learning_rate" not in draft.values:
+        slower = replace(recipe.training, learning_rate=_DPO_LEARNING_RATE)
+        recipe = replace(recipe, training=slower)
+    if recipe.output.folder is None:
+        names = (Path(recipe.model.source).name, Path(recipe.data.source).stem)
+        folder = Path("runs") / "-".join((*names, recipe.training.method))
+        recipe = replace(recipe, output=replace(recipe.output, folder=str(folder)))
+    return recipe
+
+
+def is_local(source: str) -> bool:
+    """Whether it is meant as a path, there or not, and not as a name on a hub."""
+    path = Path(source).expanduser()
+    return (
+        path.exists()
+        or source.startswith(("/", ".", "~"))
+        or "\\" in source
+        or source.count("/") > 1
+        or ("/" in source and path.parent.is_dir())
+        or source.endswith((".safetensors", ".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"))
+    )
+
+
+def _check_model(draft: Draft, recipe: Recipe) -> None:
+    key, source = "model.source", recipe.model.source
+    if source and is_local(source):
+        path = Path(source).expanduser()
+        shown = quoted(source)
+        if not path.exists():
+            draft.problem(key, f"expected a checkpoint, found no file or folder {shown}; check it")
+        elif path.is_dir() and not ((path / "config.json").is_file() or _is_store(source)):
+            draft.problem(
+                key,
+                f"expected a folder with a config.json, found {shown} without one; give the folder "
+                "that a model was saved to",
+            )
+        elif path.is_file() and path.suffix != ".safetensors":
+            draft.problem(
+                key,
+                f"expected a folder or a .safetensors file, found {shown}; GGUF, .bin and .pt "
+                "cannot be loaded: give the original checkpoint's folder",
+            )
+    if recipe.model.host_budget and not (recipe.model.store or _is_store(source)):
+        draft.problem(
+            "model.host_budget",
+            "expected a store on disk to read the rest from, found none; add a folder as "
+            "model.store (--store)",
+        )
+    if recipe.model.store and _is_store(source):
+        draft.problem(
+            "model.store",
+            "expected a store to write, found a model that is a store already; remove it",
+        )
+
+
+def _is_store(source: str) -> bool:
+    return (Path(source).expanduser() / "manifest.json").is_file()
+
+
+def _check_data(draft: Draft, recipe: Recipe) -> None:
+    data, method = recipe.data, recipe.training.method
+    files = [("data.source", data.source)]
+    if isinstance(data.validation, str):
+        files.append(("data.validation", data.validation))
+    for key, source in files:
+        if source and is_local(source):
+            _check_rows(draft, key, Path(source).expanduser())
+    is_hub = bool(data.source) and not is_local(data.source)
+    if is_hub and find_spec("datasets") is None:
+        draft.problem(
+            "data.source",
+            f"expected a file or folder, found {quoted(data.source)}, which is not there; to read "
+            "it from the hub: pip install 'poros-runtime[finetune]'",
+        )
+    if data.split and not is_hub:
+        draft.problem(
+            "data.split", "expected a data set on the hub to split, found a file; remove it"
+        )
+    template = data.chat_template
+    if template.endswith((".jinja", ".j2")):
+        if not Path(template).expanduser().is_file():
+            draft.problem(
+                "data.chat_template", f"expected a file, found none at {quoted(template)}; check it"
+            )
+    elif template not in ("model", *TEMPLATES):
+        names = ", ".join(("model", *TEMPLATES))
+        draft.problem(
+            "data.chat_template",
+            f"expected one of {names} or a .jinja file, found {quoted(template)}; for the model's "
+            "own leave it out",
+        )
+    if method == "dpo" and data.packing is True:
+        draft.problem(
+            "data.packing",
+            "expected false with dpo, whose rows are pairs, found true; remove it",
+        )
+    if method == "dpo" and data.loss_on not in ("auto", "completion"):
+        draft.problem(
+            "data.loss_on",
+            f"expected completion or auto with dpo, found {data.loss_on}; remove it",
+        )
+
+
+def _check_rows(draft: Draft, key: str, path: Path) -> None:
+    shown = quoted(str(path))
+    if not path.exists():
+        draft.problem(key, f"expected rows, found no file or folder {shown}; check the path")
+    elif path.is_dir() and not any(path.glob("*.jsonl")):
+        draft.problem(
+            key,
+            f"expected .jsonl files in {shown}, found none; write JSON objects, one a line",
+        )
+    elif path.is_file() and path.suffix not in DATA_SUFFIXES:
+        draft.problem(
+            key,
+            f"expected a file that ends in {' or '.join(DATA_SUFFIXES)}, found {shown}; write one "
+            "JSON object a line",
+        )
+
+
+def _check_training(draft: Draft, recipe: Recipe) -> None:
+    training, said = recipe.training, draft.values
+    if "training.epochs" in said and training.steps is not None:
+        draft.problem(
+            "training.steps", "expected either epochs or steps, found both; remove one of them"
+        )
+    if "training.beta" in said and training.method != "dpo":
+        draft.problem("training.beta", "expected method dpo with beta, found sft; remove it")
+    is_free = training.optimizer.startswith("schedule_free")
+    if is_free and "training.schedule" in said and training.schedule != "constant":
+        draft.problem(
+            "training.schedule",
+            f"expected constant with {training.optimizer}, found {training.schedule}; remove it",
+        )
+    if is_free and training.lora_plus is not None:
+        draft.problem(
+            "training.lora_plus", f"expected another optimizer than {training.optimizer}, which "
+            "has one rate for all; choose adamw, or remove it",
+        )  # fmt: skip
+    if is_free and find_spec("schedulefree") is None:
+        draft.problem(
+            "training.optimizer",
+            f"expected the package schedulefree for {training.optimizer}, found none; pip install "
+            "schedulefree, or choose adamw",
+        )
+    if "output.evaluate_every" in said and not recipe.data.validation:
+        draft.problem(
+            "output.evaluate_every",
+            "expected rows to validate on, found none; add data.validation (--validation 0.05)",
+        )
+
+
+def _check_memory(draft: Draft, recipe: Recipe) -> None:
+    memory = recipe.memory
+    if memory.resident:
+        for key, value in (("memory.vram", memory.vram), ("memory.slots", memory.slots)):
+            if value is not None:
+                draft.problem(
+                    key,
+                    "expected nothing to stream with memory.resident (--resident), found "
+                    f"{value}; remove one of them",
+                )
+    elif memory.vram is not None and memory.slots is not None:
+        draft.problem(
+            "memory.slots", "expected either vram or slots, found both; remove one of them"
+        )
+    if memory.device is not None and memory.device.split(":")[0] not in ("cpu", "cuda"):
+        draft.problem(
+            "memory.device",
+            f"expected cpu, cuda or cuda:N, found {quoted(memory.device)}; remove it for the GPU",
+        )
+
+
+def require_packages() -> None:
+    """Refuse to go on without the packages that training needs.
+
+    Raises:
+        MissingPackageError: Naming the line that installs them.
+    """
+    missing = [name for name in ("trl", "datasets") if find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(
+            f"expected the packages {' and '.join(missing)} to train with, "
+            "found none; pip install 'poros-runtime[finetune]'"
+        )

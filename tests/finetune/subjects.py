@@ -1,0 +1,117 @@
+"""A small checkpoint with a tokenizer, and rows of every form, made on the spot."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+from poros.finetune.data import read_data
+from poros.finetune.resuming import look_at
+from poros.finetune.run import Data, finetune
+from poros.gates import tiny
+from poros.recipes.checks import checked
+from poros.recipes.reading import read_recipe
+from poros.recipes.recipe import Recipe
+
+WORDS = "the slot holds a block that moves while layers compute and host memory waits its turn"
+SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>"]
+
+
+def sentence(number: int, length: int) -> str:
+    words = WORDS.split()
+    return " ".join(words[(number * 7 + 3 * each) % len(words)] for each in range(length))
+
+
+def rows(form: str, count: int = 200) -> list[dict[str, Any]]:
+    """Rows of one form, of different lengths."""
+    made: list[dict[str, Any]] = []
+    for number in range(count):
+        question, answer = sentence(number, 3 + number % 5), sentence(number + 1, 4 + number % 9)
+        if form == "messages":
+            turns = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            if number % 3 == 0:
+                turns += [{"role": "user", "content": "?"}, {"role": "assistant", "content": "its"}]
+            made.append({"messages": turns})
+        elif form == "completions":
+            made.append({"prompt": question + " ", "completion": answer})
+        elif form == "text":
+            made.append({"text": answer})
+        else:
+            other = sentence(number + 2, 3 + number % 6)
+            made.append({"prompt": question + " ", "chosen": answer, "rejected": other})
+    return made
+
+
+def write_rows(path: Path, content: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return path
+
+
+def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer, by the rules that transformers has for the model's type."""
+    from tokenizers import pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    bpe = Qwen2Tokenizer().backend_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([sentence(number, 16) for number in range(32)], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<eos>",  # as with many models: padding has to be told by its place
+        eos_token="<eos>",
+        chat_template=template,
+    )
+
+
+def write_model(folder: Path, *, template: str | None = None, layers: int = 3) -> Path:
+    """A random checkpoint with its tokenizer."""
+    config = tiny.small_config("qwen2", num_layers=layers, hidden_size=64)
+    tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
+    tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+class Trained(NamedTuple):
+    """What a run has left."""
+
+    adapter: bytes
+    losses: list[float]
+    said: str
+
+
+def recipe_of(**said: object) -> Recipe:
+    """A recipe from settings: ``training__steps=3``."""
+    flags = {key.replace("__", "."): str(value) for key, value in said.items()}
+    return checked(read_recipe(None, flags))
+
+
+def run(recipe: Recipe) -> Trained:
+    """Train in this process, as ``poros finetune`` does."""
+    train, validation = read_data(recipe)
+    data = Data(train, validation, {"train": train.digest})
+    said = io.StringIO()
+    folder = look_at(recipe, data.digests)
+    adapter = finetune(recipe, data, folder, Console(file=said, width=200))
+    assert adapter is not None
+    return Trained(
+        (adapter / "adapter_model.safetensors").read_bytes(), losses(folder.path), said.getvalue()
+    )
+
+
+def losses(run: Path) -> list[float]:
+    """Of every step, as the Trainer has logged them."""
+    newest = max(run.glob("checkpoint-*"), key=lambda each: int(each.name.split("-")[1]))
+    history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
+    return [line["loss"] for line in history if "loss" in line]

@@ -1,0 +1,172 @@
+"""What is learnt: never padding, never a prompt; and the labels are those of plain TRL."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from poros.errors import DataFormatError
+from poros.finetune.data import Rows, read_data
+from poros.finetune.run import _dataset, _row_length
+from poros.finetune.templates import NAMED
+from poros.finetune.tokens import IGNORED, Tokens, load_tokenizer, tokenize
+from poros.finetune.trainers import _collator
+from poros.gates import tiny
+from poros.recipes.recipe import Recipe
+from tests.finetune.subjects import recipe_of, rows, write_model, write_rows
+
+# ChatML without marks of the assistant's turns, as most models have it.
+UNMARKED = NAMED["chatml"].text.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+
+
+def made(model: Path, data: Path, form: str, **said: object) -> tuple[Recipe, Rows, Any, Tokens]:
+    said = {"data__chat_template": "chatml", "data__pad_to": 16, **said}
+    if form == "preferences":
+        said["training__method"] = "dpo"
+    recipe = recipe_of(model__source=model, data__source=data / f"{form}.jsonl", **said)
+    found, _ = read_data(recipe)
+    tokenizer = load_tokenizer(recipe, found.form)
+    return recipe, found, tokenizer, tokenize(found, tokenizer, recipe)
+
+
+def batch_of(recipe: Recipe, tokens: Tokens, tokenizer: Any, base: Any, count: int) -> Any:
+    length = _row_length(recipe, tokens)
+    dataset = _dataset(recipe, tokens, length)
+    # The last, since best fit leaves those that are not full to the end.
+    last = list(dataset.select(range(len(dataset) - count, len(dataset))))
+    return _collator(recipe, base, tokenizer.pad_token_id, length)(last)
+
+
+@pytest.fixture(scope="module")
+def base(model: Path) -> Any:
+    return tiny.load_base(model, dtype=torch.float32, quantize=False)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_padding_is_never_learnt(packing: bool, model: Path, data: Path, base: Any) -> None:
+    """The padding token is the end of text, which is learnt where a document ends with it."""
+    said: dict[str, Any] = {"data__packing": packing, "data__max_length": 80}
+    recipe, _, tokenizer, tokens = made(
+        model, data, "completions", data__chat_template="model", **said
+    )
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    count = 4 if not packing else 1
+    batch = batch_of(recipe, tokens, tokenizer, base, count)
+    labels, ids = batch["labels"], batch["input_ids"]
+    assert ids.shape[1] % 16 == 0
+    if packing:
+        starts = batch["position_ids"] == 0
+        is_padding = starts & (ids == tokenizer.pad_token_id)  # no document begins with its end
+        num_documents = int((starts & ~is_padding).sum())
+        assert num_documents > 1
+    else:
+        is_padding = batch["attention_mask"] == 0
+        num_documents = count
+    assert is_padding.any() and (ids[is_padding] == tokenizer.pad_token_id).all()
+    assert (labels[is_padding] == IGNORED).all()
+    assert (labels[~is_padding] == tokenizer.eos_token_id).sum() == num_documents
+
+
+def test_what_padding_is_made_of_changes_no_loss(model: Path, data: Path, base: Any) -> None:
+    """And the control: with labels on padding, which the published system had, it does."""
+    recipe, _, tokenizer, tokens = made(model, data, "text", data__packing=False)
+    losses, contaminated = [], []
+    for pad in (tokenizer.pad_token_id, 17):
+        batch = _collator(recipe, base, pad, 0)(list(tokens.dataset().select(range(4))))
+        with torch.no_grad():
+            losses.append(base(**batch).loss)
+            labels = torch.where(batch["attention_mask"] == 0, batch["input_ids"], batch["labels"])
+            contaminated.append(base(**{**batch, "labels": labels}).loss)
+    assert torch.equal(*losses)
+    assert not torch.equal(*contaminated)
+    assert not torch.equal(losses[0], contaminated[0])
+
+
+@pytest.mark.parametrize("template", ["chatml", "unmarked"])
+def test_only_the_assistant_is_learnt(template: str, data: Path, tmp_path: Path) -> None:
+    """With the template's marks, and without them."""
+    model = write_model(tmp_path / "model", template=UNMARKED)
+    chosen = "model" if template == "unmarked" else template
+    _, found, tokenizer, tokens = made(model, data, "messages", data__chat_template=chosen)
+    for row, labels in zip(found.rows, tokens.columns["labels"], strict=True):
+        learnt = tokenizer.decode([each for each in labels if each != IGNORED])
+        said = [each["content"] for each in row["messages"] if each["role"] == "assistant"]
+        end = "<|im_end|>" + ("\n" if template == "unmarked" else "")
+        assert learnt == "".join(each + end for each in said)
+
+
+def test_everything_is_learnt_if_it_is_asked_for(model: Path, data: Path) -> None:
+    _, _, _, tokens = made(model, data, "messages", data__loss_on="all")
+    assert all(
+        list(ids) == list(labels)
+        for ids, labels in zip(tokens.columns["input_ids"], tokens.columns["labels"], strict=True)
+    )
+
+
+def test_a_template_that_renders_turns_differently_later_is_refused(
+    data: Path, tmp_path: Path
+) -> None:
+    """As some that cut what the model has thought: nobody could say which tokens are whose."""
+    template = UNMARKED.replace(
+        "message['content'] + '<|im_end|>' }}\n{%- else",
+        "(message['content'] if loop.last else '') + '<|im_end|>' }}\n{%- else",
+    )
+    assert template != UNMARKED
+    model = write_model(tmp_path / "model", template=template)
+    with pytest.raises(DataFormatError, match=r"messages.jsonl:1: .*--loss-on all"):
+        made(model, data, "messages", data__chat_template="model")
+
+
+@pytest.mark.parametrize("form", ["messages", "completions", "text", "preferences"])
+def test_the_tokens_are_those_of_plain_trl(
+    form: str, model: Path, data: Path, base: Any, tmp_path: Path
+) -> None:
+    _, found, tokenizer, tokens = made(model, data, form)
+    options: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True}
+    if form == "preferences":
+        kind: Any = trl.DPOTrainer
+        arguments: Any = trl.DPOConfig(max_length=None, **options)
+    else:
+        kind = trl.SFTTrainer
+        assistant = form == "messages"
+        arguments = trl.SFTConfig(max_length=None, assistant_only_loss=assistant, **options)
+    plain = kind(
+        tiny.load_base(model, dtype=torch.float32, quantize=False),
+        args=arguments,
+        train_dataset=Dataset.from_list(found.rows),
+        processing_class=tokenizer,
+    ).train_dataset
+    for column, ours in tokens.columns.items():
+        assert [list(each) for each in ours] == [list(each) for each in plain[column]], column
+
+
+def test_rows_without_anything_to_learn_are_left_out_and_counted(
+    model: Path, tmp_path: Path
+) -> None:
+    content = rows("completions", 4)
+    content[1]["prompt"] = "the slot " * 40
+    content[2]["completion"] = "the slot " * 40
+    write_rows(tmp_path / "completions.jsonl", content)
+    _, _, _, tokens = made(model, tmp_path, "completions", data__max_length=32)
+    assert (len(tokens.lengths), tokens.num_cut, tokens.num_dropped) == (3, 2, 1)
+    assert max(tokens.lengths) == 32
+    with pytest.raises(DataFormatError, match="--max-length"):
+        write_rows(tmp_path / "completions.jsonl", content[1:2])
+        made(model, tmp_path, "completions", data__max_length=32)
+
+
+def test_a_template_that_the_tokenizer_has_no_tokens_for(model: Path, data: Path) -> None:
+    with pytest.raises(DataFormatError, match=r"start_header_id.* for llama3"):
+        made(model, data, "messages", data__chat_template="llama3")
+    with pytest.raises(DataFormatError, match="without one; give chatml or llama3"):
+        made(model, data, "messages", data__chat_template="model")
+
+
+def test_the_template_is_saved_with_the_end_of_its_turns(model: Path, data: Path) -> None:
+    _, _, tokenizer, _ = made(model, data, "messages")
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert AutoTokenizer.from_pretrained(model).eos_token == "<eos>"

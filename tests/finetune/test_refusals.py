@@ -1,0 +1,213 @@
+"""Bad recipes and bad rows: each refused with file, line and remedy, before anything is written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import poros_command
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = json.dumps({"prompt": "a", "completion": "b"})
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+START = "model: model\ndata: rows.jsonl\n"
+
+# What is appended to a good recipe; line, what is said of it, and the remedy.
+RECIPES: dict[str, tuple[str, int, str, str]] = {
+    "unknown section": ("trainning:\n  seed: 1\n", 3, "unknown name", "did you mean training?"),
+    "unknown setting": ("training:\n  seeds: 1\n", 4, "training.seeds", "did you mean seed?"),
+    "name of elsewhere": ("training:\n  num_train_epochs: 1\n", 4, "unknown", "training.epochs"),
+    "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
+    "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
+    "text for a number": ("adapter:\n  rank: many\n", 4, "found 'many'", "rank: 16"),
+    "number too small": ("adapter:\n  rank: 0\n", 4, "1 to 4096", "rank: 16"),
+    "fraction for a count": ("adapter:\n  rank: 1.5\n", 4, "a whole number", "rank: 16"),
+    "not a number": ("training:\n  learning_rate: .nan\n", 4, "above 0", "0.0002"),
+    "negative rate": ("training:\n  learning_rate: -1e-4\n", 4, "above 0", "0.0002"),
+    "unknown optimizer": ("training:\n  optimizer: adam\n", 4, "one of adamw", "adamw"),
+    "unknown method": ("training:\n  method: ppo\n", 4, "one of sft, dpo", "method: sft"),
+    "unknown adapter": ("adapter:\n  kind: qlora\n", 4, "one of lora", "kind: lora"),
+    "list for a number": ("adapter:\n  rank: [1, 2]\n", 4, "found a list", "rank: 16"),
+    "nothing given": ("adapter:\n  rank:\n", 4, "found nothing", "rank: 16"),
+    "yes or no": ("memory:\n  resident: maybe\n", 4, "true or false", "resident: false"),
+    "size without unit": ("memory:\n  vram: lots\n", 4, "such as 22GiB", "leave it out"),
+    "epochs and steps": ("training:\n  epochs: 1\n  steps: 5\n", 5, "found both", "remove one"),
+    "beta of sft": ("training:\n  beta: 0.1\n", 4, "method dpo", "remove it"),
+    "packed pairs": (
+        "training:\n  method: dpo\nextra: 1\n", 5, "unknown name", "there are adapter",
+    ),
+    "resident and budget": ("memory:\n  resident: true\n  vram: 8GiB\n", 5, "8GiB", "remove one"),
+    "budget and slots": ("memory:\n  vram: 8GiB\n  slots: 2\n", 5, "found both", "remove one"),
+    "no such device": ("memory:\n  device: tpu\n", 4, "'tpu'", "remove it"),
+    "host budget without store": ("memory:\n  slots: 2\n  slot: 3\n", 5, "slot", "mean slots?"),
+    "nothing to validate on": ("output:\n  evaluate_every: 5\n", 4, "validate", "--validation"),
+    "schedule of its own": (
+        "training:\n  optimizer: schedule_free_adamw\n  schedule: linear\n",
+        5, "constant", "remove it",
+    ),
+    "tab": ("training:\n\tseed: 1\n", 4, "expected YAML", "indentation by spaces"),
+    "quote left open": ("training:\n  seed: 'x\n", 5, "expected YAML", "quotes closed"),
+}  # fmt: skip
+
+# Lines of a file of rows; the line that is wrong, what is said of it, and the remedy.
+ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
+    "broken JSON": ([GOOD, '{"prompt": "a", "completion": }'], 2, "2:31: expected JSON", "column"),
+    "a list": (['[{"prompt": "a"}]'], 1, "found a list", "write one a line"),
+    "pretty-printed": (["{", ' "prompt": "a"'], 1, "expected JSON", "jq -c"),
+    "missing key": ([GOOD, '{"prompt": "a"}'], 2, "the key 'completion'", "add it"),
+    "no key of any form": ([GOOD, '{"id": 3}'], 2, "found 'id'", "write rows such as"),
+    "misspelt key": ([GOOD, '{"prompt": "a", "completions": "b"}'], 2, "'completions'", "rename"),
+    "other tool's keys": (['{"instruction": "a", "output": "b"}'], 1, "'instruction'", "rename"),
+    "number for a text": ([GOOD, '{"prompt": "a", "completion": 3}'], 2, "a number", "quotes"),
+    "null": ([GOOD, '{"prompt": "a", "completion": null}'], 2, "the key 'completion'", "add it"),
+    "empty text": ([GOOD, '{"prompt": "a", "completion": ""}'], 2, "an empty one", "fill it in"),
+    "blanks": ([GOOD, '{"prompt": "a", "completion": " \\n"}'], 2, "blanks alone", "fill it in"),
+    "key twice": (['{"prompt": "a", "prompt": "b", "completion": "c"}'], 1, "twice", "remove one"),
+    "mixed forms": ([GOOD, '{"text": "a"}'], 2, "rows of one form", "write them all alike"),
+    "two forms": (['{"text": "a", "prompt": "a", "completion": "b"}'], 1, "one kind", "remove"),
+    "byte order mark": ([b"\xef\xbb\xbf" + GOOD.encode()], 1, "byte order mark", "without BOM"),
+    "UTF-16": ([GOOD.encode("utf-16")], 1, "UTF-16", "save the file as UTF-8"),
+    "Latin-1": ([GOOD, b'{"prompt": "\xe9", "completion": "b"}'], 2, "0xe9 in column 13", "UTF-8"),
+    "half a surrogate": (['{"text": "\\ud800"}'], 1, "surrogate", "remove it"),
+    "NaN": (['{"text": NaN}'], 1, "NaN", "write a number"),
+    "empty file": ([""], 1, "found none", "one JSON object a line"),
+    "unknown role": ([json.dumps(CHAT).replace("user", "human")], 1, "[0].role", "write user"),
+    "no role": ([json.dumps({"messages": [{"content": "a"}]})], 1, "the key 'role'", "add one of"),
+    "unknown key of a message": (
+        [json.dumps(CHAT).replace('"content": "b"', '"content": "b", "weight": 0')],
+        1, "messages[1].weight", "remove it",
+    ),
+    "nobody answers": ([json.dumps({"messages": CHAT["messages"][:1]})], 1, "assistant", "add one"),
+    "no messages": (['{"messages": []}'], 1, "an empty list", "remove the row"),
+    "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with something that looks like a model, and good rows."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text(GOOD + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (each for each in sorted(folder.rglob("*")) if each.is_file())
+    return {str(each.relative_to(folder)): each.read_bytes() for each in files}
+
+
+def refused(place: Path, *command: str) -> str:
+    before = contents(place)
+    result = poros_command("finetune", *command)
+    assert result.exit_code == 2, result.output
+    assert contents(place) == before
+    return result.output
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_bad_recipe(case: str, place: Path) -> None:
+    text, line, what, remedy = RECIPES[case]
+    (place / "recipe.yaml").write_text(START + text)
+    said = refused(place, "recipe.yaml")
+    wrong = [each for each in said.splitlines() if f"recipe.yaml:{line}:" in each]
+    assert len(wrong) == 1 and what in wrong[0] and remedy in wrong[0], said
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_bad_rows(case: str, place: Path) -> None:
+    lines, line, what, remedy = ROWS[case]
+    raw = [each.encode() if isinstance(each, str) else each for each in lines]
+    (place / "rows.jsonl").write_bytes(b"\n".join(raw) + b"\n")
+    said = refused(place, "model", "rows.jsonl")
+    wrong = [each for each in said.splitlines() if f"rows.jsonl:{line}:" in each]
+    assert wrong and what in wrong[0] and remedy in wrong[0], said
+
+
+FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "number": (("model", "rows.jsonl", "--rank", "many"), "--rank: expected", "--rank 16"),
+    "size": (("model", "rows.jsonl", "--vram", "22 apples"), "--vram: expected", "leave it out"),
+    "both": (("model", "rows.jsonl", "--vram", "8GiB", "--slots", "2"), "--slots:", "remove one"),
+    "no model": (("nowhere/at/all", "rows.jsonl"), "MODEL: expected", "check it"),
+    "no data": (("model", "gone.jsonl"), "DATA: expected", "check the path"),
+    "nothing": ((), "model.source: expected", "poros finetune MODEL DATA"),
+    "no recipe": (("gone.yaml",), "gone.yaml: expected a file", "check the path"),
+    "packed pairs": (
+        ("model", "rows.jsonl", "--dpo", "--packing"), "--packing: expected false", "remove it",
+    ),
+    "GGUF": (("rows.jsonl", "rows.jsonl"), "MODEL: expected a folder", "original"),
+    "host budget": (
+        ("model", "rows.jsonl", "--host-budget", "8GiB"), "--host-budget: expected", "--store",
+    ),
+    "template": (
+        ("model", "rows.jsonl", "--chat-template", "x"), "--chat-template:", "leave it out",
+    ),
+    "loss": (("model", "rows.jsonl", "--loss-on", "assistant"), "rows.jsonl:1:", "leave it out"),
+    "full folder": (("model", "rows.jsonl", "--out", "model"), "'config.json' in it", "--out"),
+    "file for a folder": (("model", "rows.jsonl", "--out", "rows.jsonl"), "the file", "--out"),
+    "two rows": (("model", "rows.jsonl", "--validation", "0.1"), "rows.jsonl:1:", "--validation"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_bad_flags(case: str, place: Path) -> None:
+    command, what, remedy = FLAGS[case]
+    said = refused(place, *command)
+    wrong = [each for each in said.splitlines() if what in each]
+    assert wrong and remedy in wrong[0], said
+
+
+def test_all_problems_are_told_at_once(place: Path) -> None:
+    (place / "recipe.yaml").write_text(
+        "model: nowhere/at/all\nadapter:\n  rank: 0\n  ranks: 1\ntraining:\n  epochs: x\n"
+    )
+    said = refused(place, "recipe.yaml", "--seed", "-1")
+    for each in ("yaml:1: model", "yaml:3: adapter", "yaml:4: adapter", "yaml:6: training",
+                 "--seed:", "data.source"):  # fmt: skip
+        assert each in said, said
+    (place / "rows.jsonl").write_text('{"text": ""}\n' * 40 + GOOD)
+    said = refused(place, "model", "rows.jsonl")
+    assert said.count("rows.jsonl:") == 30 and "and 11 more" in said
+
+
+def test_a_refusal_imports_nothing_slow_and_comes_at_once(place: Path) -> None:
+    (place / "rows.jsonl").write_text("{")
+    for command in (["model", "rows.jsonl"], ["gone.yaml"], ["model", "rows.jsonl", "--rank", "x"]):
+        code = (
+            "import sys; from typer.testing import CliRunner; from poros.cli.app import app; "
+            f"result = CliRunner().invoke(app, ['finetune', *{command!r}]); "
+            "slow = {'torch', 'transformers', 'trl', 'datasets', 'numpy'} & set(sys.modules); "
+            "sys.exit(f'{result.exit_code} {slow}' if result.exit_code != 2 or slow else 0)"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done: Any = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_recipe_written_out_is_the_same_recipe(place: Path) -> None:
+    for more in (
+        (),
+        ("--steps", "5"),
+        ("--optimizer", "schedule_free_adamw"),
+        ("--dpo", "--beta", "0.2", "--target-modules", "q_proj,v_proj", "--alpha", "8"),
+        ("--resident", "--validation", "5%", "--evaluate-every", "3", "--no-packing"),
+    ):
+        first = poros_command("finetune", "model", "rows.jsonl", *more, "--print-recipe")
+        assert first.exit_code == 0, first.output
+        (place / "recipe.yaml").write_text(first.output)
+        again = poros_command("finetune", "recipe.yaml", "--print-recipe")
+        assert (again.exit_code, again.output) == (0, first.output)
+
+
+def test_flags_replace_what_a_recipe_says(place: Path) -> None:
+    (place / "recipe.yaml").write_text(START + "adapter:\n  rank: 4\n  target_modules: [q_proj]\n")
+    said = poros_command("finetune", "recipe.yaml", "--rank", "8", "--lr", "1e-3", "--print-recipe")
+    assert "rank: 8" in said.output and "- q_proj" in said.output
+    assert "learning_rate: 0.001" in said.output

@@ -1,0 +1,153 @@
+"""What is shown: the screen before a run, the panel and the lines while it trains, the recipes."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from poros.errors import VRAMBudgetError
+from poros.finetune.data import read_data
+from poros.finetune.panel import Panel, duration
+from poros.finetune.resuming import look_at
+from poros.finetune.run import Data, finetune
+from poros.finetune.screen import shown
+from poros.recipes.reading import read_recipe
+from tests.command import poros_command, text
+from tests.finetune.subjects import recipe_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def dry(**said: object) -> str:
+    recipe = recipe_of(**said)
+    train, validation = read_data(recipe)
+    said_there = io.StringIO()
+    data = Data(train, validation, {})
+    folder = look_at(recipe, {})
+    console = Console(file=said_there, width=200)
+    assert finetune(recipe, data, folder, console, is_dry=True) is None
+    assert not folder.path.exists()
+    return said_there.getvalue()
+
+
+def test_the_screen_before_a_run(model: Path, data: Path, tmp_path: Path) -> None:
+    common = {"model__source": model, "output__folder": tmp_path / "run", "data__max_length": 64}
+    said = dry(
+        data__source=data / "text.jsonl", data__validation=0.05, memory__vram="1GiB", **common
+    )
+    for each in (
+        "190 rows", "89 % of them learnt", "packed into rows of 64", "10 held out", "fits: ",
+        "of 1.0 GiB", "3 of 3 blocks", "host memory", "steps of 8 rows", "lora, rank 16, alpha 32",
+    ):  # fmt: skip
+        assert each in said, said
+    said = dry(
+        data__source=data / "preferences.jsonl", training__method="dpo", training__steps=3, **common
+    )
+    for each in ("200 rows", "padded to a multiple of 64", "3 steps", "2 of 3 blocks", "2e-05"):
+        assert each in said, said
+    said = dry(data__source=data / "text.jsonl", memory__resident=True, **common)
+    assert "not streamed" in said
+
+
+def test_the_steps_that_are_announced_are_those_that_are_trained(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    from tests.finetune.subjects import run
+
+    options = {"model__source": model, "data__source": data / "text.jsonl", "data__max_length": 64}
+    for epochs, batch in ((0.3, 2), (1.5, 4)):
+        found = run(
+            recipe_of(
+                **options,
+                training__epochs=epochs,
+                training__batch_size=batch,
+                memory__slots=2,
+                output__folder=tmp_path / str(batch),
+            )
+        )
+        assert f" {len(found.losses)} steps of {8 * batch} rows" in found.said
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(VRAMBudgetError, match="What would make it fit"):
+        dry(
+            model__source=model,
+            data__source=data / "text.jsonl",
+            memory__vram="1MiB",
+            training__batch_size=64,
+            output__folder=tmp_path / "run",
+        )
+
+
+def logged(panel: Panel, step: int, **more: float) -> None:
+    panel.on_log(None, SimpleNamespace(global_step=step), None, logs={"loss": 1.5 / step, **more})
+
+
+def test_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("poros.finetune.panel.time.monotonic", lambda: clock.now)
+    out = io.StringIO()
+    panel = Panel(Console(file=out, width=60), 20)
+    panel.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    for step in range(1, 21):
+        clock.now += 4
+        streaming: Any = {
+            "poros/h2d_gb": 8.0, "poros/h2d_gb_per_s": 24.1, "poros/stall_ms": 1000.0,
+            "poros/peak_gb": 21.5, "num_tokens": 400.0 * step,
+        }  # fmt: skip
+        logged(panel, step, **streaming)
+    panel.on_train_end(None, None, None)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 1 + 19 // 3 + 1  # the first, one each 12 s, and the last
+    assert lines[1] == (
+        "step 4 of 20  loss 0.3750  tokens/s 100  left 1 min  wire 24.1 GB/s  stall 25 %  "
+        "VRAM 21.5 GB"
+    )
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_panel_on_a_terminal_is_closed_whatever_happens() -> None:
+    out = io.StringIO()
+    panel = Panel(Console(file=out, force_terminal=True, width=100), 4)
+    panel.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    logged(panel, 1, num_tokens=10.0)
+    panel.on_log(None, SimpleNamespace(global_step=1), None, logs={"eval_loss": 0.25})
+    panel.close()
+    panel.close()
+    assert "1 of 4" in out.getvalue() and "loss 0.2500" in out.getvalue()
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
+
+
+def test_times_and_sizes_in_words() -> None:
+    assert [duration(each) for each in (5, 90, 5000, 400_000)] == [
+        "5 s", "2 min", "1 h 23 min", "4.6 days",
+    ]  # fmt: skip
+    assert [shown(each) for each in (2**20, 3 * 2**30)] == ["1.0 MiB", "3.0 GiB"]
+
+
+def test_the_command_from_end_to_end(model: Path, data: Path, tmp_path: Path) -> None:
+    command = (
+        "finetune", str(model), str(data / "messages.jsonl"), "--chat-template", "chatml",
+        "--slots", "2", "--max-length", "64", "--steps", "2", "--out", str(tmp_path / "run"),
+    )  # fmt: skip
+    result = poros_command(*command)
+    assert result.exit_code == 0, result.output
+    said = text(result)
+    assert "step 2 of 2" in said and f"adapter: {tmp_path / 'run' / 'adapter'}" in said
+    names = {each.name for each in (tmp_path / "run" / "adapter").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "chat_template.jinja"} <= names
+    assert {"recipe.yaml", "tokenizer.json", "tokenizer_config.json"} <= names
+    again = poros_command(*command)
+    assert again.exit_code == 2 and "a finished one" in again.output
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_example_recipes_can_be_read(name: str) -> None:
+    draft = read_recipe(ROOT / "examples" / "recipes" / f"{name}.yaml", {})
+    assert draft.problems == []
+    assert draft.recipe().training.method == name

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli import check, demo, finetune, load, merge, plan, report
+from poros.cli import chat, check, demo, finetune, load, merge, plan, report
 
 app = typer.Typer(
     help="Exact fine-tuning of adapters on models that do not fit on the GPU.",
@@ -38,8 +38,8 @@ def _options(
 
 
 _COMMANDS = (
-    *(finetune.finetune, plan.plan, report.report, merge.merge),
-    *(load.load, check.check, demo.demo),
+    *(finetune.finetune, plan.plan, report.report, chat.chat),
+    *(merge.merge, load.load, check.check, demo.demo),
 )
 for _command in _COMMANDS:
     app.command()(_command)

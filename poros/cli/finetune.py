@@ -81,6 +81,7 @@ def _run(recipe: Recipe, *, is_dry: bool) -> None:
         return
     for line in (
         f"adapter: {adapter}",
+        f"try it:  poros chat {adapter}",
         f"merge:   poros merge {adapter} --out FOLDER",
         f'Python:  PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("'
         f'{recipe.model.source}"), "{adapter}")',

@@ -110,9 +110,11 @@ LOSSES: dict[str, tuple[Loss, str | None]] = {
 
 @pytest.fixture
 def precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision("highest")
+    # What that set for one operator each, which PyTorch has no way to ask for.
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
 def seeded(model: Model, loss: Loss, together: bool) -> list[torch.Tensor]:

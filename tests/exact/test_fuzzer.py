@@ -16,7 +16,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from poros import api, cli, commands
+from poros import api
+from poros.cli.app import app
+from poros.cli.shared import BAD_INPUT, NOT_HELD
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.gates.fuzz import campaign
 from poros.gates.fuzz import program as language
@@ -278,7 +280,7 @@ def test_without_hypothesis_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         campaign.fuzz(1.0, 0)
 
 
-@pytest.mark.parametrize(("is_bad", "code"), [(False, 0), (True, cli.NOT_HELD)])
+@pytest.mark.parametrize(("is_bad", "code"), [(False, 0), (True, NOT_HELD)])
 def test_the_command_reports_and_its_exit_code_says_whether_all_held(
     is_bad: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +289,7 @@ def test_the_command_reports_and_its_exit_code_says_whether_all_held(
     monkeypatch.setattr(campaign, "fuzz", partial(campaign.fuzz, number=12))
     out = tmp_path / "report.json"
     options = ["check", "--fuzz", "--minutes", "60", "--seed", "5", "--out", str(out)]
-    result = CliRunner().invoke(cli.app, options)
+    result = CliRunner().invoke(app, options)
     assert result.exit_code == code, result.output
     assert "seed 5" in result.output and ("FAILED" in result.output) == is_bad
     report = json.loads(out.read_text())
@@ -300,4 +302,4 @@ def test_the_command_reports_and_its_exit_code_says_whether_all_held(
     [["--fuzz", "--architecture", "qwen2"], ["--minutes", "1"], ["--fuzz", "--minutes", "0"]],
 )
 def test_options_that_do_not_go_together_are_bad_input(options: list[str]) -> None:
-    assert CliRunner().invoke(cli.app, ["check", *options]).exit_code == commands.BAD_INPUT
+    assert CliRunner().invoke(app, ["check", *options]).exit_code == BAD_INPUT

@@ -132,8 +132,10 @@ def test_it_is_strict_by_default_and_pending_until_the_first_backward(
         loss.backward()
     assert status(model) == "passed"
     assert [
-        record.getMessage() for record in caplog.records if "self-check" in record.getMessage()
-    ] == ["poros: self-check passed: 3 layers, 0 differing bits"]
+        record.getMessage()
+        for record in caplog.records
+        if "first step is checked" in record.getMessage()
+    ] == ["poros: the first step is checked: 3 layers give the bits of an ordinary graph"]
 
 
 def test_evaluation_before_training_does_not_change_what_is_checked() -> None:

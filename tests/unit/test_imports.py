@@ -39,7 +39,7 @@ LAYERS = [
     {"loaders"},
     {"planning", "self_check"},
     {"api"},
-    {"telemetry"},
+    {"telemetry", "chatting"},
     {"merging"},
     {"reporting"},
     {"recipes"},

@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_HASHED = {
     f"{package}.{module}"
     for package, modules in {
-        "poros": "api config devices digests errors graphs labels output reads saying telemetry",
+        "poros": "api chatting config devices digests errors graphs labels output reads saying "
+        "telemetry",
         "poros.host": "disk limits mapped",
         "poros.head": "regularized",
         # Only micro-batches that go together share dense weights.
@@ -58,7 +59,7 @@ NOT_HASHED = {
         "poros.recipes": "checks reading recipe values",
         "poros.finetune": "adapters data forms packing panel resuming run screen stopping "
         "templates tokens trainers",
-        "poros.cli": "app check demo finetune load merge plan report shared",
+        "poros.cli": "app chat check demo finetune load merge plan report shared",
         "poros.gates": "registry registry_table report tape trainer_parity",
         "poros.gates.fuzz": "actions alive arm campaign draft draw hooks judge models motifs "
         "program shrink",

@@ -57,7 +57,8 @@ CHANGES = PRECISIONS | SWITCHES
 
 @pytest.fixture(autouse=True)
 def all_put_back() -> Iterator[None]:
-    """No test changes a setting of the tests after it."""
+    """No test changes a setting of the tests after it, nor depends on those before it."""
+    put_back()
     before = everything()
     yield
     put_back()

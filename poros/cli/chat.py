@@ -1,0 +1,68 @@
+"""``poros chat``: a conversation with a model and its adapter."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from poros.cli.shared import quieten_libraries, readable_errors
+
+_OPTIONS = {"vram_budget": "--vram", "allow_unvalidated": "--allow-untested"}
+
+
+def chat(
+    adapter: Annotated[Path, typer.Argument(help="Folder of the adapter, or of its run.")],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoint or store of the base.", show_default="the one the adapter names"
+        ),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Ask this, and end.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the conversation begins with.")] = None,
+    vram: Annotated[
+        str | None, typer.Option(help="Of the GPU, such as 8GiB.", show_default="what is free")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    allow_untested: Annotated[
+        bool, typer.Option("--allow-untested", help="Also an architecture without a record.")
+    ] = False,
+) -> None:
+    """Talk to a model and its adapter; a base that does not fit on the GPU is streamed.
+
+    /reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer.
+    """
+    quieten_libraries()
+    with readable_errors(_OPTIONS):
+        from poros.chatting import Chat, questions
+        from poros.errors import PolicyError
+        from poros.merging.adapter import adapter_folder, base_named
+
+        folder = adapter_folder(adapter)
+        source = base if base is not None else base_named(folder)
+        if source is None:
+            raise PolicyError("--base: expected the base, found none in the adapter")
+        talk = Chat(
+            folder,
+            source,
+            vram=vram,
+            system=system,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            allow_untested=allow_untested,
+        )
+        for note in talk.notes:
+            typer.echo(note, err=True)
+
+        def show(text: str) -> None:
+            typer.echo(text, nl=False)
+
+        asked = [prompt] if prompt is not None else questions(lambda: input("> "), talk)
+        for question in asked:
+            talk.answer(question, show)
+            typer.echo()
+            sys.stdout.flush()

@@ -1,0 +1,93 @@
+"""Talking to a model: the tokens of a resident one, a conversation that is remembered."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from poros.chatting import Chat, questions
+from poros.errors import PolicyError
+from tests.command import poros_command
+from tests.finetune.material import write_base
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    base = write_base(folder / "base")
+    torch.manual_seed(0)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16),
+        LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "adapter")
+    return folder / "adapter"
+
+
+def base_of(adapter: Path) -> str:
+    return str(adapter.parent / "base")
+
+
+def test_the_tokens_are_those_of_a_resident_model(adapter: Path) -> None:
+    shown: list[str] = []
+    chat = Chat(adapter, base_of(adapter), max_new_tokens=12)
+    found = chat.answer("the slot holds", shown.append)
+    assert "".join(shown) == found and "each token reads" in chat.notes[0]
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model: Any = AutoPeftModelForCausalLM.from_pretrained(
+        adapter, quantization_config=settings, dtype=torch.bfloat16
+    ).eval()
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    tokens = tokenizer("user: the slot holds\n", add_special_tokens=False, return_tensors="pt")
+    made = model.generate(**tokens, max_new_tokens=12, do_sample=False)
+    new = made[0, tokens.input_ids.shape[1] :]
+    assert tokenizer.decode(new, skip_special_tokens=True).strip() == found.strip()
+
+
+def test_a_conversation_is_remembered_until_reset(adapter: Path) -> None:
+    chat = Chat(adapter, base_of(adapter), max_new_tokens=4, system="short")
+    first = chat.answer("a block", lambda text: None)
+    chat.answer("again", lambda text: None)
+    assert [each["role"] for each in chat._said] == ["system", *["user", "assistant"] * 2]
+    lines = iter(["/reset", "", "a block", "/exit", "never"])
+    (question,) = questions(lambda: next(lines), chat)
+    assert chat.answer(question, lambda text: None) == first
+
+
+def test_unknown_words_and_the_end_of_the_input(adapter: Path) -> None:
+    chat = Chat(adapter, base_of(adapter), max_new_tokens=1)
+    with pytest.raises(PolicyError, match="/help"):
+        list(questions(lambda: "/help", chat))
+
+    def end() -> str:
+        raise EOFError
+
+    assert list(questions(end, chat)) == []
+
+
+def test_the_command(adapter: Path, tmp_path: Path) -> None:
+    result = poros_command("chat", str(adapter), "--prompt", "hello", "--max-new-tokens", "3")
+    assert result.exit_code == 0
+    missing = poros_command("chat", str(tmp_path), "--prompt", "hello")
+    assert missing.exit_code == 2 and "adapter_config.json" in missing.output
+    bad = poros_command("chat", str(adapter), "--prompt", "x", "--temperature", "-1")
+    assert bad.exit_code == 2 and "--temperature" in bad.output

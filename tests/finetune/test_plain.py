@@ -1,0 +1,75 @@
+"""A run gives the bits of plain transformers and PEFT, with none of Poros in the model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
+
+import poros
+from poros.finetune import run as runs
+from poros.finetune.adapters import adapter_config
+from poros.recipes.recipe import Recipe
+from tests.finetune.subjects import recipe_of, run
+from tests.support import AS_PLAIN
+
+COMMON = {
+    "data__chat_template": "chatml",
+    "data__max_length": 64,
+    "data__pad_to": 16,
+    "training__accumulation": 4,
+    "training__learning_rate": 1e-3,
+    "training__steps": 3,
+    "adapter__rank": 4,
+    "adapter__dropout": 0.1,
+}
+
+
+def plain(recipe: Recipe, device: torch.device) -> Any:
+    """The base in 4 bit by transformers alone, resident."""
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        recipe.model.source, quantization_config=settings, dtype=torch.bfloat16
+    )
+    for module in base.modules():
+        # Else bitsandbytes rounds weights in evaluations on some CPUs.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    base.config.use_cache = False
+    set_seed(recipe.training.seed)
+    return get_peft_model(base, adapter_config(recipe))
+
+
+def streamed(recipe: Recipe, device: torch.device) -> Any:
+    """As ``poros finetune`` does, with the loss and the kernels whose bits are the plain ones."""
+    base = poros.load(recipe.model.source)
+    base.config.use_cache = False
+    set_seed(recipe.training.seed)
+    return poros.prepare(get_peft_model(base, adapter_config(recipe)), slots=2, **AS_PLAIN)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "dpo"])
+def test_streamed_equals_plain(
+    kind: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = "preferences" if kind == "dpo" else "messages"
+    more: dict[str, Any] = {"training__method": "dpo"} if kind == "dpo" else {}
+    if kind != "dpo":
+        more["data__packing"] = kind == "packed"
+    source = {"model__source": model, "data__source": data / f"{form}.jsonl"}
+    found = []
+    for name, make in (("plain", plain), ("streamed", streamed)):
+        monkeypatch.setattr(runs, "_model", make)
+        # The plain model has nothing that could be logged of streaming.
+        monkeypatch.setattr(runs, "log_streaming", lambda *args, **options: None)
+        recipe = recipe_of(**source, output__folder=tmp_path / name, **{**COMMON, **more})
+        found.append(run(recipe))
+    assert found[0].losses == found[1].losses and len(found[0].losses) == 3
+    assert found[0].adapter == found[1].adapter

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BY_PEFT = "merge it with PEFT's merge_and_unload"
+# Of LoRA's ways to begin, those that leave the weights of the base as they are.
+_KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def adapter_folder(path: Path) -> Path:
@@ -62,20 +65,28 @@ class Adapter:
         from peft.utils import load_peft_weights, set_peft_model_state_dict
         from peft.utils.other import ModulesToSaveWrapper
 
+        tied = _tied(model)
         try:
             config = PeftConfig.from_pretrained(str(folder))
+            _require_base_as_it_is(config)
             with torch.device("meta"):
                 adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
             # Not by from_pretrained, which brings adapters to where the base is: nowhere.
             _give_memory(adapted)
-            result = set_peft_model_state_dict(
-                adapted, load_peft_weights(str(folder), device="cpu")
-            )
+            weights = load_peft_weights(str(folder), device="cpu")
+            result = set_peft_model_state_dict(adapted, dict(weights))
+        except UnsupportedModelError:
+            raise
         except (ValueError, KeyError, RuntimeError) as error:
             raise UnsupportedModelError(
                 f"ADAPTER: expected one that fits the base, found {quoted(str(error))}; name its "
                 "own base with --base"
             ) from error
+        if not hasattr(adapted.base_model, "merge_adapter"):
+            raise UnsupportedModelError(
+                "ADAPTER: expected a kind that can be merged into weights, found "
+                f"{quoted(_kind(adapted))}, which only works beside the base"
+            )
         own = {name for name, each in adapted.named_parameters() if not each.is_meta}
         strange = [*result.unexpected_keys, *(own & set(result.missing_keys))]
         if strange:
@@ -83,14 +94,14 @@ class Adapter:
                 "ADAPTER: expected the matrices of the modules that it names, found one too many "
                 f"or too few: {quoted(strange[0])}; name its own base with --base"
             )
-        if not hasattr(adapted.base_model, "merge_adapter"):
-            raise UnsupportedModelError(
-                "ADAPTER: expected a kind that can be merged into weights, found "
-                f"{quoted(_kind(adapted))}, which only works beside the base"
-            )
         inner: nn.Module = adapted.get_base_model()
         self._layers: dict[str, Any] = {}
-        self._saved: dict[str, torch.Tensor] = {}
+        self._saved = _trained_of_base(adapted, weights)
+        if getattr(config, "bias", "none") != "none" and not self._saved:
+            raise UnsupportedModelError(
+                f"ADAPTER: expected the biases that were trained (bias={quoted(config.bias)}), "
+                "found none in its file: PEFT saves them with bias='all' only"
+            )
         self._modules: dict[str, str] = {}
         for name, module in inner.named_modules():
             if isinstance(module, ModulesToSaveWrapper):
@@ -108,6 +119,12 @@ class Adapter:
             for key, _ in module.get_base_layer().named_parameters(recurse=False):
                 self._modules[f"{name}.{key}"] = name
         self.touched = self._modules.keys() | self._saved.keys()
+        if tied & self.touched:
+            raise UnsupportedModelError(
+                f"ADAPTER: expected a base whose {quoted(min(tied & self.touched))} is its own, "
+                "found one that its embedding and its head share: what was trained for one place "
+                "would change the other; use the adapter beside the base"
+            )
         inside = {id(each) for layer in self._layers.values() for each in layer.parameters()}
         trained = [
             name
@@ -121,11 +138,13 @@ class Adapter:
             )
 
     def _require_whole(self, name: str, module: Any) -> None:
+        from transformers.pytorch_utils import Conv1D
+
         base = module.get_base_layer()
-        if type(base) not in (nn.Linear, nn.Embedding):
+        if not isinstance(base, nn.Linear | nn.Embedding | Conv1D):
             raise UnsupportedModelError(
                 f"{name}: expected an adapter on a linear module or an embedding, found one on a "
-                f"{type(base).__name__}; merge it with PEFT's merge_and_unload"
+                f"{type(base).__name__}; {_BY_PEFT}"
             )
         inside = {id(each) for each in base.parameters()}
         tensors = [*module.parameters(), *module.buffers()]
@@ -135,8 +154,8 @@ class Adapter:
         ]
         if any(each.is_meta and id(each) not in inside for each in tensors):
             raise UnsupportedModelError(
-                f"{name}: expected an adapter that has its matrices to itself, found one that "
-                "shares them between modules; merge it with PEFT's merge_and_unload"
+                f"{name}: expected an adapter with all that it needs in its file, found one that "
+                f"shares matrices between modules, or works some out; {_BY_PEFT}"
             )
 
     def group_of(self, name: str) -> str:
@@ -149,21 +168,69 @@ class Adapter:
         Args:
             module: As ``group_of`` says.
             base: Its tensors as they are, by name.
+
+        Raises:
+            UnsupportedModelError: If PEFT cannot merge it.
         """
-        saved = {name: self._saved[name] for name in base if name in self._saved}
-        if saved:
-            return saved
+        base = {
+            name: self._saved[name].to(value.dtype) if name in self._saved else value
+            for name, value in base.items()
+        }
+        if module not in self._layers:
+            return base
         layer = self._layers[module]
         inner = layer.get_base_layer()
         for name, value in base.items():
             setattr(inner, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
-        with torch.no_grad():
-            layer.merge()
+        try:
+            with torch.no_grad():
+                layer.merge()
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            raise UnsupportedModelError(
+                f"{module}: expected an adapter that can be merged alone, found that PEFT raised "
+                f"{quoted(str(error))}; {_BY_PEFT}"
+            ) from error
         found = {name: getattr(inner, name.rpartition(".")[2]).detach() for name in base}
         for name, value in base.items():
             empty = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
             setattr(inner, name.rpartition(".")[2], empty)
         return found
+
+
+def _require_base_as_it_is(config: Any) -> None:
+    begins = getattr(config, "init_lora_weights", None)
+    if not any(begins is each or begins == each for each in _KEEPS_BASE):
+        raise UnsupportedModelError(
+            "ADAPTER: expected one of the base as it is, found one that began by changing the "
+            f"weights of its base (init_lora_weights={quoted(str(begins))}); {_BY_PEFT}, or "
+            "convert it: save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    if getattr(config, "layer_replication", None):
+        raise UnsupportedModelError(
+            "ADAPTER: expected one on the layers of its base, found one that repeats them "
+            f"(layer_replication={config.layer_replication}), which a checkpoint of the base has "
+            f"no room for; {_BY_PEFT}"
+        )
+
+
+def _trained_of_base(adapted: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the base that were trained themselves, such as biases, by their names there."""
+    names = {name for name, each in adapted.named_parameters() if each.is_meta}
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): value
+        for name, value in weights.items()
+        if name in names
+    }
+
+
+def _tied(model: "PreTrainedModel") -> set[str]:
+    """Names of a tensor that the model uses in two places."""
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return set()
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    own = {id(each.weight) for each in ends if hasattr(each, "weight")}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name for name, each in every if id(each) in own}
 
 
 def _give_memory(adapted: Any) -> None:
@@ -180,10 +247,18 @@ def _give_memory(adapted: Any) -> None:
             tables = [getattr(module, name, None) for name in names]
         for table in tables:
             if isinstance(table, nn.ModuleDict):
-                table.to_empty(device="cpu")
+                _fillable(table)
             elif isinstance(table, nn.ParameterDict):
                 for key, value in table.items():
                     table[key] = nn.Parameter(torch.empty_like(value, device="cpu"))
+
+
+def _fillable(table: nn.ModuleDict) -> None:
+    """Memory for what a file fills; what is in no file stays without, and is seen to be."""
+    for module in table.modules():
+        kept = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
+        module.to_empty(device="cpu", recurse=False)
+        module._buffers.update(kept)
 
 
 def _kind(adapted: Any) -> str:

@@ -87,7 +87,7 @@ def merge(
             )
         dtype = dtype or (torch.bfloat16 if into == "trained" else checkpoint.float_dtype())
         model = meta_model(config, None, dtype)
-        quantized = _quantized(config, dtype) if into == "trained" else set()
+        quantized = _quantized(config, model, dtype) if into == "trained" else {}
         plan = _Plan(checkpoint, Adapter(folder, model), model, quantized, dtype)
         _require_room(target, plan.num_bytes)
         part = Path(mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -110,7 +110,7 @@ class _Plan:
         checkpoint: Checkpoint,
         adapter: Adapter,
         model: "PreTrainedModel",
-        quantized: set[str],
+        quantized: dict[str, bool],
         dtype: torch.dtype,
     ) -> None:
         self.checkpoint, self.adapter, self.dtype = checkpoint, adapter, dtype
@@ -150,7 +150,9 @@ class _Plan:
         for name in names:
             own, value = self._own[name], self.checkpoint.fetch(name)
             value = value.to(self.dtype) if value.is_floating_point() else value
-            base[own] = _as_trained(value) if own in self._quantized else value
+            if own in self._quantized:
+                value = _as_trained(value, is_transposed=self._quantized[own])
+            base[own] = value
         first = next(iter(base))
         if first in self.adapter.touched:
             base = self.adapter.merged(self.adapter.group_of(first), base)
@@ -168,10 +170,11 @@ def _own_names(checkpoint: Checkpoint, model: "PreTrainedModel") -> dict[str, st
     return found
 
 
-def _quantized(config: Any, dtype: torch.dtype) -> set[str]:
-    """Names of the weights that ``poros.load`` quantizes."""
+def _quantized(config: Any, dense: "PreTrainedModel", dtype: torch.dtype) -> dict[str, bool]:
+    """Names of the weights that ``poros.load`` quantizes, and whether it does their transpose."""
     from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
+    from transformers.pytorch_utils import Conv1D
 
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -181,22 +184,23 @@ def _quantized(config: Any, dtype: torch.dtype) -> set[str]:
     )
     model = meta_model(config, settings, dtype)
     return {
-        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear4bit)
+        f"{name}.weight": isinstance(dense.get_submodule(name), Conv1D)
+        for name, module in model.named_modules()
+        if isinstance(module, Linear4bit)
     }
 
 
-def _as_trained(weight: torch.Tensor) -> torch.Tensor:
+def _as_trained(weight: torch.Tensor, *, is_transposed: bool) -> torch.Tensor:
     """What training has multiplied by in its place."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Params4bit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    packed: Any = Params4bit(
-        weight, requires_grad=False, quant_type="nf4", compress_statistics=True
-    )
+    own = weight.T.contiguous() if is_transposed else weight
+    packed: Any = Params4bit(own, requires_grad=False, quant_type="nf4", compress_statistics=True)
     packed = packed.to(device)
-    found: torch.Tensor = dequantize_4bit(packed.data, packed.quant_state)
-    return found.to(weight.dtype).cpu()
+    found: torch.Tensor = dequantize_4bit(packed.data, packed.quant_state).to(weight.dtype).cpu()
+    return found.T if is_transposed else found
 
 
 def _write(

@@ -9,10 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, VeraConfig, get_peft_model
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
+from peft import (
+    FourierFTConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError
 from poros.gates import tiny
@@ -34,6 +46,9 @@ ADAPTERS: dict[str, Any] = {
     "all linear": LoraConfig(r=4, target_modules="all-linear"),
     "embedding": LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]),
     "head": LoraConfig(r=4, target_modules=["q_proj", "lm_head"]),
+    "trained biases": LoraConfig(r=4, target_modules=LINEAR, bias="all"),
+    "trained biases of its own": LoraConfig(r=4, target_modules=LINEAR, bias="lora_only"),
+    "orthogonal": LoraConfig(r=4, target_modules=LINEAR, init_lora_weights="orthogonal"),
     "a trained head": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
     "loha": LoHaConfig(r=4, target_modules=LINEAR),
     "ia3": IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
@@ -72,6 +87,19 @@ def merged_by_peft(base: Path, adapter: Path, model: Any) -> dict[str, torch.Ten
     return dict(found.state_dict())
 
 
+def as_trained(base: Path) -> Any:
+    """Dense, with the matrices that ``poros.load`` has quantized."""
+    quantized: Any = load(base)
+    model = dense(base)
+    for name, module in quantized.named_modules():
+        if isinstance(module, Linear4bit):
+            weight: Any = module.weight
+            plain = dequantize_4bit(weight.data, weight.quant_state).to(torch.bfloat16)
+            own = model.get_submodule(name)
+            own.weight.data = plain.T if isinstance(own, Conv1D) else plain
+    return model
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -97,22 +125,27 @@ def test_into_the_original(kind: str, base: Path, tmp_path: Path) -> None:
     assert not same_bits(logits, other)
 
 
+@pytest.mark.parametrize("into", ["original", "trained"])
+@pytest.mark.parametrize("family", ["gpt2", "falcon", "gemma3_text"])
+def test_families(family: str, into: str, tmp_path: Path) -> None:
+    """Transposed matrices, a subclass of ``Linear``, a tied head that is left alone."""
+    base = tmp_path / "base"
+    tiny.write_checkpoint(tiny.small_config(family, num_layers=2), base, dtype=torch.bfloat16)
+    adapter = trained(base, tmp_path / "adapter", LoraConfig(r=4, target_modules="all-linear"))
+    out = merge(adapter, tmp_path / "merged", into=into)
+    found = dict(dense(out).state_dict())
+    model = dense(base) if into == "original" else as_trained(base)
+    expected = merged_by_peft(base, adapter, model)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_into_the_base_that_was_trained_on(kind: str, base: Path, tmp_path: Path) -> None:
     """Its matrices are what ``poros.load`` has quantized, made dense."""
-    from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn import Linear4bit
-
     adapter = trained(base, tmp_path / "adapter", ADAPTERS[kind])
     out = merge(adapter, tmp_path / "merged", into="trained")
-    quantized: Any = load(base)
-    model = dense(base)
-    for name, module in quantized.named_modules():
-        if isinstance(module, Linear4bit):
-            weight: Any = module.weight
-            plain = dequantize_4bit(weight.data, weight.quant_state).to(torch.bfloat16)
-            model.get_submodule(name).weight.data = plain
-    found, expected = weights(out), merged_by_peft(base, adapter, model)
+    found, expected = weights(out), merged_by_peft(base, adapter, as_trained(base))
     assert [name for name in expected if not same_bits(found[name], expected[name])] == []
     plain_base = weights(base)
     assert any(not same_bits(found[name], plain_base[name]) for name in found if "k_proj.w" in name)
@@ -141,7 +174,7 @@ def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:
     refused(tmp_path, tmp_path / "nothing", CheckpointFormatError, "adapter_config.json")
     refused(tmp_path, adapter, PolicyError, "--into", into="elsewhere")
     vera = trained(base, tmp_path / "vera", VeraConfig(r=4, target_modules=["q_proj"]))
-    refused(tmp_path, vera, UnsupportedModelError, "shares them")
+    refused(tmp_path, vera, UnsupportedModelError, "shares matrices")
     other = tiny.write_checkpoint(
         tiny.small_config("llama", num_layers=1, hidden_size=32),
         tmp_path / "other",
@@ -151,6 +184,50 @@ def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(PolicyError, match="not there yet"):
         merge(adapter, tmp_path / "there")
+
+
+NOT_MERGED: dict[str, tuple[Any, str]] = {
+    "it began by changing the base": (
+        LoraConfig(r=4, target_modules=LINEAR, init_lora_weights="olora"),
+        "init_lora_weights='olora'",
+    ),
+    "indices in no file": (OFTConfig(oft_block_size=4, r=0, target_modules=LINEAR), "q_proj"),
+    "random entries in no file": (FourierFTConfig(n_frequency=9, target_modules=LINEAR), "PEFT"),
+    "layers that are repeated": (
+        LoraConfig(r=4, target_modules=LINEAR, layer_replication=[[0, 2], [1, 2]]),
+        "layer_replication",
+    ),
+    "nothing in the weights": (
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "only works beside the base",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", NOT_MERGED)
+def test_what_would_be_wrong_is_refused(why: str, base: Path, tmp_path: Path) -> None:
+    config, match = NOT_MERGED[why]
+    refused(tmp_path, trained(base, tmp_path / "adapter", config), UnsupportedModelError, match)
+
+
+@pytest.mark.parametrize(
+    "options", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}]
+)
+def test_a_tied_tensor_is_not_changed_in_one_place(options: Any, tmp_path: Path) -> None:
+    config = tiny.small_config("qwen2", num_layers=2)
+    config.tie_word_embeddings = True
+    tiny.write_checkpoint(config, tmp_path / "base", dtype=torch.bfloat16)
+    chosen = LoraConfig(**{"r": 4, "target_modules": ["q_proj"]} | options)
+    adapter = trained(tmp_path / "base", tmp_path / "adapter", chosen)
+    refused(tmp_path, adapter, UnsupportedModelError, "its embedding and its head share")
+
+
+def test_biases_that_a_file_lacks_are_missed(base: Path, tmp_path: Path) -> None:
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["trained biases"])
+    file = adapter / "adapter_model.safetensors"
+    kept = {name: each for name, each in load_file(file).items() if "bias" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    refused(tmp_path, adapter, UnsupportedModelError, "bias='all'")
 
 
 def test_an_interrupted_merge_leaves_nothing(base: Path, tmp_path: Path) -> None:

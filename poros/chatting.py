@@ -112,7 +112,7 @@ class Chat:
         return found
 
 
-def questions(read: Callable[[], str], chat: Chat) -> Iterator[str]:
+def questions(read: Callable[[], str], chat: Chat, hint: Callable[[str], None]) -> Iterator[str]:
     """What a person asks, until ``/exit`` or the end of the input; ``/reset`` begins anew."""
     while True:
         try:
@@ -124,7 +124,7 @@ def questions(read: Callable[[], str], chat: Chat) -> Iterator[str]:
         if line == "/reset":
             chat.reset()
         elif line.startswith("/"):
-            raise PolicyError(f"expected a question, /reset or /exit, found {quoted(line)}")
+            hint(f"expected a question, /reset or /exit, found {quoted(line)}")
         elif line:
             yield line
 

@@ -58,10 +58,13 @@ def chat(
         for note in talk.notes:
             typer.echo(note, err=True)
 
+        def hint(text: str) -> None:
+            typer.echo(text, err=True)
+
         def show(text: str) -> None:
             typer.echo(text, nl=False)
 
-        asked = [prompt] if prompt is not None else questions(lambda: input("> "), talk)
+        asked = [prompt] if prompt is not None else questions(lambda: input("> "), talk, hint)
         for question in asked:
             talk.answer(question, show)
             typer.echo()

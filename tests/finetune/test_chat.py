@@ -9,7 +9,6 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from poros.chatting import Chat, questions
-from poros.errors import PolicyError
 from tests.command import poros_command
 from tests.finetune.material import write_base
 
@@ -69,19 +68,20 @@ def test_a_conversation_is_remembered_until_reset(adapter: Path) -> None:
     chat.answer("again", lambda text: None)
     assert [each["role"] for each in chat._said] == ["system", *["user", "assistant"] * 2]
     lines = iter(["/reset", "", "a block", "/exit", "never"])
-    (question,) = questions(lambda: next(lines), chat)
+    (question,) = questions(lambda: next(lines), chat, print)
     assert chat.answer(question, lambda text: None) == first
 
 
 def test_unknown_words_and_the_end_of_the_input(adapter: Path) -> None:
     chat = Chat(adapter, base_of(adapter), max_new_tokens=1)
-    with pytest.raises(PolicyError, match="/help"):
-        list(questions(lambda: "/help", chat))
+    lines, hints = iter(["/help", "a block", "/exit"]), []
+    assert list(questions(lambda: next(lines), chat, hints.append)) == ["a block"]
+    assert len(hints) == 1 and "/help" in hints[0]
 
     def end() -> str:
         raise EOFError
 
-    assert list(questions(end, chat)) == []
+    assert list(questions(end, chat, print)) == []
 
 
 def test_the_command(adapter: Path, tmp_path: Path) -> None:

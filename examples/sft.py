@@ -1,0 +1,51 @@
+"""Conversations, by TRL's ``SFTTrainer``, every block of the base loaded once a step.
+
+    python -m poros.examples.sft Qwen/Qwen2.5-7B-Instruct train.jsonl --out runs/sft
+
+Rows are as TRL takes them: ``messages``, ``prompt`` and ``completion``, or ``text``.
+"""
+
+import torch
+import typer
+from datasets import load_dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+import poros
+
+
+class Trainer(poros.BlockMajorMixin, SFTTrainer):
+    """Takes all micro-batches of a step through a block before the next block comes."""
+
+
+def main(model: str, data: str, out: str = "runs/sft", vram: str = "8GiB", steps: int = -1) -> None:
+    """Train, and save the adapter in ``out``."""
+    base = poros.load(model)  # in host memory
+    adapted = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear"))
+    prepared = poros.prepare(adapted, vram_budget=vram)
+    settings = SFTConfig(
+        out,
+        max_length=1024,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=8,
+        learning_rate=2e-4,
+        max_steps=steps,
+        logging_steps=1,
+        bf16=torch.cuda.is_available(),
+        pad_to_multiple_of=64,  # lengths come back, so that recorded layers can be replayed
+        report_to="none",
+    )
+    trainer = Trainer(
+        prepared,
+        settings,
+        train_dataset=load_dataset("json", data_files=data, split="train"),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    poros.log_streaming(trainer)  # bytes moved, their rate and waits, in the Trainer's logs
+    trainer.train()
+    trainer.save_model(out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,98 @@
+"""Each example runs as it stands, on a small model; what it writes is an adapter that works."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from poros.examples import big_model, load_elsewhere, own_loop
+from tests.finetune.material import write_base, write_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_base(tmp_path_factory.mktemp("base") / "base")
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def changed(folder: Path) -> bool:
+    """Whether the adapter in it has learned: lora_B begins with zeros."""
+    found = load_file(folder / "adapter_model.safetensors")
+    return all(bool(each.any()) for name, each in found.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("kind", ["messages", "completions", "text"])
+def test_sft(kind: str, base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from poros.examples import sft
+
+    rows = write_rows(tmp_path / "rows.jsonl", kind, 16)
+    sft.main(str(base), str(rows), str(tmp_path / "out"), steps=1)
+    assert changed(tmp_path / "out")
+
+
+def test_dpo(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from poros.examples import dpo
+
+    rows = write_rows(tmp_path / "rows.jsonl", "preferences", 16)
+    dpo.main(str(base), str(rows), str(tmp_path / "out"), steps=1)
+    assert changed(tmp_path / "out")
+
+
+def test_a_loop_and_the_adapter_elsewhere(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", "text", 8)
+    own_loop.main(str(base), rows, str(tmp_path / "out"), steps=8)
+    losses = [float(each) for each in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
+    assert len(losses) == 8 and losses[-1] < losses[0]
+    assert changed(tmp_path / "out")
+    load_elsewhere.main(str(base), str(tmp_path / "out"), "the slot", max_new_tokens=4)
+    assert capsys.readouterr().out.startswith("the slot")
+
+
+def test_a_big_model_is_quantized_once(base: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", "text", 16)
+    store, out = tmp_path / "store", tmp_path / "out"
+
+    def run() -> dict[str, int]:
+        big_model.main(str(base), str(rows), store, str(out), steps=1)
+        return {each.name: each.stat().st_mtime_ns for each in store.iterdir()}
+
+    written = run()
+    assert changed(out) and written
+    assert run() == written
+
+
+def test_each_example_is_listed() -> None:
+    page = (ROOT / "docs" / "how-to" / "script.md").read_text(encoding="utf-8")
+    for each in ("sft", "dpo", "own_loop", "big_model", "load_elsewhere"):
+        assert f"examples/{each}.py" in page
+
+
+def test_the_notebook(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cell by cell, with a small model and few steps."""
+    notebook = json.loads((ROOT / "examples" / "first_run.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4 and not any(cell.get("outputs") for cell in notebook["cells"])
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "train.jsonl", "text", 16)
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not source.startswith("%pip"):
+            source = source.replace("Qwen/Qwen2.5-7B-Instruct", str(base))
+            exec(compile(source.replace("STEPS = 20", "STEPS = 1"), "notebook", "exec"), names)
+    assert changed(tmp_path / "adapter")

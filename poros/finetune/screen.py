@@ -179,17 +179,29 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     if plan.keep_last:
         blocks += f", {plan.keep_last} layers are not recomputed"
     lines = [("memory", f"{fits}; {blocks}")]
-    lines.append(("host memory", f"{shown(plan.host_num_bytes)} for the base"))
-    budget = recipe.model.host_budget
-    if budget is not None:
-        kept = min(parse_num_bytes(budget, "host_budget"), plan.host_num_bytes)
-        lines[-1] = ("host memory", f"{shown(kept)} for the base, the rest on disk")
+    lines.append(("host memory", _host_line(recipe, plan.host_num_bytes)))
     if plan.step_ms is not None:
         seconds = plan.step_ms / 1e3 * recipe.training.accumulation * size.num_steps
         lines.append(("time", f"about {duration(seconds)}, forecast from rates measured here"))
     else:
         lines.append(("time", "known after the first steps"))
     return lines
+
+
+def _host_line(recipe: Recipe, needed: int) -> str:
+    from poros.host.limits import RESERVE_NUM_BYTES, host_memory_left
+
+    budget = recipe.model.host_budget
+    kept = needed if budget is None else min(parse_num_bytes(budget, "host_budget"), needed)
+    room = host_memory_left()
+    line = f"{shown(kept)} for the base"
+    if kept < needed:
+        line += ", the rest on disk"
+    if room is not None:
+        line += f"; {shown(room.num_bytes)} are free"
+    if room is not None and kept + RESERVE_NUM_BYTES > room.num_bytes:
+        line += "; too little: --host-budget keeps the rest on disk"
+    return line
 
 
 def shown(num_bytes: int) -> str:

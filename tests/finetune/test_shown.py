@@ -40,7 +40,8 @@ def test_the_screen_before_a_run(model: Path, data: Path, tmp_path: Path) -> Non
     )
     for each in (
         "190 rows", "89 % of them learnt", "packed into rows of 64", "10 held out", "fits: ",
-        "of 1.0 GiB", "3 of 3 blocks", "host memory", "steps of 8 rows", "lora, rank 16, alpha 32",
+        "of 1.0 GiB", "3 of 3 blocks", "MiB for the base; ", "are free",
+        "steps of 8 rows", "lora, rank 16, alpha 32",
     ):  # fmt: skip
         assert each in said, said
     said = dry(
@@ -151,3 +152,18 @@ def test_the_example_recipes_can_be_read(name: str) -> None:
     draft = read_recipe(ROOT / "examples" / "recipes" / f"{name}.yaml", {})
     assert draft.problems == []
     assert draft.recipe().training.method == name
+
+
+def test_too_little_host_memory_is_said(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from poros.host import limits
+
+    monkeypatch.setattr(limits, "host_memory_left", lambda: limits.Room(2**30, "little"))
+    said = dry(
+        model__source=model,
+        data__source=data / "text.jsonl",
+        data__max_length=64,
+        output__folder=tmp_path / "run",
+    )
+    assert "too little: --host-budget" in said

@@ -14,9 +14,10 @@ reach the same share). Beside it: the same with all kernels slowed down by the r
 alone, which no kernel can be slower than, and the step on this GPU over the emulated link.
 
 ``--checkpointing`` measures PEFT and transformers alone, base on the GPU and activation
-checkpointing, without the cap, and says whether its peak is within the budget; its time is that of its kernels.
-Accelerate's offload of the same base is what its hooks move, the base twice for each micro-batch
-(forward, and backward with recomputation), one after the other with the kernels: computed, not run.
+checkpointing, without the cap, and says whether its peak is within the budget; its time is that of
+its kernels. Accelerate's offload of the same base is what its hooks move, the base twice for each
+micro-batch (forward, and backward with recomputation), one after the other with the kernels:
+computed, not run.
 """
 
 import argparse

@@ -28,7 +28,7 @@ h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 .verdict { background: var(--box); border-left: 4px solid var(--c); padding: .75rem 1rem;
   border-radius: 4px }
 figure { margin: 0; background: var(--box); padding: .75rem; border-radius: 6px; overflow-x: auto }
-svg { width: 100%; min-width: 30rem; height: auto; display: block }
+svg { width: 100%; height: auto; display: block }
 svg text { fill: var(--soft); font-size: 13px }
 figcaption { color: var(--soft); font-size: .9rem }
 .unit { float: right }
@@ -55,6 +55,8 @@ td + td { text-align: right }
 .wide { overflow-x: auto }
 pre { background: var(--box); padding: .75rem; border-radius: 6px; overflow-x: auto }
 .none { color: var(--soft) }
+@media (max-width: 34rem) { body { padding: .75rem } figure { padding: .5rem }
+  svg text { font-size: 17px } }
 @media print { figure { break-inside: avoid } }
 </style></head><body>
 <h1>{{ run.name }}</h1>

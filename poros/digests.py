@@ -17,6 +17,7 @@ Note: Sources, not copies
 """
 
 import hashlib
+import logging
 import os
 import weakref
 from collections import deque
@@ -26,6 +27,10 @@ from typing import Any
 
 import torch
 from xxhash import xxh3_128
+
+from poros.saying import Slowly
+
+logger = logging.getLogger(__name__)
 
 PIECE_NUM_BYTES = 16 * 2**20
 """Part of what a digest is: with other pieces the same bytes have another digest."""
@@ -122,6 +127,8 @@ class SourceDigests:
         self._found: dict[str, Future[bytes]] = {}
         self._expected: dict[str, bytes] = {}
         self.max_pending = 2 * self._pool._max_workers
+        self._num_bytes = 0
+        self._slowly = Slowly(logger, "poros: taking the base over: %.1f GB so far")
 
     def add(self, name: str, tensor: torch.Tensor, expected: bytes | None = None) -> None:
         """Hash ``tensor`` as it is now; it must not be written until ``results``.
@@ -135,6 +142,8 @@ class SourceDigests:
         """
         if expected is not None:
             self._expected[name] = expected
+        self._num_bytes += tensor.nbytes
+        self._slowly.step(self._num_bytes / 1e9)
         host = tensor.detach().cpu().contiguous()
         while len(self._pending) >= self.max_pending:
             self._pending.popleft().result()

@@ -7,6 +7,8 @@ silences them.
 
 import logging
 import sys
+import time
+from collections.abc import Callable
 
 
 def say(logger: logging.Logger, message: str, *values: object) -> None:
@@ -19,6 +21,36 @@ def say(logger: logging.Logger, message: str, *values: object) -> None:
     logger.info(message, *values)
     if not logger.hasHandlers() and not _has_level(logger):
         print(message % values, file=sys.stderr, flush=True)
+
+
+class Slowly:
+    """How far something is, said every few seconds while it lasts; nothing, if it is done by then.
+
+    Args:
+        logger: As for ``say``, like the message.
+        message: With places for the values of ``step``.
+        seconds: Between two lines, and before the first.
+        clock: Seconds that pass.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        message: str,
+        *,
+        seconds: float = 3.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger, self._message = logger, message
+        self._seconds, self._clock = seconds, clock
+        self._said = clock()
+
+    def step(self, *values: object) -> None:
+        """Once for each of many like things."""
+        now = self._clock()
+        if now - self._said >= self._seconds:
+            self._said = now
+            say(self._logger, self._message, *values)
 
 
 def _has_level(logger: logging.Logger) -> bool:

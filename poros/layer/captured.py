@@ -40,6 +40,7 @@ from poros.layer.proving import different_ones, varies, with_steady_attention
 from poros.layer.recording import Recordings
 from poros.layer.rng import RngStash
 from poros.layer.watched import is_seen, obstacle_around
+from poros.saying import Slowly
 from poros.slots.schedule import Phase
 
 if TYPE_CHECKING:
@@ -344,24 +345,23 @@ class Captures:
         if not is_on and self.is_on:
             self.forget()
         self.is_on = is_on
-        # A model that is called within a backward is checkpointed. Memory that is made in inference
-        # mode could not be used out of it.
+        # Within a backward the model is checkpointed; memory of inference mode is of no use later.
         is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
         wanted = [] if is_within or not is_on else self._wanted(layers)
-        begun = time.perf_counter()
+        begun, slowly = time.perf_counter(), Slowly(logger, "poros: recording layers: %d of %d")
         num_before, has_given_back = self.num_recorded, False
-        for layer, form in wanted:
+        for number, (layer, form) in enumerate(wanted):
+            slowly.step(number, len(wanted))
             if self._is_ready(layer, form):
                 if not has_given_back:
-                    # What visits that ran have left behind, replayed ones cannot have.
-                    self._recorder.give_back()
+                    self._recorder.give_back()  # replayed visits cannot have what others left
                 has_given_back = True
                 self._record(layer, form)
         if self.num_recorded > num_before:
             took = (time.perf_counter() - begun) * 1000
             self.recording_ms += took
-            number = self.num_recorded - num_before
-            logger.info("poros: recorded %d visits of layers in %.1f s", number, took / 1000)
+            made = self.num_recorded - num_before
+            logger.info("poros: recorded %d visits of layers in %.1f s", made, took / 1000)
         return self.num_recorded > num_before
 
     def _wanted(self, layers: Sequence["LayerBody"]) -> list[tuple["LayerBody", Form]]:

@@ -41,7 +41,7 @@ from poros.errors import ParityError
 from poros.layer.call import LayerCall
 from poros.layer.streamed import is_streamed, streamed_layer
 from poros.model.runtime import Runtime
-from poros.saying import say
+from poros.saying import Slowly, say
 from poros.self_check.compare import bits
 from poros.self_check.evidence import (
     Evidence,
@@ -105,6 +105,7 @@ class SelfCheck:
         self.not_provable: list[str] = []
         self._runs = Runs(runtime)
         self._sizer = runtime.sizer
+        self._slowly: Slowly | None = None
         self._without_gradient: set[int] = set()
         """Layers of which only the forward was checked: nothing below them is trained."""
 
@@ -172,6 +173,10 @@ class SelfCheck:
         """The hook behind the layer's backward."""
         if not held:
             return
+        if self._slowly is None:
+            self._slowly = Slowly(
+                logger, "poros: checking the first step: %d of %d layers"
+            )
         evidence = held.pop()
         if index not in self._unchecked or not evidence.is_intact():
             return
@@ -255,6 +260,8 @@ class SelfCheck:
                     "poros: the self-check compared with resident layers that run our adapter "
                     "kernels: the budget has no room for PEFT's own modules at this length"
                 )
+        elif self._slowly is not None:
+            self._slowly.step(self.num_layers - len(self._unchecked), self.num_layers)
         if mismatch is None and self._is_complete:
             self._report_proofs()
 

@@ -1,7 +1,9 @@
 """What is said by default, and by whom it can be silenced."""
 
+import logging
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 import poros
 from poros.gates import tiny
+from poros.saying import Slowly
+from poros.self_check import check
 from tests.support import prepare_plain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,3 +71,33 @@ def test_a_runtime_describes_itself(folder: Path) -> None:
     lines = repr(poros.runtime(model)).splitlines()
     assert lines[1].strip() == "3 blocks, 2 on the device at a time"
     assert lines[-1].strip() == "check of the first step: pending" and len(lines) == 5
+
+
+def test_what_lasts_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """A line every three seconds by its clock; control: nothing, if it is over by then."""
+    now = [0.0]
+    slowly = Slowly(logging.getLogger("poros.x"), "poros: %d of %d", clock=lambda: now[0])
+    with caplog.at_level(logging.INFO, logger="poros"):
+        for number in range(10):
+            now[0] = number * 0.29
+            slowly.step(number, 50)
+        assert caplog.messages == []
+        for number in range(10, 50):
+            now[0] = number * 0.5
+            slowly.step(number, 50)
+    assert caplog.messages == [f"poros: {number} of 50" for number in range(10, 50, 6)]
+
+
+def test_the_check_of_a_long_step_says_how_far_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(check, "Slowly", partial(Slowly, seconds=0.0))
+    model = tiny.attach_lora(tiny.load_base(folder, dtype=torch.bfloat16))
+    model = prepare_plain(model, slots=2).train()
+    tokens = torch.arange(8)[None]
+    with caplog.at_level(logging.INFO, logger="poros"):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    said = [line for line in caplog.messages if "checking" in line]
+    number = poros.runtime(model).num_blocks
+    assert said[0] == f"poros: checking the first step: 1 of {number} layers"
+    assert len(said) == number - 1

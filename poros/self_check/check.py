@@ -174,9 +174,7 @@ class SelfCheck:
         if not held:
             return
         if self._slowly is None:
-            self._slowly = Slowly(
-                logger, "poros: checking the first step: %d of %d layers"
-            )
+            self._slowly = Slowly(logger, "poros: checking the first step: %d of %d layers")
         evidence = held.pop()
         if index not in self._unchecked or not evidence.is_intact():
             return

@@ -277,9 +277,10 @@ def test_a_limit_on_the_size_of_files_is_named(sound: Path, store: Path) -> None
     "name", ["models/qwen2/base", "./qwen2", "~/qwen2", "qwen2/", "a b", "../x", "/x/y", "x--y"]
 )
 def test_a_mistyped_path_is_no_name_of_a_repository(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So nothing is asked of the hub, whose client would try again and again."""
+    monkeypatch.chdir(tmp_path)
 
     def ask(*_: Any, **__: Any) -> Any:
         raise RuntimeError("asked")

@@ -11,6 +11,7 @@ measured before the next way's, and the ways take turns in passes:
 - two slots, with weights made dense by each micro-batch for itself (``share_dense=False``);
 - all blocks on the GPU, layers recomputed, micro-batches one after the other and together: what
   streaming is compared with, the same work without a link;
+- with ``--soup``, where soup-cli is installed: its streamed layers, one after the other;
 - with ``--checkpointing``: PEFT and transformers alone, the base on the GPU, activation
   checkpointing.
 
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 import poros
-from benchmarks import memory
+from benchmarks import memory, soup
 from benchmarks.loops import make_optimizer
 from benchmarks.models import config_of, random_model, with_lora
 from benchmarks.work import Work, batch_of
@@ -176,6 +177,18 @@ def prepared_ways(options: argparse.Namespace, model: Any, take: Take) -> None:
             poros.restore(model)
 
 
+def of_soup(options: argparse.Namespace, config: Any, take: Take) -> None:
+    """The closest competitor, in the same process."""
+    device = torch.device("cuda")
+    gc.collect()
+    memory.empty(device)
+    with soup.streamed(config, options.rank, options.dropout, device) as model:
+        steps = Steps(model, options.seq, max(options.sizes))
+        for size in (1, options.alone):
+            steps.ms(size, False)
+            take("Soup", "one after the other", size, steps, dict)
+
+
 def checkpointing(options: argparse.Namespace, model: Any, take: Take) -> None:
     """PEFT and transformers alone."""
     model.to(torch.device("cuda"))
@@ -216,6 +229,8 @@ def measure(options: argparse.Namespace, model: Any, show: Callable[[Row], None]
         )
 
     prepared_ways(options, model, take)
+    if options.soup:
+        of_soup(options, config_of(options.model, options.layers), take)
     if options.checkpointing:
         checkpointing(options, model, take)
 
@@ -234,14 +249,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--loss", default="chunked")
     parser.add_argument("--stream-head", action=argparse.BooleanOptionalAction)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--soup", action="store_true")
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--warm", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a line of JSON for each row")
     options = parser.parse_args(argv)
-    config = config_of(options.model)
-    if options.layers:
-        config.num_hidden_layers = options.layers
+    if options.soup and not soup.is_installed():
+        parser.error("--soup: expected soup-cli to be installed, found none")
+    config = config_of(options.model, options.layers)
     model = with_lora(random_model(config, "nf4"), options.rank, options.dropout).train()
     machine = memory.environment(torch.device("cuda"))
     asked = {key: value for key, value in vars(options).items() if key != "out"}

@@ -16,8 +16,8 @@ import poros
 from poros.chatting import Chat
 from poros.merging.merge import merge
 from tests.command import poros_command
+from tests.finetune.arms import arm
 from tests.finetune.subjects import recipe_of, rows, run, write_model, write_rows
-from tests.finetune.test_exact import arm
 from tests.support import same_bits
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,38 @@
+"""Recipes that are trained in several ways, whose results have to be equal."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.finetune.subjects import Trained, recipe_of, run
+
+COMMON = {
+    "data__chat_template": "chatml",
+    "data__max_length": 64,
+    "data__pad_to": 16,
+    "training__batch_size": 2,
+    "training__accumulation": 4,
+    "training__learning_rate": 1e-3,
+    "adapter__rank": 4,
+    "adapter__dropout": 0.1,
+}
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft, packed": ("messages", {"data__packing": True}),
+    "sft, padded": ("messages", {"data__packing": False}),
+    "dpo": ("preferences", {"training__method": "dpo"}),
+    "dora": ("completions", {"adapter__kind": "dora", "training__steps": 3}),
+    "lora+": ("text", {"training__lora_plus": 16, "training__steps": 3}),
+    "schedule-free": ("text", {"training__optimizer": "schedule_free_adamw", "training__steps": 3}),
+    "bfloat16 adapter": ("text", {"adapter__dtype": "bfloat16", "training__steps": 3}),
+    "dense base": ("text", {"model__quantization": "none", "training__steps": 3}),
+    "validation": (
+        "completions",
+        {"data__validation": 0.1, "output__evaluate_every": 2, "training__steps": 4},
+    ),
+}
+
+
+def arm(model: Path, data: Path, out: Path, kind: str, **more: Any) -> Trained:
+    form, options = RECIPES[kind]
+    said = {**COMMON, **options, **more}
+    source = {"model__source": model, "data__source": data / f"{form}.jsonl"}
+    return run(recipe_of(**source, output__folder=out, **said))

@@ -35,7 +35,7 @@ class TapeRecorder(Recorder):
         self.tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
-        tape = Tape(self, is_held)
+        tape = Tape(self, self.num_recorded, is_held)
         with tape:
             run()
         self.num_recorded += 1
@@ -49,11 +49,18 @@ class TapeRecorder(Recorder):
         self._last = None
 
     def replay(self, tape: "Tape") -> None:
-        """Replay one, after poisoning what the one before has left in memory that they share."""
+        """Replay one, after poisoning what it may overwrite.
+
+        That is what the one before has left, unless it holds it; and of a held one, what was
+        recorded after it.
+        """
         self.num_replays += 1
-        if self._last is not None:
+        if self._last is not None and not self._last.is_held:
             self._last.poison()
         self._last = tape
+        for other in self.tapes:
+            if tape.is_held and other.is_held and other.number > tape.number:
+                other.poison()
         tape.replay()
 
 
@@ -68,9 +75,10 @@ class _TapeRecording(Recording):
 class Tape(TorchDispatchMode):
     """Operators in order, each with what it was called with and what it gave."""
 
-    def __init__(self, recorder: TapeRecorder, is_held: bool) -> None:
+    def __init__(self, recorder: TapeRecorder, number: int, is_held: bool) -> None:
         super().__init__()
-        self._is_held = is_held
+        self.number = number
+        self.is_held = is_held
         self.recorder = recorder
         self._steps: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
         self._made: list[torch.Tensor] = []
@@ -110,9 +118,7 @@ class Tape(TorchDispatchMode):
                         place.copy_(value)
 
     def poison(self) -> None:
-        """Overwrite all that the tape itself has made and nobody needs."""
-        if self._is_held:
-            return
+        """Overwrite all that the tape itself has made."""
         with torch.no_grad():
             for tensor in self._made:
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 1)

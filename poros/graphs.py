@@ -42,7 +42,8 @@ class Recorder(ABC):
 
         Args:
             run: Does it.
-            is_held: Whether a later recording reads what this one has made and still holds.
+            is_held: Whether what it has made is read later, by another recording. No replay
+                overwrites that, but of a recording that is held too and was made before this one.
 
         Raises:
             Exception: Whatever ``run`` raises, or the device because it cannot record that. Nothing
@@ -59,42 +60,46 @@ class Recorder(ABC):
 
 
 class CudaRecorder(Recorder):
-    """Records CUDA graphs, whose temporary tensors share memory: they run one after the other."""
+    """Records CUDA graphs, whose temporary tensors share memory: they run one after the other.
+
+    A graph writes to what was free when it was recorded, also where a later one has since put what
+    it holds. So those that are held have a pool of their own.
+    """
 
     sees_operators = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
-        self._recordings: weakref.WeakSet[_CudaRecording] = weakref.WeakSet()
+        self._pools = {is_held: _Pool() for is_held in (False, True)}
 
     def record(self, run: Callable[[], None], is_held: bool = False) -> Recording:
         if self._stream is None:
             self._stream = recording_stream(self._device)
-        if not self._recordings:
+        pool = self._pools[is_held]
+        if not pool.recordings:
             # Memory whose recordings are all gone cannot be recorded into again.
-            self._pool = torch.cuda.graph_pool_handle()
+            pool.handle = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), _without_collector():
             try:
                 # Other threads may use CUDA meanwhile: loaders do, to lock pages.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 run()
             except BaseException:
                 with suppress(RuntimeError):
                     graph.capture_end()
-                self._recover()
+                self._recover(pool)
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
         recording = _CudaRecording(graph)
-        self._recordings.add(recording)
+        pool.recordings.add(recording)
         return recording
 
-    def _recover(self) -> None:
+    def _recover(self, pool: "_Pool") -> None:
         """After a recording that has failed.
 
         If the device has ended it, or it could not begin, PyTorch takes memory and random numbers
@@ -102,7 +107,7 @@ class CudaRecorder(Recorder):
         """
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_endAllocateToPool(index, pool.handle)
         nothing = torch.cuda.CUDAGraph()
         nothing.capture_begin(
             pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
@@ -130,6 +135,14 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+class _Pool:
+    """Memory that recordings share."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.recordings: weakref.WeakSet[_CudaRecording] = weakref.WeakSet()
 
 
 class _CudaRecording(Recording):

@@ -35,7 +35,7 @@ from poros.errors import ParityError, RematerializationError, UnsupportedModelEr
 from poros.graphs import Recorder
 from poros.layer.args import tree_flatten
 from poros.layer.call_facts import CallFacts
-from poros.layer.forms import Around, Form, Kind, LooseTensors, Replayed, SharedMemory
+from poros.layer.forms import Around, Form, HeldGraphs, Kind, LooseTensors, Replayed, SharedMemory
 from poros.layer.proving import different_ones, varies, with_steady_attention
 from poros.layer.recording import Recordings
 from poros.layer.rng import RngStash
@@ -112,6 +112,7 @@ class Captures:
         self._forms: dict[int, dict[Any, Form]] = {}
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
+        self._held = HeldGraphs()
 
     # ------------------------------------------------------------------ forwards
 
@@ -134,6 +135,9 @@ class Captures:
         if form.in_flight() is not None:
             self.eager["a second forward before the backward of the first"] += 1
             return None
+        if self._held.would_lose(form):
+            form.drop_graph()
+            self._num_wasted[call.layer.index] += 1
         results = self._replay_forward(call, form)
         least = _LEAST_VISITS + self._num_wasted[call.layer.index]
         if results is None:
@@ -151,6 +155,7 @@ class Captures:
                 )
                 return None
         call.form = form
+        self._held.add(call)
         return results
 
     def inference(self, call: "LayerCall", run: Callable[[], Any]) -> Any:
@@ -158,7 +163,7 @@ class Captures:
         form = self._form_of(call, "inference")
         if form is None:
             return run()
-        replayed = self._proved(form.forward)
+        replayed = _proved(form.forward)
         if replayed is not None and form.facts is not None:
             with call.layer.occupy(Phase.INFERENCE):
                 results = replayed.run(call.tensors, self.memory)
@@ -213,7 +218,7 @@ class Captures:
         return form
 
     def _replay_forward(self, call: "LayerCall", form: Form) -> list[torch.Tensor] | None:
-        replayed = self._proved(form.forward)
+        replayed = _proved(form.forward)
         if replayed is None or form.facts is None:
             return None
         with call.layer.occupy(Phase.FORWARD):
@@ -264,9 +269,9 @@ class Captures:
             ``call.repeated``. None if it has to run.
         """
         form = call.form
-        if form is None or is_seen(call) or not _is_there(call, form):
+        if form is None or is_seen(call) or not form.is_there(call):
             return None
-        replayed = self._proved(form.backwards.get(Around.capture(gradients, self._device)))
+        replayed = _proved(form.backwards.get(Around.capture(gradients, self._device)))
         if replayed is None:
             return None
         with call.layer.occupy(Phase.BACKWARD):
@@ -287,7 +292,7 @@ class Captures:
             return
         around = Around.capture(gradients, self._device)
         replayed = form.backwards.setdefault(around, None)
-        if replayed is None or replayed.is_proved or not _is_there(call, form):
+        if replayed is None or replayed.is_proved or not form.is_there(call):
             return
         wanted, proof = [*outgoing, *call.terms()], form.deterministic.get(around)
         if proof is not None:
@@ -426,9 +431,6 @@ class Captures:
         form.refuse(reason)
         self.eager[reason] += 1
 
-    def _proved(self, replayed: Replayed | None) -> Replayed | None:
-        return replayed if replayed is not None and replayed.is_proved else None
-
     @property
     def will_record(self) -> bool:
         """Whether there is room for recordings, and none is there yet."""
@@ -444,7 +446,5 @@ class Captures:
         self._recorder.forget()
 
 
-def _is_there(call: "LayerCall", form: Form) -> bool:
-    """Whether what its recorded backward reads is still that of its forward."""
-    is_same = form.dense_address == call.layer.dense_address
-    return is_same and (form.kind != "kept" or form.in_flight() is call)
+def _proved(replayed: Replayed | None) -> Replayed | None:
+    return replayed if replayed is not None and replayed.is_proved else None

@@ -18,6 +18,7 @@ from poros.layer.settings import Settings
 from poros.layer.state import AutocastState, autocast_of
 
 if TYPE_CHECKING:
+    from poros.layer.call import LayerCall
     from poros.layer.call_facts import CallFacts
 
 Kind = Literal["recomputed", "kept", "inference"]
@@ -133,6 +134,8 @@ class Form:
     """The same with attention that repeats itself, for the proof of what does not; likewise."""
     held: Any = None
     """Of layers that keep their graph: inputs and results of the recorded forward."""
+    order: int = 0
+    """Of the recorded forward, among those of layers that keep their graph."""
     refusal: str | None = None
     """Why nothing of it is recorded."""
     in_flight: Callable[[], object | None] = lambda: None
@@ -147,9 +150,40 @@ class Form:
         recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
         return any(each is None for each in recorded)
 
+    def is_there(self, call: "LayerCall") -> bool:
+        """Whether what its recorded backward reads is still that of the forward of ``call``."""
+        is_same = self.dense_address == call.layer.dense_address
+        return is_same and (self.kind != "kept" or self.in_flight() is call)
+
+    def drop_graph(self) -> None:
+        """Have the forward of a layer that keeps its graph recorded anew, with its backwards."""
+        self.forward, self.held = None, None
+        self.backwards = dict.fromkeys(self.backwards)
+
     def refuse(self, reason: str) -> None:
         self.refusal, self.forward, self.held = reason, None, None
         self.backwards, self.deterministic = {}, {}
+
+
+class HeldGraphs:
+    """Calls whose graph lies in the memory of a recording, until their backward."""
+
+    def __init__(self) -> None:
+        self._calls: list[weakref.ref[LayerCall]] = []
+
+    def add(self, call: "LayerCall") -> None:
+        self._calls.append(weakref.ref(call))
+
+    def would_lose(self, form: Form) -> bool:
+        """Whether replaying the forward of ``form`` could overwrite one of them."""
+        self._calls = [known for known in self._calls if _is_held(known())]
+        calls = (known() for known in self._calls)
+        forms = [call.form for call in calls if call is not None and call.form is not None]
+        return form.forward is not None and any(other.order > form.order for other in forms)
+
+
+def _is_held(call: "LayerCall | None") -> bool:
+    return call is not None and call.form is not None and call.form.in_flight() is call
 
 
 class SharedMemory(FixedMemory):

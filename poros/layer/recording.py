@@ -6,7 +6,8 @@ Note: Memory
     fixed memory after it: autograd keeps what it is handed. Recordings share that memory, and the
     memory of their temporary tensors, because visits are one after the other. What a layer that
     keeps its graph holds from forward to backward is nobody else's: its recording has copies of the
-    inputs, and what autograd has saved stays alive with it.
+    inputs, and what autograd has saved stays alive with it. A forward that was recorded before may
+    use the same memory in between, so it is not replayed meanwhile (``HeldGraphs``).
 """
 
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ class Recordings:
     def __init__(self, recorder: Recorder, memory: SharedMemory) -> None:
         self._recorder = recorder
         self._memory = memory
+        self._num_held = 0
 
     def record(self, layer: "LayerBody", form: Form) -> None:
         """Record what is wanted of ``form``. Not within a visit.
@@ -50,7 +52,7 @@ class Recordings:
         is_late = form.forward is not None and None in form.backwards.values()
         if form.kind == "kept" and is_late:
             # A backward belongs to the graph of a forward, which others have changed since.
-            form.forward, form.backwards = None, dict.fromkeys(form.backwards)
+            form.drop_graph()
         wanted = [around for around, made in form.backwards.items() if made is None]
         proofs = [around for around, made in form.deterministic.items() if made is None]
         with (
@@ -79,7 +81,8 @@ class Recordings:
             results = facts.run(inputs, has_graph=form.kind != "inference")
             gives.append(self._give([each.detach() for each in results]))
             if is_kept:
-                form.held = inputs, results
+                self._num_held += 1
+                form.held, form.order = (inputs, results), self._num_held
 
         recording = self._recorder.record(run, is_held=is_kept)
         places = range(len(gives[0].tensors))

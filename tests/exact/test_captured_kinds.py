@@ -3,6 +3,7 @@
 Replayed by a stand-in that sees nothing of Python.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import poros
 from poros.errors import ParityError
 from poros.gates.tape import TapeRecorder
+from poros.layer.forms import HeldGraphs
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.recorded import CHANGES, KEPT, autocast, recorded, train, trained
@@ -124,7 +126,7 @@ def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
             pass
 
     monkeypatch.setattr(Form, "in_flight", Unseen(), raising=False)
-    monkeypatch.setattr("poros.layer.captured._is_there", lambda call, form: True)
+    monkeypatch.setattr(Form, "is_there", lambda self, call: True)
     assert not all(map(same_bits, two_losses(model), expected))
 
 
@@ -147,6 +149,42 @@ def test_a_graph_that_is_kept_for_a_second_backward(bases: Bases) -> None:
         model = adapted(bases)
         captures, _ = recorded(model, **policy)
         assert all(map(same_bits, run(model), expected)) and captures.num_replays > 0
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
+    is_guarded: bool, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded first, it may compute where the later one, recorded then, has its graph."""
+    if not is_guarded:
+        monkeypatch.setattr(HeldGraphs, "would_lose", lambda self, form: False)
+
+    def run(model: Model) -> list[Any]:
+        cuts = False
+        facts = []
+
+        def cut(module: Any, given: Any, result: torch.Tensor) -> torch.Tensor:
+            return result.detach().requires_grad_() + 0 if cuts else result
+
+        handle = model.base_model.model.model.layers[0].register_forward_hook(cut)
+        for number in range(10):
+            cuts = number > 5
+            tokens = torch.arange(12)[None] + number
+            first = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            if number > 5:
+                gc.collect()  # the first layer's call is gone, and so may its graph
+                first = first + model(input_ids=tokens + 1, labels=tokens, use_cache=False).loss
+            first.backward()
+            facts += [first.detach(), *(each.grad.clone() for each in trained(model))]
+            model.zero_grad(set_to_none=False)
+        handle.remove()
+        return facts
+
+    expected = run(adapted(bases))
+    model = adapted(bases)
+    captures, _ = recorded(model, **KEPT)
+    is_same = all(map(same_bits, run(model), expected))
+    assert captures.num_replays > 0 and is_same == is_guarded
 
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["dropout", ""])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import poros
+from poros.graphs import CudaRecorder
 from tests.gpu.models import model_of, same_runs, train, trained
 
 pytestmark = pytest.mark.gpu
@@ -80,3 +81,17 @@ def swap(model: Model, number: int) -> None:
 def test_what_comes_between(between: Callable[[Model, int], None], tmp_path: Path) -> None:
     expected = train(model_of(tmp_path), between=between)
     assert same_runs(replayed(model_of(tmp_path), between=between), expected)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_a_recording_holds_stays_while_earlier_ones_are_replayed(is_held: bool) -> None:
+    """Its control: memory that it shares with theirs is overwritten."""
+    device = torch.device("cuda")
+    recorder = CudaRecorder(device)
+    source, result = torch.ones(2**20, device=device), torch.empty(2**20, device=device)
+    held = []
+    earlier = recorder.record(lambda: torch.add(source.mul(7), 1, out=result))
+    holding = recorder.record(lambda: held.append(source.mul(3)), is_held=is_held)
+    holding.replay()
+    earlier.replay()
+    assert bool((held[0] == 3).all()) == is_held

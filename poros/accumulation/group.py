@@ -35,7 +35,7 @@ from poros.accumulation.micro_batch import Differentiate, MicroBatch, backward
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
-from poros.accumulation.unchanged import Around, Gradients, LayerState
+from poros.accumulation.unchanged import Around, Gradients, LayerState, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.layer.rng import RngStash
 from poros.layer.settings import Settings
@@ -105,7 +105,7 @@ class Group:
     """Micro-batches that go through the layers together.
 
     Args:
-        model: Whose layers they are.
+        modules: Of the model.
         layers: Of the model, in order.
         table: Of the model, too.
         head: Reads the head for all of them, if it is read in slices.
@@ -119,7 +119,7 @@ class Group:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Modules,
         layers: Sequence["StreamedLayer"],
         table: DrawTable,
         head: SharedHead | None = None,
@@ -127,13 +127,15 @@ class Group:
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._make_room = make_room
-        self._trained = [each for each in model.parameters() if each.requires_grad]
-        modules = [module for layer in layers if (module := layer.module()) is not None]
-        self._around = Around(model, modules)
-        self._in_layers = {id(each) for module in modules for each in module.parameters()}
+        inside = [module for layer in layers for module in layer.contents().modules()]
+        self._modules = modules
+        self._around = Around(modules.now(), inside)
+        self._trained = modules.trained()
+        self._mark = modules.mark()
+        self._in_layers = {
+            id(adapter.parameter) for layer in layers for adapter in layer.contents().adapters()
+        }
         self._is_known = is_known
-        self._model = model
-        self._versions = _versions(model)
         self._head = head
         self.num_done = 0
         self.is_over = False
@@ -216,7 +218,7 @@ class Group:
 
     def _require_unedited(self) -> None:
         """Raise if the code of a loss edits what the model is made of: it cannot be taken back."""
-        if _versions(self._model) != self._versions:
+        if self._modules.mark() != self._mark:
             raise UnsupportedModelError(
                 "expected a loss that leaves the parameters of the model alone, found one that "
                 "edits them in place. Edit them between steps, or call backward for each "
@@ -340,10 +342,6 @@ class Group:
             raise RematerializationError(
                 f"{OTHER_VALUES}. The gradients that are there now are wrong: throw them away"
             )
-
-
-def _versions(model: nn.Module) -> list[tuple[int, int]]:
-    return [(id(each), each._version) for each in model.parameters() if each.requires_grad]
 
 
 def _after(parameter: nn.Parameter) -> object:

@@ -14,6 +14,7 @@ from poros.accumulation.distributed import Ranks
 from poros.accumulation.group import DrawTable, Group
 from poros.accumulation.head import SharedHead
 from poros.accumulation.reasons import NotTogether
+from poros.accumulation.unchanged import Modules
 from poros.errors import VRAMBudgetError
 from poros.model.runtime import Runtime, find_runtime
 
@@ -135,9 +136,9 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
         return None
     try:
         ranks.require_together()
-        _require_separate_parameters(ranks.inner)
+        modules = history.modules(ranks.inner)
         group = Group(
-            ranks.inner,
+            modules,
             list(runtime.streamed_layers()),
             history.table,
             history.head(runtime),
@@ -204,6 +205,22 @@ class History:
         self.alone: Counter[str] = Counter()
         self.is_alone_for: str | None = None
         self._latest: SharedHead | None = None
+        self._modules: Modules | None = None
+
+    def modules(self, model: nn.Module) -> Modules:
+        """Of the model, as they are now.
+
+        Raises:
+            NotTogether: If a trained parameter has several places: then it has one sum for all of
+                them, for each micro-batch.
+        """
+        if self._modules is None or not self._modules.are_of(model):
+            self._modules = Modules(model)
+        self._modules.now()
+        places = list(map(id, self._modules.trained()))
+        if len(set(places)) < len(places):
+            raise NotTogether("a trained parameter with several places in the model")
+        return self._modules
 
     def head(self, runtime: Runtime) -> SharedHead | None:
         """For the next group; None if the head is not read in slices."""
@@ -220,18 +237,6 @@ def _history(runtime: Runtime) -> History:
         runtime.accumulation = History()
     found: History = runtime.accumulation
     return found
-
-
-def _require_separate_parameters(model: nn.Module) -> None:
-    """A parameter with several places has one sum for all of them, for each micro-batch."""
-    places = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None and parameter.requires_grad
-    )
-    if places and max(places.values()) > 1:
-        raise NotTogether("a trained parameter with several places in the model")
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Any], num_batches: int) -> torch.Tensor:

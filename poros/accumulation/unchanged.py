@@ -5,7 +5,9 @@ that code calls them. So nothing that decides what a layer or the code computes 
 micro-batch to the next, nor while the code runs.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -60,20 +62,67 @@ def _parameters(contents: Any) -> list[tuple[int, int, int]]:
     ]
 
 
+class Modules:
+    """All modules of a model, and its trained parameters, looked up at little cost each time.
+
+    Args:
+        model: Held weakly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._all: list[nn.Module] = []
+        self._children: list[int] = []
+        self._tables: list[dict[str, Any]] = []
+        self._child_tables: list[dict[str, Any]] = []
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether they are those of ``model``."""
+        return self._model() is model
+
+    def now(self) -> list[nn.Module]:
+        """Each of them once."""
+        model = self._model()
+        if model is not None and (not self._all or self._children != self._children_now()):
+            self._all = list(model.modules())
+            self._child_tables = [module._modules for module in self._all]
+            self._tables = [module._parameters for module in self._all]
+            self._children = self._children_now()
+        return self._all
+
+    def trained(self) -> list[nn.Parameter]:
+        """Each place of each, as of the modules that ``now`` has found."""
+        # Of bitsandbytes' weights each look at an attribute would be a call of Python.
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                each
+                for each in chain.from_iterable(map(dict.values, filter(None, self._tables)))
+                if each is not None and each.requires_grad
+            ]
+
+    def mark(self) -> object:
+        """Equal ones mean: the same modules, the same trained parameters, and none was edited."""
+        return self._children_now(), [(id(each), each._version) for each in self.trained()]
+
+    def _children_now(self) -> list[int]:
+        tables = filter(None, self._child_tables)
+        return list(map(id, chain.from_iterable(map(dict.values, tables))))
+
+
 class Around:
     """The modules of a model that are in none of its layers: buffers and attributes.
 
     Args:
-        model: Its layers left out.
-        layers: The modules of its layers.
+        modules: Of the model.
+        inside: Those of its layers.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
-        inside = {id(module) for layer in layers for module in layer.modules()}
+    def __init__(self, modules: Iterable[nn.Module], inside: Iterable[nn.Module]) -> None:
+        left_out = set(map(id, inside))
         self._held = [
             (module, _attributes(module), dict(module._buffers))
-            for module in model.modules()
-            if id(module) not in inside
+            for module in modules
+            if id(module) not in left_out
         ]
         buffers = {
             id(buffer): buffer

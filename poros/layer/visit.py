@@ -211,7 +211,8 @@ class BlockVisit:
             self._manager.acquire(self.block, phase)
             if self._when_ready is not None:
                 self._when_ready(self.bindings)
-            yield
+            with labelled(phase.value, self._label):
+                yield
             require_alone()
 
     @contextmanager

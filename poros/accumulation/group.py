@@ -35,12 +35,13 @@ from poros.accumulation.micro_batch import Differentiate, MicroBatch, backward
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
-from poros.accumulation.unchanged import Around, Gradients, LayerState, Modules
+from poros.accumulation.unchanged import Around, Gradients, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.layer.rng import RngStash
 from poros.layer.settings import Settings
 
 if TYPE_CHECKING:
+    from poros.layer.condition import Condition
     from poros.layer.streamed import StreamedLayer
 
 _MOST_MISSES = 4
@@ -191,10 +192,10 @@ class Group:
 
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches = []
-        states: list[LayerState] = []
+        conditions: list[Condition] = []
         around = Surroundings.capture(self._layers[0].device)
         for run in runs:
-            batch = MicroBatch(self._layers, around, states)
+            batch = MicroBatch(self._layers, around, conditions)
             batch.collect(run)
             if not self._batches:
                 self._make_room()
@@ -204,14 +205,14 @@ class Group:
             if Surroundings.capture(self._layers[0].device) != around:
                 raise NotTogether("the loss changes settings of PyTorch")
             self._table.require_predictable(batch.key)
-            self._require_state(0, states[0])
+            self._require_condition(0, conditions[0])
             self._run_first(batch)
             self._batches.append(batch)
             later(batch.states[-1], self._table.of_tail(batch.key, batch.first_draws)).restore()
         self._end = Start.capture(self._layers[0].device)
         for index in range(1, len(self._layers)):
-            self._require_state(index, states[index])
-            with self._layers[index].sharing_dense():
+            self._require_condition(index, conditions[index])
+            with self._layers[index].in_a_row():
                 for batch in self._batches:
                     batch.forward(index)
                     self._check(index, batch)
@@ -225,13 +226,13 @@ class Group:
                 "micro-batch, without poros.accumulate or block-major trainers"
             )
 
-    def _require_state(self, index: int, state: LayerState) -> None:
-        if not state.is_that_of(self._layers[index]):
+    def _require_condition(self, index: int, condition: "Condition") -> None:
+        if not condition.equals(self._layers[index].condition()):
             raise NotTogether("layers that the loss changes while it runs")
 
     def _run_first(self, batch: MicroBatch) -> None:
         """Run the first layer, and plan the states of the others."""
-        with self._layers[0].sharing_dense():
+        with self._layers[0].in_a_row():
             batch.forward(0)
         state = RngStash.capture(self._layers[0].device)
         draws = between(batch.states[0], state)
@@ -321,7 +322,7 @@ class Group:
         self._require_same(done)
         state = RngStash.capture(self._layers[0].device)
         for index in reversed(range(len(self._layers))):
-            with self._layers[index].sharing_dense():
+            with self._layers[index].in_a_row():
                 for batch, call in zip(done, calls, strict=True):
                     batch.backward(index, call)
         for batch in done:

@@ -9,7 +9,7 @@ Note: What the model's code must be like
     Each layer is called once, in order, with gradients enabled, and is handed the very tensor that
     the layer before it has returned, untouched and unread; no random numbers are drawn between two
     layers; nobody hooks into a layer; layers are the same for all micro-batches and stay so
-    (``LayerState``); and the second time they are called with what they were called with the first
+    (``Condition``); and the second time they are called with what they were called with the first
     time. Anything else is seen, and the micro-batches then run one after the other
     (``NotTogether``).
 
@@ -30,7 +30,6 @@ from poros.accumulation.draws import NONE
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether, Stopped
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
-from poros.accumulation.unchanged import LayerState
 from poros.accumulation.watching import (
     Collector,
     Passer,
@@ -44,6 +43,7 @@ from poros.layer.rng import RngStash
 from poros.layer.side_outputs import is_recording, shared_mappings
 
 if TYPE_CHECKING:
+    from poros.layer.condition import Condition
     from poros.layer.streamed import StreamedLayer
 
 _INPUT = object()
@@ -73,7 +73,7 @@ class MicroBatch:
     Args:
         layers: Of the model, in order.
         around: What is around all micro-batches.
-        states: Of the layers, as the first micro-batch of a group has found them.
+        conditions: Of the layers, as the first micro-batch of a group has found them.
 
     Attributes:
         start: The random states at which the model's code begins.
@@ -87,10 +87,10 @@ class MicroBatch:
         self,
         layers: Sequence["StreamedLayer"],
         around: Surroundings,
-        layer_states: list[LayerState],
+        conditions: list["Condition"],
     ) -> None:
         self._around = around
-        self._layer_states = layer_states
+        self._conditions = conditions
         self.start = Start.capture(layers[0].device)
         self.differs: list[torch.Tensor] = []
         self._given_tensors: list[torch.Tensor] = []
@@ -188,11 +188,11 @@ class MicroBatch:
     def _require_alike(self, index: int, layer: "StreamedLayer") -> None:
         """Each layer is to compute the same for all micro-batches, whenever it is called."""
         require_unheard(layer)
-        if index == len(self._layer_states):
-            self._layer_states.append(LayerState(layer))
-            if self._layer_states[-1].has_hooks:
+        if index == len(self._conditions):
+            self._conditions.append(layer.condition().note())
+            if self._conditions[-1].has_hooks:
                 raise NotTogether("hooks inside of layers")
-        elif not self._layer_states[index].is_that_of(layer):
+        elif not self._conditions[index].equals(layer.condition()):
             raise NotTogether("layers that change from one micro-batch to the next")
 
     def _begin(self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,58 +8,17 @@ micro-batch to the next, nor while the code runs.
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from poros.errors import UnsupportedModelError
-from poros.layer.state import adapter_state
-
-if TYPE_CHECKING:
-    from poros.layer.streamed import StreamedLayer
 
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "training"})
 """Entries of a module's ``__dict__`` that are looked at otherwise, or set by trainers each step."""
 _SMALL_NUM_BYTES = 2**20
 """Of buffers that are copied, to be put back."""
-_training = attrgetter("training")
-
-
-class LayerState:
-    """What decides what one layer computes, besides its input and random state."""
-
-    def __init__(self, layer: "StreamedLayer") -> None:
-        contents = layer.contents()
-        self._contents = contents
-        self._hooks = contents.hooks()
-        self._adapters = adapter_state(contents.adapter_modules)
-        self._attributes = contents.attributes.read()
-        self._training = tuple(map(_training, contents.modules()))
-        self._parameters = _parameters(contents)
-        self._staying = layer.staying()
-        self.has_hooks = not contents.has_fixed_graph()
-
-    def is_that_of(self, layer: "StreamedLayer") -> bool:
-        """Whether the layer is like this now."""
-        contents = layer.contents()
-        return (
-            contents is self._contents
-            and contents.hooks() == self._hooks
-            and adapter_state(contents.adapter_modules) == self._adapters
-            and not contents.attributes.changes(self._attributes)
-            and tuple(map(_training, contents.modules())) == self._training
-            and _parameters(contents) == self._parameters
-            and layer.edited_since(self._staying) is None
-        )
-
-
-def _parameters(contents: Any) -> list[tuple[int, int, int]]:
-    return [
-        (id(each.parameter), each.parameter._version, each.parameter.data_ptr())
-        for each in contents.adapters()
-    ]
 
 
 class Modules:

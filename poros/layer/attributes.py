@@ -111,6 +111,10 @@ class Attributes:
             for place, old, new in self._differing(before, self.read())
         ]
 
+    def differ(self, before: Reading, now: Reading) -> bool:
+        """Whether any is not the same in both."""
+        return bool(self._differing(before, now))
+
     def disregard(self, before: Reading) -> None:
         """Leave out from now on what has changed since ``before``: the layer did it by itself."""
         differing = self._differing(before, self.read())

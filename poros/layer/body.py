@@ -22,6 +22,7 @@ from poros.layer.audit import GraphAudit
 from poros.layer.captured import Captures
 from poros.layer.casts import is_region_within
 from poros.layer.compiled import CompiledForward
+from poros.layer.condition import Condition
 from poros.layer.frozen import LayerBindings
 from poros.layer.layer_index import Adapter, LayerIndex
 from poros.layer.offload import ActivationOffloader, OffloadedInput
@@ -156,6 +157,8 @@ class LayerBody:
         self.own_forward: Callable[..., Any] = type(layer).forward
         """Takes the layer and its arguments; compiled if that was asked for."""
         self.is_compiled = False
+        self._known: Condition | None = None
+        self._is_in_a_row = False
         self._layer = weakref.ref(layer)
         self._take_stock(layer)
 
@@ -165,6 +168,7 @@ class LayerBody:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The layer's own forward, compiled if that was asked for; only inside a visit."""
+        self._known = None
         if isinstance(self.own_forward, CompiledForward):
             self.own_forward.require_few_forms(args, kwargs)
         return self.own_forward(self._layer(), *args, **kwargs)
@@ -262,6 +266,33 @@ class LayerBody:
                     "before merging"
                 )
         return self._contents
+
+    def condition(self) -> Condition:
+        """What decides what the layer computes now.
+
+        The same object as before while nobody can have changed it: see ``in_a_row``.
+        """
+        self.context.visits.end_all()
+        if self._known is not None:
+            return self._known
+        found = Condition(self)
+        if self._is_in_a_row:
+            self._known = found
+        return found
+
+    @contextmanager
+    def in_a_row(self) -> Iterator[None]:
+        """Calls, or backwards, in the body come one behind the other: no code of the user between.
+
+        They share the layer's dense weights, if there is memory for them, and what is looked up in
+        the layer until its own code runs again.
+        """
+        with self.sharing_dense():
+            self._known, self._is_in_a_row = None, True
+            try:
+                yield
+            finally:
+                self._known, self._is_in_a_row = None, False
 
     def staying(self) -> StayingState:
         """What stays on the device, as it is now."""

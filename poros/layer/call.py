@@ -31,15 +31,16 @@ from poros.layer.audit import Uses
 from poros.layer.body import LayerBody
 from poros.layer.call_facts import CallFacts
 from poros.layer.casts import SharedCasts
+from poros.layer.condition import Condition
 from poros.layer.early import first_casts
 from poros.layer.forms import Form, Kind
 from poros.layer.handover import NotThrough, Repeated, leaves
-from poros.layer.layer_index import LayerIndex, shares_memory
+from poros.layer.layer_index import shares_memory
 from poros.layer.offload import OffloadedInput
 from poros.layer.retained import is_packed_by_others, without_slot
 from poros.layer.rng import RngStash
 from poros.layer.side_outputs import SideOutputs
-from poros.layer.state import AmbientState, adapter_state
+from poros.layer.state import AmbientState
 from poros.layer.staying import StayingState
 from poros.slots.schedule import Phase
 
@@ -52,9 +53,10 @@ class LayerCall:
         layer: LayerBody,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        contents: LayerIndex,
+        condition: Condition,
     ) -> None:
         self.layer = layer
+        self.condition = condition
         tensors: list[torch.Tensor] = []
         self._args = [
             tree_flatten(value, f"argument {index} of {layer.name}", tensors)
@@ -77,14 +79,13 @@ class LayerCall:
         """How its graph uses the tensors and the parameters; known after the forward."""
         self.repeated: dict[int, Repeated] = {}
         """By number among the tensors and parameters, for those that are used more than once."""
-        self._contents = contents
-        self.adapters = self._contents.adapters()
-        distinct = {id(adapter.parameter): adapter for adapter in self.adapters}
-        self.parameters = [adapter.parameter for adapter in distinct.values()]
-        self.stand_ins = [adapter.stand_in for adapter in distinct.values()]
+        self._contents = condition.contents
+        self.adapters = condition.adapters
+        self.parameters = condition.parameters
+        self.stand_ins = condition.stand_ins
         # Autograd's own check is off under saved-tensor hooks (save_on_cpu).
-        self._versions = [parameter._version for parameter in self.parameters]
-        self.ambient = AmbientState.capture(layer.device, self._contents.modules())
+        self._versions = condition.versions
+        self.ambient = AmbientState.capture(layer.device, condition.training)
         self.shared_casts = (
             SharedCasts(layer.name)
             if self.ambient.is_autocast and torch.is_autocast_cache_enabled()
@@ -97,9 +98,9 @@ class LayerCall:
         self.keeps_recomputed = False
         """Whether somebody wants to see what the recomputation gives."""
         self.recomputed: list[torch.Tensor] | None = None
-        self._hooks = self._contents.hooks()
-        self._adapter_state = adapter_state(self._contents.adapter_modules)
-        self._attributes = self._contents.attributes.read()
+        self._hooks = condition.hooks
+        self._adapter_state = condition.adapter_state
+        self._attributes = condition.attributes
         self._result: Any = None
         self.result_forms: list[tuple[torch.Size, torch.dtype, bool]] = []
         self.form: Form | None = None
@@ -151,7 +152,7 @@ class LayerCall:
         context = self.layer.context
         if self.layer.is_compiled:
             return "compiled layers"
-        if self.has_hooks():
+        if self.condition.has_hooks:
             return "hooks"
         shares_casts = self.shared_casts is not None and kind != "recomputed"
         if shares_casts and not self.layer.confines_autocast():
@@ -187,15 +188,6 @@ class LayerCall:
             self._adapter_state,
         )
 
-    def addresses(self) -> Any:
-        """Where what it reads lies, besides its arguments."""
-        staying = self.layer.staying().marks
-        return (
-            [(id(p), p.data_ptr(), p.dtype, p.shape) for p in self.parameters],
-            [mark and (*mark[:2], mark[2][2:]) for mark in staying],
-            id(self.layer.weights.bindings),
-        )
-
     @property
     def result_template(self) -> Any:
         """Its result, with places instead of tensors."""
@@ -219,9 +211,10 @@ class LayerCall:
 
     def is_current(self) -> bool:
         """Whether the layer has the modules, settings and choice of adapters that it had."""
+        now = self.layer.condition()
         return (
-            self.layer.contents() is self._contents
-            and adapter_state(self._contents.adapter_modules) == self._adapter_state
+            now.contents is self._contents
+            and now.adapter_state == self._adapter_state
             and not self.attributes_since(self._attributes)
         )
 
@@ -238,7 +231,7 @@ class LayerCall:
         self.uses, self.is_unwatched = facts.uses, facts.is_unwatched
         self.result_forms, self._result = facts.forms, facts.result
         self._rng_end = RngStash.capture(self.layer.device)
-        self._staying = self.layer.staying()
+        self._staying = self.condition.staying
 
     def note_inference(self, template: Any, results: Sequence[torch.Tensor]) -> None:
         """Its forward has run without a graph and has given ``template`` of ``results``."""
@@ -400,19 +393,21 @@ class LayerCall:
 
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
-        name = self.layer.name
-        if self.layer.contents() is not self._contents:
+        name, now = self.layer.name, self.layer.condition()
+        if now.is_known_as(self.condition, self._staying):
+            return
+        if now.contents is not self._contents:
             raise RematerializationError(
                 f"{name}: expected the modules of the forward, found others at its backward; add "
                 "and remove adapters between steps, not within one"
             )
-        if self._contents.hooks() != self._hooks:
+        if now.hooks != self._hooks:
             raise RematerializationError(
                 f"{name}: expected the module hooks of the forward (of the modules in it, and of "
                 "all modules), found others at its backward; register and remove hooks between "
                 "steps, not within one: the recomputation would run with other hooks"
             )
-        if adapter_state(self._contents.adapter_modules) != self._adapter_state:
+        if now.adapter_state != self._adapter_state:
             raise RematerializationError(
                 f"{name}: expected the adapters that were active at the forward, found another "
                 "choice (or scaling, or merge) at its backward; call backward first"
@@ -429,8 +424,8 @@ class LayerCall:
                 "replaced before the backward of its layer; do so between steps"
             )
         for adapter in self.adapters:
-            now = adapter.owner.get(adapter.key)
-            if now is not adapter.parameter or not shares_memory(now, adapter.stand_in):
+            held = adapter.owner.get(adapter.key)
+            if held is not adapter.parameter or not shares_memory(held, adapter.stand_in):
                 raise RematerializationError(
                     f"{name}: adapter parameter {adapter.key!r} of shape "
                     f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "
@@ -443,6 +438,7 @@ class LayerCall:
                 f"settings at its backward: {', '.join(changes)}; change them between steps, not "
                 "within one"
             )
+        now.know_as(self.condition, self._staying)
 
 
 def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:

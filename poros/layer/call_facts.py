@@ -56,7 +56,8 @@ class CallFacts:
 
     def are_current(self, addresses: Any) -> bool:
         """Whether the layer would do now what it did, with its tensors at ``addresses``."""
-        return self._call.is_current() and self._call.addresses() == addresses
+        now = self._call.layer.condition()
+        return self._call.is_current() and now.addresses == addresses
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leaves over ``tensors``, which need gradients as those of the call did."""

@@ -195,20 +195,17 @@ class Captures:
             return None
         forms = self._forms.setdefault(call.layer.index, {})
         dense = call.layer.dense_address
-        conditions, addresses = (kind, dense, call.conditions()), call.addresses()
+        conditions, now = (kind, dense, call.conditions()), call.condition
         form = forms.pop(conditions, None)
         # Moved, or with another rate of dropout?
-        if form and not (
-            form.addresses == addresses
-            and form.loose.are_the_same()
-            and not call.attributes_since(form.attributes)
-        ):
+        if form and form.condition is not now and not form.is_in(now):
             form = None
         if form is None:
-            loose = LooseTensors(call.layer.contents().modules())
-            form = Form(kind, conditions, call.attributes, addresses, loose, dense)
+            loose = LooseTensors(now.contents.modules())
+            form = Form(kind, conditions, now, loose, dense)
             if loose.are_within_others:
                 form.refuse("a module that holds tensors in a list or dictionary")
+        form.condition = now
         forms[conditions] = form  # the last of them
         form.last_visit = self._num_visits[call.layer.index] = (
             self._num_visits[call.layer.index] + 1
@@ -382,7 +379,7 @@ class Captures:
 
     def _is_ready(self, layer: "LayerBody", form: Form) -> bool:
         """Whether it can be recorded now: adapters may be switched off for a while, for one."""
-        is_current = form.facts is not None and form.facts.are_current(form.addresses)
+        is_current = form.facts is not None and form.facts.are_current(form.condition.addresses)
         return is_current and (form.forward is not None or self._makes_way(layer, form))
 
     def _record(self, layer: "LayerBody", form: Form) -> None:

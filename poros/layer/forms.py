@@ -20,6 +20,7 @@ from poros.layer.state import AutocastState, autocast_of
 if TYPE_CHECKING:
     from poros.layer.call import LayerCall
     from poros.layer.call_facts import CallFacts
+    from poros.layer.condition import Condition
 
 Kind = Literal["recomputed", "kept", "inference"]
 """Of a call: recomputed in backward, with its graph kept until then, or without a backward."""
@@ -115,8 +116,8 @@ class Form:
 
     kind: Kind
     conditions: Hashable
-    attributes: Any
-    addresses: Any
+    condition: "Condition"
+    """Of the layer, when it came last."""
     loose: LooseTensors
     dense_address: int | None = None
     """Of the layer's dense weights that its calls share."""
@@ -149,6 +150,15 @@ class Form:
             return False
         recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
         return any(each is None for each in recorded)
+
+    def is_in(self, now: "Condition") -> bool:
+        """Whether its calls do the same in this condition: a call's other state is equal."""
+        before = self.condition
+        return (
+            before.addresses == now.addresses
+            and self.loose.are_the_same()
+            and not before.contents.attributes.differ(before.attributes, now.attributes)
+        )
 
     def is_there(self, call: "LayerCall") -> bool:
         """Whether what its recorded backward reads is still that of the forward of ``call``."""

@@ -98,13 +98,14 @@ class AmbientState:
     training: tuple[bool, ...]
 
     @classmethod
-    def capture(cls, device: torch.device, modules: Sequence[nn.Module]) -> "AmbientState":
+    def capture(cls, device: torch.device, training: tuple[bool, ...]) -> "AmbientState":
+        """Now; ``training``: of the modules of the layer."""
         device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         return cls(
             rng=RngStash.capture(device),
             autocast=tuple(map(AutocastState.capture, device_types)),
             settings=Settings.capture(),
-            training=_training_flags(modules),
+            training=training,
         )
 
     @property

@@ -20,7 +20,7 @@ from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.layer.body import LayerBody
 from poros.layer.call import LayerCall
 from poros.layer.compiled import refuse_outer_graph
-from poros.layer.layer_index import LayerIndex
+from poros.layer.condition import Condition
 from poros.layer.refused_calls import refuse_copy, require_harmless
 from poros.layer.remat import rematerialize
 from poros.layer.side_outputs import RECORDABLE, recorded_outputs
@@ -44,11 +44,11 @@ class StreamedLayer(LayerBody):
         in_place = self.context.in_place
         if in_place is not None and torch.is_grad_enabled() and (other := in_place()) is not None:
             return other.call(self, args, kwargs)
-        contents = self.contents()
+        condition = self.condition()
         if not torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
                 self._refuse_dropped_cache(value)
-            return self._infer(args, kwargs, contents)
+            return self._infer(args, kwargs, condition)
         if self.index == 0:
             refuse_outer_graph(self.name)
         self._refuse_recorded_outputs()
@@ -57,8 +57,8 @@ class StreamedLayer(LayerBody):
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
         self.cast_trained_biases()
         if self.weights.is_pinned:
-            return self._keep_recorded(args, kwargs, contents)
-        call = LayerCall(self, args, kwargs, contents)
+            return self._keep_recorded(args, kwargs, condition)
+        call = LayerCall(self, args, kwargs, condition)
         if not call.parameters:
             self._refuse_frozen_adapters()
 
@@ -71,7 +71,7 @@ class StreamedLayer(LayerBody):
         return run() if check is None else check(self.index, call, run, given)
 
     def _keep_recorded(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], contents: LayerIndex
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition
     ) -> Any:
         """The forward with its graph kept in a recording, if it has one."""
         captures = self.context.captures
@@ -80,7 +80,7 @@ class StreamedLayer(LayerBody):
             self._has_kept = True
             return self._keep(args, kwargs)
         try:
-            call = LayerCall(self, args, kwargs, contents)
+            call = LayerCall(self, args, kwargs, condition)
         except UnsupportedModelError:  # arguments that only a graph of its own can go with
             return self._keep(args, kwargs)
         results = captures.kept(call) if call.needs_gradient else None
@@ -102,7 +102,7 @@ class StreamedLayer(LayerBody):
         )
         return result
 
-    def _infer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], contents: LayerIndex) -> Any:
+    def _infer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition) -> Any:
         captures = self.context.captures
         if (
             captures is None
@@ -111,7 +111,7 @@ class StreamedLayer(LayerBody):
         ):
             return self._stream(args, kwargs)
         try:
-            call = LayerCall(self, args, kwargs, contents)
+            call = LayerCall(self, args, kwargs, condition)
         except UnsupportedModelError:
             return self._stream(args, kwargs)
         return captures.inference(call, lambda: self._stream(args, kwargs))

@@ -177,7 +177,7 @@ class Runs:
                 token = _active_collector.set(record)
                 try:
                     steady: Any = _Deterministic(layer)
-                    call = LayerCall(steady, args, kwargs, layer.contents())
+                    call = LayerCall(steady, args, kwargs, layer.condition())
                     proxies = [parameter.detach().requires_grad_() for parameter in call.parameters]
                     saved, results = call.offload_input(), call.forward()
                     made = RematerializeLayer.apply(call, results, saved, *call.tensors, *proxies)

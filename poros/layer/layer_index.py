@@ -9,9 +9,9 @@ looked at are empty, so they are passed over without a step of Python for each.
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, repeat
-from operator import is_
+from operator import attrgetter, is_
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -25,6 +25,11 @@ from poros.layer.attributes import Attributes
 from poros.layer.handover import sealed
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+_POINTER: Callable[[Any], int] = torch.Tensor.data_ptr
+_FORM = attrgetter("dtype", "shape")
+_REQUIRES = attrgetter("requires_grad")
+_PARAMETER, _STAND_IN = attrgetter("parameter"), attrgetter("stand_in")
 
 
 class Adapter(NamedTuple):
@@ -148,12 +153,13 @@ class LayerIndex:
         # As many entries as there were, each where it was: so there is no other. An entry that is
         # gone is not one that is None.
         now = map(dict.get, owners, keys, repeat(self))
+        parameters = list(map(_PARAMETER, adapters))
         return (
             sum(map(len, self._owners)) == len(values)
             and all(map(is_, now, values))
-            and all(adapter.parameter.requires_grad for adapter in adapters)
-            and not any(parameter.requires_grad for parameter in self._idle)
-            and all(shares_memory(adapter.parameter, adapter.stand_in) for adapter in adapters)
+            and all(map(_REQUIRES, parameters))
+            and not any(map(_REQUIRES, self._idle))
+            and places_of(parameters) == places_of(list(map(_STAND_IN, adapters)))
         )
 
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -164,6 +170,11 @@ class LayerIndex:
         sealed(stand_in)
         self._stand_ins[id(parameter)] = (parameter, stand_in)
         return stand_in
+
+
+def places_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """Where they lie, and in which form. Looked up in C: this runs at every visit."""
+    return list(map(_POINTER, tensors)), list(map(_FORM, tensors))
 
 
 def shares_memory(parameter: nn.Parameter, stand_in: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ Note: Eager is the way out
     shows nowhere: calls with hooks inside the layer, beside tensors that layers share, while
     somebody watches operators or the self-check runs; forms that have not come often enough;
     whatever cannot be recorded. A layer that keeps its graph keeps one at a time in its recording;
-    a second forward before the backward of the first runs as always.
+    a second forward before the backward of the first goes as that of a recomputed layer.
 
 Note: Proof
     The first replay is made beside the eager visit that it is to replace, from the same random
@@ -60,11 +60,6 @@ _IDLE_VISITS = 16
 """Visits of a layer after which a recorded form that did not come gives way to another."""
 _MOST_FORMS = 64
 """Forms of one layer that are remembered."""
-
-MOST_FLOP = 1e12
-"""Of the products of one layer's forward. With more, a device is busy with one layer for longer
-than the host with the next, and recordings take memory for nothing: on an H200 a step of a 7B model
-took 0.7 of its time with 2048 tokens (0.95e12 for each layer), and all of it with 8192."""
 
 NEW, CHECK = "a form that has not come often enough", "a check"
 EXPECTED = (NEW, CHECK)
@@ -132,30 +127,30 @@ class Captures:
         form = self._form_of(call, "kept")
         if form is None:
             return None
-        if form.in_flight() is not None:
-            self.eager["a second forward before the backward of the first"] += 1
-            return None
-        if self._held.would_lose(form):
+        # The device computes it twice then: less than the host takes to run it once.
+        is_second = form.in_flight() is not None
+        if not is_second and self._held.would_lose(form):
             form.drop_graph()
             self._num_wasted[call.layer.index] += 1
-        results = self._replay_forward(call, form)
-        least = _LEAST_VISITS + self._num_wasted[call.layer.index]
+        results = None if is_second else self._replay_forward(call, form)
         if results is None:
+            least = 0 if is_second else _LEAST_VISITS + self._num_wasted[call.layer.index]
             if form.refusal is not None or form.num_visits < least - 1:
                 # Nothing is recorded of it yet, so nothing has to be known of it.
                 self.eager[form.refusal or NEW] += 1
                 form.num_visits += 1
                 return None
             try:
-                results = self._run_forward(call, form)
+                results = self.recomputed(call) if is_second else self._run_forward(call, form)
             except (RematerializationError, UnsupportedModelError) as error:
                 call.ambient.rng.restore()
                 self._refuse(
                     call.layer, form, "it can run in the graph around it alone", str(error)
                 )
                 return None
-        call.form = form
-        self._held.add(call)
+        if not is_second:
+            call.form = form
+            self._held.add(call)
         return results
 
     def inference(self, call: "LayerCall", run: Callable[[], Any]) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from poros.config import StreamingPolicy
-from poros.graphs import CudaRecorder, Recorder
+from poros.graphs import MOST_FLOP, CudaRecorder, Recorder
 from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.dequantize import DenseWorkspace
-from poros.layer.captured import MOST_FLOP, Captures
+from poros.layer.captured import Captures
 from poros.layer.frozen import FrozenTensor
 from poros.model.sizing import Sizer
 

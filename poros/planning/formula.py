@@ -37,8 +37,8 @@ from typing import Any
 
 from poros.config import MIN_SLOTS
 from poros.errors import VRAMBudgetError
+from poros.graphs import MOST_FLOP
 from poros.head.embedding import stays_on_host
-from poros.layer.captured import MOST_FLOP
 from poros.layout import BlockLayout, slot_sizes
 from poros.planning.optimizers import optimizer_cost
 from poros.planning.request import PlanRequest, Speeds

@@ -109,6 +109,23 @@ def kernels_ms(steps: Steps, size: int, is_together: bool) -> tuple[float, float
     return products, rest, dict(longest)
 
 
+def settle(steps: Steps, size: int, stats: Callable[[], dict[str, Any]], most: int) -> None:
+    """Step until two in a row have found room and recordings as they stay, or ``most`` times.
+
+    Room is found anew after the first steps, as they are measured, and then layers are recorded and
+    proved anew, which takes their kernels several times.
+    """
+    keys, num_quiet = ("num_eager_visits", "num_resizes"), 0
+    for _ in range(most):
+        before = stats()
+        steps.ms(size, True)
+        after = stats()
+        num_quiet = num_quiet + 1 if all(before[key] == after[key] for key in keys) else 0
+        if num_quiet == 2:
+            return
+    print(f"  after {most} steps layers still run that might be replayed, or room changes")
+
+
 def streamed(options: argparse.Namespace, model: Any, take: Callable[..., None]) -> None:
     """Poros, over each link, in the budget of the card."""
     device = torch.device("cuda")
@@ -124,9 +141,7 @@ def streamed(options: argparse.Namespace, model: Any, take: Callable[..., None])
             prepare_with(model, policy, streams=SlowLink(device, link, cycles, plain))
             runtime = poros.runtime(model)
             steps = Steps(model, options.seq, size)
-            # Room is found anew after the first steps, as they are measured.
-            for _ in range(options.warm):
-                steps.ms(size, True)
+            settle(steps, size, runtime.stats, options.warm)
             memory.reset_peaks(device)
             before = runtime.stats()["h2d_num_bytes"]
             times = [steps.ms(size, True) for _ in range(options.steps)]
@@ -237,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--warm", type=int, default=6)
+    parser.add_argument("--warm", type=int, default=16, help="the most steps before measuring")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, help="a line of JSON for each row")
     options = parser.parse_args(argv)

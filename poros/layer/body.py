@@ -320,15 +320,21 @@ class LayerBody:
         known = self.context.is_confined
         return is_region_within(self.context.is_model) if known is None else known
 
-    def cast_trained_biases(self) -> None:
+    def cast_trained_biases(self) -> bool:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
 
         It would do so inside the layer, to the stand-in of the bias instead of the parameter.
+
+        Returns:
+            Whether there was any to cast.
         """
+        is_cast = False
         for module in self._biased:
             bias = module._parameters["bias"]
             if bias.requires_grad and bias.dtype != module.compute_dtype:
                 bias.data = bias.data.to(module.compute_dtype)
+                self._known, is_cast = None, True
+        return is_cast
 
     def _take_stock(self, layer: nn.Module) -> None:
         self._look_at_tensors(layer)

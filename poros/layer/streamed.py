@@ -55,7 +55,8 @@ class StreamedLayer(LayerBody):
         given = (args, kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
-        self.cast_trained_biases()
+        if self.cast_trained_biases():
+            condition = self.condition()
         if self.weights.is_pinned:
             return self._keep_recorded(args, kwargs, condition)
         call = LayerCall(self, args, kwargs, condition)

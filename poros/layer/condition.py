@@ -1,0 +1,98 @@
+"""What decides what a layer computes, besides its arguments and the state around it, at one time.
+
+Its modules, which adapters act and how, its parameters, hooks, plain attributes, training flags and
+what of it stays on the device. A call notes it; its backward, and whatever is recorded of it, has
+to find the same.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from poros.layer.layer_index import Adapter, places_of
+from poros.layer.state import adapter_state
+from poros.layer.staying import StayingState
+
+if TYPE_CHECKING:
+    from poros.layer.body import LayerBody
+
+_training = attrgetter("training")
+
+
+class Condition:
+    """Of one layer, now.
+
+    Attributes:
+        contents: Its modules.
+        adapters: Each place of each trained parameter.
+        parameters: These, each once.
+        stand_ins: What stands in for them within the layer.
+        versions: Of these.
+        hooks: Keys of the hooks inside the layer.
+        adapter_state: Which adapters act, and how.
+        attributes: A reading of its plain attributes.
+        training: The training flag of each module.
+    """
+
+    def __init__(self, layer: "LayerBody") -> None:
+        self._layer = layer
+        self.contents = contents = layer.contents()
+        self.adapters: Sequence[Adapter] = contents.adapters()
+        distinct = {id(adapter.parameter): adapter for adapter in self.adapters}
+        self.parameters = [adapter.parameter for adapter in distinct.values()]
+        self.stand_ins = [adapter.stand_in for adapter in distinct.values()]
+        self.versions = [parameter._version for parameter in self.parameters]
+        self.hooks = contents.hooks()
+        self.adapter_state = adapter_state(contents.adapter_modules)
+        self.attributes = contents.attributes.read()
+        self.training = tuple(map(_training, contents.modules()))
+        self._same: tuple[Condition, StayingState | None] | None = None
+
+    @cached_property
+    def has_hooks(self) -> bool:
+        """Whether code of the user may see tensors from inside the layer."""
+        return not self.contents.has_fixed_graph()
+
+    @cached_property
+    def staying(self) -> StayingState:
+        """What stays on the device."""
+        return self._layer.staying()
+
+    @cached_property
+    def addresses(self) -> Any:
+        """Where what it reads lies, besides its arguments."""
+        return (
+            list(map(id, self.parameters)),
+            places_of(self.parameters),
+            [mark and (*mark[:2], mark[2][2:]) for mark in self.staying.marks],
+            id(self._layer.weights.bindings),
+        )
+
+    def note(self) -> "Condition":
+        """The same, with all that is looked up late looked up now."""
+        _ = self.has_hooks, self.addresses
+        return self
+
+    def equals(self, other: "Condition") -> bool:
+        """Whether the layer computes the same in both; both ``note``d, if another time has come."""
+        return self is other or (
+            self.contents is other.contents
+            and self.hooks == other.hooks
+            and self.has_hooks == other.has_hooks
+            and self.adapter_state == other.adapter_state
+            and not self.contents.attributes.differ(self.attributes, other.attributes)
+            and self.training == other.training
+            and self.versions == other.versions
+            and self.addresses == other.addresses
+            and self.staying.marks == other.staying.marks
+        )
+
+    def is_known_as(self, other: "Condition", staying: StayingState | None) -> bool:
+        """Whether it was found to be as ``other``, with ``staying``."""
+        same = self._same
+        return same is not None and same[0] is other and same[1] is staying
+
+    def know_as(self, other: "Condition", staying: StayingState | None) -> None:
+        """It was found to be as ``other``, with ``staying``."""
+        self._same = other, staying

@@ -87,8 +87,8 @@ _CODE = tuple(
         "poros": "layout nf4 streams",
         "poros.host": "store",
         "poros.slots": "manager ring schedule",
-        "poros.layer": "adapters args arrival attributes audit body call casts compiled early "
-        "frozen handover layer_index offload remat retained rng settings side_outputs state "
+        "poros.layer": "adapters args arrival attributes audit body call casts compiled condition "
+        "early frozen handover layer_index offload remat retained rng settings side_outputs state "
         "staying streamed visit within",
         "poros.kernels": "adapters autocast compose dequantize dora forwards gated hooks "
         "linear4bit lora mlp online_softmax product row_norm unformed use",

@@ -420,10 +420,11 @@ class _Formula:
         products = 2 * num_tokens * self.shapes.num_linear_parameters / self.num_layers
         head = 2 * num_tokens * self.shapes.num_head_parameters
         forward = [products + layer.attention_flop for layer in self.cost.layers]
-        # Frozen weights need no gradient: backward is one product per weight, as forward is. Of
-        # attention it is five products, and the forward two.
+        # Frozen weights need no gradient: one product each. Of attention it is five, forward two.
         backward = [products + 2.5 * layer.attention_flop for layer in self.cost.layers]
-        recomputed = sum(forward[:first_kept])
+        # Of micro-batches that go together one keeps its graph where visits are replayed.
+        others = (1 - 1 / self.request.micro_batches) * bool(self.request.cuda_graphs)
+        recomputed = sum(forward[:first_kept]) + others * sum(forward[first_kept:])
         per_flop = 1e-9 / speeds.tflop_per_s
         flop = (sum(forward) + head, sum(backward) + recomputed + head)
         compute = (per_flop * number for number in flop)

@@ -412,7 +412,10 @@ class LayerCall:
                 f"{name}: expected the adapters that were active at the forward, found another "
                 "choice (or scaling, or merge) at its backward; call backward first"
             )
-        if [parameter._version for parameter in self.parameters] != self._versions:
+        # The same list says that each is in its place, and its stand-in still the same bits.
+        is_same = now.adapters is self.adapters
+        versions = now.versions if is_same else [each._version for each in self.parameters]
+        if versions != self._versions:
             raise RematerializationError(
                 f"{name}: expected its adapters as they were at the forward, found one edited in "
                 "place between forward and backward; edit it after backward"
@@ -423,7 +426,7 @@ class LayerCall:
                 f"{edited}: expected it as it was at the forward, found it edited, cast or "
                 "replaced before the backward of its layer; do so between steps"
             )
-        for adapter in self.adapters:
+        for adapter in () if is_same else self.adapters:
             held = adapter.owner.get(adapter.key)
             if held is not adapter.parameter or not shares_memory(held, adapter.stand_in):
                 raise RematerializationError(
@@ -431,8 +434,8 @@ class LayerCall:
                     f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "
                     "and backward; do so between steps"
                 )
-        changes = self._contents.attributes.changes(self._attributes)
-        if changes:
+        if self._contents.attributes.differ(self._attributes, now.attributes):
+            changes = self._contents.attributes.changes(self._attributes)
             raise RematerializationError(
                 f"{name}: expected the modules in it as they were at the forward, found other "
                 f"settings at its backward: {', '.join(changes)}; change them between steps, not "

@@ -135,7 +135,7 @@ def test_a_recording_that_fails_leaves_random_numbers_alone(
 def test_control_without_recovery_random_numbers_are_taken_for_recorded_ones(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CudaRecorder, "_recover", lambda self: None)
+    monkeypatch.setattr(CudaRecorder, "_recover", lambda self, pool: None)
     recorder = CudaRecorder(torch.device("cpu"))
 
     def run() -> None:

@@ -180,14 +180,15 @@ def base_of(model: Any) -> Any:
 def meta_model(
     config: "PreTrainedConfig", quantization: "BitsAndBytesConfig | None", dtype: torch.dtype
 ) -> "PreTrainedModel":
-    """The causal language model of ``config`` on the meta device.
+    """The causal language model of ``config``, which is left as it is, on the meta device.
 
     Raises:
         UnsupportedModelError: If there is none.
     """
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    model_class, config = model_class_of(config)
+    # The model keeps what it is made from, and notes its quantization there.
+    model_class, config = model_class_of(copy.deepcopy(config))
     with one_at_a_time(), _META:
         try:
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype)

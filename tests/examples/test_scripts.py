@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from poros.examples import big_model, load_elsewhere, own_loop
+from poros.examples import load_elsewhere, own_loop
 from tests.finetune.material import write_base, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +65,9 @@ def test_a_loop_and_the_adapter_elsewhere(
 
 
 def test_a_big_model_is_quantized_once(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    from poros.examples import big_model
+
     rows = write_rows(tmp_path / "rows.jsonl", "text", 16)
     store, out = tmp_path / "store", tmp_path / "out"
 
@@ -85,6 +88,7 @@ def test_each_example_is_listed() -> None:
 
 def test_the_notebook(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cell by cell, with a small model and few steps."""
+    pytest.importorskip("datasets")
     notebook = json.loads((ROOT / "examples" / "first_run.ipynb").read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4 and not any(cell.get("outputs") for cell in notebook["cells"])
     monkeypatch.chdir(tmp_path)

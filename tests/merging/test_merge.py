@@ -132,6 +132,8 @@ def test_families(family: str, into: str, tmp_path: Path) -> None:
     tiny.write_checkpoint(tiny.small_config(family, num_layers=2), base, dtype=torch.bfloat16)
     adapter = trained(base, tmp_path / "adapter", LoraConfig(r=4, target_modules="all-linear"))
     out = merge(adapter, tmp_path / "merged", into=into)
+    # What is written is dense, whatever training has seen.
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
     found = dict(dense(out).state_dict())
     model = dense(base) if into == "original" else as_trained(base)
     expected = merged_by_peft(base, adapter, model)

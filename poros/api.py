@@ -181,7 +181,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,
         )
-        found = planner[0].plan(request)
+        found = planner[0].estimate(request)
         if found.micro_batches < shape.micro_batches:
             raise VRAMBudgetError(
                 f"vram_budget: expected room for {shape.micro_batches} micro-batches together, "

@@ -52,6 +52,12 @@ def accumulate(
     Returns:
         The losses, detached, in order: what ``loss`` has returned.
 
+    Note: How many go together
+        As many go through the layers together as fit, all of them, half of them, and so on. Where
+        room is measured and chosen for the run (see ``StreamingPolicy.vram_budget``) and lets most
+        layers keep their graph, they go one after the other: nothing has to be loaded then, and
+        each has a recomputation less.
+
     Exactness:
         Gradients, random states and losses are bit for bit those of one micro-batch after the
         other. Where that cannot be had together, they run one after the other, said in a line of
@@ -133,6 +139,8 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
     history = _history(runtime)
     if history.is_alone_for is not None:
         note_alone(runtime, history.is_alone_for)
+        return None
+    if runtime.sizer.is_quicker_alone:
         return None
     try:
         ranks.require_together()

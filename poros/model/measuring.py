@@ -6,16 +6,20 @@ it was asked at the beginning, is the most that the step has needed. If somebody
 within the step, nothing is known, and the room stays as it is.
 
 Note: Larger batches
-    What a batch takes grows at most as ``growth`` says. If that fits what there is, nothing
-    happens. If not, room is given up before it trains: layers that keep their graph before
-    slots, since another number of these moves every block. Its step is then measured, and from
-    then on room is left for steps that take half as much again, so that lengths that creep up do
-    not resize each time.
+    What a batch takes grows at most as ``growth`` says. If that does not fit what there is, room is
+    given up before it trains: layers that keep their graph before slots, since another number of
+    these moves every block. Its step is then measured, and from then on room is left for steps that
+    take half as much again, so that lengths that creep up do not resize each time.
+
+Note: Micro-batches that go together
+    If their step leaves room for most layers to keep their graph, they go one after the other from
+    then on, which is measured anew; if a larger batch takes that room away, together for good.
 """
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -25,6 +29,8 @@ from torch import nn
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import PorosError, VRAMBudgetError
 from poros.model.sizing import (
+    LEAST_KEPT,
+    SURELY_KEPT,
     BlockSizes,
     Estimate,
     Needs,
@@ -34,6 +40,7 @@ from poros.model.sizing import (
     Wanted,
     affordable,
     growth,
+    is_quicker_alone,
     room_of,
     step_num_bytes,
     with_shape,
@@ -142,6 +149,7 @@ class MeasuredSizer(Sizer):
         """Shapes since measuring began."""
         self._reserve = 1.0
         self._rounds = 0
+        self._may_be_alone = self.wanted[:2] == (None, None)
         self._num_given_back = 0
         self._watch: StepWatch | None = None
         self._shape: Shape | None = None
@@ -213,6 +221,7 @@ class MeasuredSizer(Sizer):
         if self._is_given:
             return super().refused(where, error)
         self._is_off = True
+        self._go_together()
         logger.warning("poros: going on with %d slots: %s", MIN_SLOTS, self.explain(where, error))
         return None
 
@@ -230,6 +239,7 @@ class MeasuredSizer(Sizer):
         """Others are trained: nothing is known of their steps."""
         self._measured.clear()
         self._estimated.clear()
+        self.is_quicker_alone = False
         self._watch = StepWatch(model)
         self._measure(Stage.WARMING)
 
@@ -318,7 +328,13 @@ class MeasuredSizer(Sizer):
         older = [entry for entry in self._measured if not any(map(entry[0].is_within, seen))]
         self._measured = [*older, *((shape, needs) for shape in seen)]
         self._rounds += 1
+        if self._turns_alone(needs, room):
+            self._measured.clear()
+            self._measure(Stage.MEASURING)
+            return room
         chosen = self._next(room, needs, step)
+        if self.is_quicker_alone and not self._keeps_most(chosen):
+            self._go_together()
         self._stage = Stage.SETTLED if chosen == room else Stage.MEASURING
         self._seen = []
         if chosen != room or self._rounds == 1:
@@ -330,6 +346,24 @@ class MeasuredSizer(Sizer):
                 _words(chosen),
             )
         return chosen
+
+    def _turns_alone(self, needs: Needs, room: Room) -> bool:
+        """Whether micro-batches, together so far, go one after the other from now on."""
+        is_together = any(shape.micro_batches > 1 for shape in self._seen)
+        if self.is_quicker_alone or not (self._may_be_alone and is_together):
+            return False
+        # Their inputs and what they have in hand are more than those of one.
+        of_one = replace(needs, graph=self.graph_num_bytes).scaled(self._reserve)
+        most = self._affordable(of_one, room)
+        self.is_quicker_alone = most is not None and self._keeps_most(most, SURELY_KEPT)
+        return self.is_quicker_alone
+
+    def _keeps_most(self, room: Room, share: float = LEAST_KEPT) -> bool:
+        return is_quicker_alone(room, len(self._sizes.layouts), self._sizes.num_layers, share)
+
+    def _go_together(self) -> None:
+        """From now on, and for good: room that comes and goes changes nothing any more."""
+        self.is_quicker_alone = self._may_be_alone = False
 
     def _recordings_to_come(self) -> int:
         if not self._will_record():
@@ -358,7 +392,7 @@ class MeasuredSizer(Sizer):
         if step > (self.budget or 0):
             return self._affordable(needs, room) or self._beyond(room, step)
         larger = self._affordable(needs.scaled(self._reserve), room)
-        if larger is None or self._rounds > MAX_ROUNDS or not _is_more(larger, room):
+        if larger is None or self._rounds > MAX_ROUNDS or larger[:2] <= room[:2]:
             return room  # it fits, and there is nothing to gain
         return larger
 
@@ -409,10 +443,6 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
     """Some elements of a parameter: an optimizer's step changes them if it changes any."""
     return parameter.detach().reshape(-1)[:64].clone()
-
-
-def _is_more(larger: Room, room: Room) -> bool:
-    return (larger.num_slots, larger.keep_last) > (room.num_slots, room.keep_last)
 
 
 def _words(room: Room) -> str:

@@ -165,7 +165,12 @@ def _time(answer: "Answer") -> Iterator[str]:
         f"{point.times_checkpointed:.1f} x the time of a resident run with checkpointing."
     )
     wanted = answer.request.micro_batches
-    if plan.micro_batches < wanted:
+    if plan.micro_batches == 1 < wanted and plan.keep_last:
+        yield (
+            f"The {wanted} micro-batches of a step go one after the other: they have no load to "
+            "share, and layers that keep their graph save each of them a recomputation."
+        )
+    elif plan.micro_batches < wanted:
         yield f"Of {wanted} micro-batches {plan.micro_batches} go together; more do not fit."
     if answer.hours is not None and answer.num_tokens is not None:
         yield f"{_count(answer.num_tokens)} tokens take about {_hours(answer.hours)}."

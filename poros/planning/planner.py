@@ -14,6 +14,7 @@ from torch import nn
 
 from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
 from poros.loaders.settings import said
+from poros.model.sizing import SURELY_KEPT, is_quicker_alone, room_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
 from poros.planning.meta_model import Recipe, base_of
@@ -160,12 +161,18 @@ class Planner:
 
         May be called within a forward of the model, whatever surrounds it.
         """
+        return self._apart(lambda request: self._quickest(self._plan(request), request), request)
+
+    def estimate(self, request: PlanRequest) -> MemoryPlan:
+        """The same of micro-batches that go together, even if they were quicker otherwise."""
         return self._apart(self._plan, request)
 
     def find(self, request: PlanRequest) -> MemoryPlan | None:
         """The same, or None where ``plan`` raises ``VRAMBudgetError``, and looks for advice."""
         try:
-            return self._apart(lambda request: self._cost_model().plan(request), request)
+            return self._apart(
+                lambda request: self._quickest(self._cost_model().plan(request), request), request
+            )
         except VRAMBudgetError:
             return None
 
@@ -227,6 +234,16 @@ class Planner:
             return cost_model.plan(request)
         except VRAMBudgetError as error:
             raise VRAMBudgetError(f"{error}\n{_Advice(cost_model, request)}") from None
+
+    def _quickest(self, found: MemoryPlan, request: PlanRequest) -> MemoryPlan:
+        """``found``, or the plan of one micro-batch after the other, if those are quicker."""
+        is_chosen = (request.num_slots, request.keep_last) == (None, None)
+        if found.micro_batches == 1 or found.vram_budget is None or not is_chosen:
+            return found
+        alone = self._cost_model().plan(replace(request, micro_batches=1))
+        num_layers = len(self._cost_model().shapes.layers)
+        is_quicker = is_quicker_alone(room_of(alone), alone.num_blocks, num_layers, SURELY_KEPT)
+        return alone if is_quicker else found
 
     def _cost_model(self) -> CostModel:
         model = self._given()

@@ -27,7 +27,8 @@ class PlanRequest:
         accumulation: Micro-batches per optimizer step: with several, all gradients are there while
             the layers' inputs are.
         micro_batches: Of these, how many are to go through the blocks together; as many do as fit,
-            all of them, half of them, and so on.
+            all of them, half of them, and so on. With a budget that lets most layers keep their
+            graph they are planned one after the other, which is quicker then.
         vram_budget: Bytes, or ``"8GiB"``; None plans two slots and reports what that needs.
         block_size: Layers per transfer.
         num_slots: Fixes the slots; None takes what the budget affords.

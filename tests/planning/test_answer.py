@@ -146,6 +146,15 @@ def test_going_together_is_advised_where_the_link_is_the_bottleneck(planner: Pla
     assert fast.together is None and "--accumulate" not in said(fast)
 
 
+def test_micro_batches_that_are_quicker_alone_are_said_to_go_so(planner: Planner) -> None:
+    together = {"micro_batches": 8, "accumulation": 8}
+    ample = ask(planner, "1GiB", speeds=FAST_LINK, **together)
+    assert ample.plan.micro_batches == 1 and "go one after the other" in said(ample)
+    needs = needed(planner, 256, num_slots=2, keep_last=0, **together)
+    tight = ask(planner, needs.total_num_bytes + 1000, speeds=FAST_LINK, **together)
+    assert tight.plan.micro_batches == 8 and "one after the other" not in said(tight)
+
+
 def test_cards_are_compared_on_the_same_step(planner: Planner) -> None:
     found = ask(planner, "1GiB", speeds=FAST_LINK)
     assert [point.card_gib for point in found.cards] == list(answer_module.SIZES_GIB)

@@ -204,3 +204,17 @@ def test_advice_at_real_shapes_is_short() -> None:
     with pytest.raises(VRAMBudgetError) as caught:
         planner.plan(request)
     assert len(str(caught.value).splitlines()) < 20
+
+
+def test_micro_batches_are_planned_alone_where_most_layers_keep_their_graph() -> None:
+    planner = Planner(config_of("qwen2.5-0.5b"))
+    asked: dict[str, Any] = {"seq_len": 512, "micro_batches": 8, "accumulation": 8}
+    ample = PlanRequest(**asked, vram_budget="24GiB")
+    alone = planner.plan(ample)
+    assert (alone.micro_batches, alone.num_slots) == (1, alone.num_blocks) and alone.keep_last
+    assert planner.find(ample) == alone
+    assert planner.estimate(ample).micro_batches == 8, "what it takes if they do go together"
+    small = planner.plan(PlanRequest(**asked, vram_budget="1GiB"))
+    assert small.micro_batches == 8 and not small.keep_last
+    fixed = planner.plan(PlanRequest(**asked, vram_budget="24GiB", num_slots=alone.num_blocks))
+    assert fixed.micro_batches == 8, "whoever gives the slots has them"

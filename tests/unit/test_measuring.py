@@ -35,14 +35,19 @@ class SimulatedMemory(DeviceMemory):
         self.peaks: list[int] = []
         """Of each micro-batch, without what is not the model's."""
         self.given_back = 0
+        self.num_tokens = 0
+        """Of the batch that is trained on."""
         self._reserved = OTHERS
-        self._graph = 0
+        self._is_recomputed = False
 
     def allocated(self) -> int:
-        found = OTHERS + self._graph
-        self._graph = 0
+        found = OTHERS
         if self.runtime is not None:
             found += STANDING + self.runtime.ring.num_bytes
+        if torch._C._current_graph_task_id() != -1:
+            # Asked before a layer is recomputed, and after it, when its graph is there.
+            found += GRAPH_PER_TOKEN * self.num_tokens * self._is_recomputed
+            self._is_recomputed = not self._is_recomputed
         return found
 
     def reserved(self) -> int:
@@ -63,11 +68,6 @@ class SimulatedMemory(DeviceMemory):
         self.runtime = runtime
         sizer: Any = runtime.sizer
         sizer._held = lambda: STANDING + runtime.ring.num_bytes
-
-    def recompute(self, num_tokens: int) -> None:
-        """A layer keeps its graph; seen by whoever asks next."""
-        if torch._C._current_graph_task_id() != -1:
-            self._graph = GRAPH_PER_TOKEN * num_tokens
 
     def train(self, num_tokens: int, times: float = 1.0) -> None:
         """A micro-batch has passed."""
@@ -94,10 +94,6 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepare]:
         runtime = poros.runtime(model)
         runtime.sizer._estimate = lambda _, budget, wanted, check: Estimated(wanted)  # type: ignore[assignment]
         memory.hold(runtime)
-        for layer in layers_of(model):
-            layer.mlp.register_forward_hook(
-                lambda _, args, result: memory.recompute(args[0].shape[0] * args[0].shape[1])
-            )
         return model, memory
 
     yield prepare
@@ -129,6 +125,7 @@ class Loop:
         rooms = []
         for length in lengths:
             batch = tiny.make_batches(1, batch_size=1, num_tokens=length, padded=False)[0]
+            self.memory.num_tokens = length
             self.model(**batch).loss.backward()
             rooms.append(poros.runtime(self.model).room)
             self.memory.train(length, times)
@@ -329,6 +326,56 @@ def test_what_cannot_fit_is_refused_before_it_trains(
     else:
         assert Loop(model, memory).run(16) == [Room(2, 0)]
         assert "going on with the least room" in caplog.text
+
+
+def accumulated(model: Any, memory: SimulatedMemory, length: int, steps: int) -> list[bool]:
+    """Optimizer steps of two micro-batches each; whether these went together."""
+    runtime = poros.runtime(model)
+    loop, found = Loop(model, memory), []
+    for _ in range(steps):
+        before = 0 if runtime.accumulation is None else runtime.accumulation.num_groups
+        batch = tiny.make_batches(1, batch_size=1, num_tokens=length, padded=False)[0]
+        memory.num_tokens = length
+        poros.accumulate(model, [batch, dict(batch)])
+        groups = 0 if runtime.accumulation is None else runtime.accumulation.num_groups
+        is_together = groups > before
+        memory.train(length, times=2.0 if is_together else 1.0)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        found.append(is_together)
+    return found
+
+
+def test_micro_batches_go_alone_once_most_layers_can_keep_their_graph(
+    prepared: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 6, 32)}B", self_check="off")
+    went = accumulated(model, memory, 16, 8)
+    assert went[0] and not went[-1], "together until a step was measured"
+    assert went == sorted(went, reverse=True), "it is decided once"
+    assert poros.runtime(model).room == Room(6, 6)
+    assert "one after the other" not in caplog.text, "that is no fault to be told of"
+    assert poros.runtime(model).stats()["fallbacks"] == []
+
+
+def test_control_micro_batches_stay_together_where_few_layers_can(prepared: Prepare) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 0, 48)}B", self_check="off")
+    assert all(accumulated(model, memory, 16, 8))
+
+
+def test_micro_batches_stay_together_where_the_room_is_given(prepared: Prepare) -> None:
+    for fixed in ({"slots": 6}, {"keep_last": 6}):
+        model, memory = prepared(vram_budget=f"{budget(6, 6, 32)}B", self_check="off", **fixed)
+        assert all(accumulated(model, memory, 16, 8)), fixed
+
+
+def test_a_larger_batch_that_takes_that_room_has_them_go_together_for_good(
+    prepared: Prepare,
+) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, 6, 32)}B", self_check="off")
+    assert not accumulated(model, memory, 16, 8)[-1]
+    assert accumulated(model, memory, 56, 8)[-1]
+    assert all(accumulated(model, memory, 16, 4)), "room that comes and goes changes nothing more"
 
 
 def test_without_a_budget_free_memory_is_spent(prepared: Prepare) -> None:

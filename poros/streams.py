@@ -134,6 +134,8 @@ class CudaStreams(StreamContext):
         super().__init__(device)
         self._copy_stream: torch.cuda.Stream | None = None
         self._last_compute: torch.cuda.Stream | None = None
+        self._last_key: object = None
+        """What PyTorch knows that stream by."""
         self._memories: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         self._settling = threading.Lock()
         self._copied: deque[tuple[int, Event, Event]] = deque()
@@ -162,7 +164,7 @@ class CudaStreams(StreamContext):
         stream = self._copies()
         stream.wait_event(after)
         begin = _timed_event(stream)
-        with torch.cuda.stream(stream):
+        with _OnStream(stream):
             target.copy_(source, non_blocking=True)
         event = _timed_event(stream)
         self._copied.append((source.numel() * source.element_size(), begin, event))
@@ -215,13 +217,50 @@ class CudaStreams(StreamContext):
         # A caller may move to another stream between visits. Joining the old one keeps a single
         # order of reads, so that the latest recorded event stands for all of them; and the
         # allocator learns of the new one (see "Fresh memory is not idle memory").
+        if self._last_compute is not None:
+            # PyTorch's own functions, which make a new object each time, take ten times as long.
+            key = torch._C._cuda_getCurrentStream(self._last_compute.device_index)
+            if key == self._last_key:
+                return self._last_compute
         stream = torch.cuda.current_stream(self.device)
+        self._last_key = torch._C._cuda_getCurrentStream(stream.device_index)
         if self._last_compute is not None and stream != self._last_compute:
             stream.wait_stream(self._last_compute)
             for memory in self._memories:
                 memory.record_stream(stream)
         self._last_compute = stream
         return stream
+
+
+class _OnStream:
+    """As ``torch.cuda.stream``, which looks everything up by way of Python, several times."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        if torch._C._cuda_getDevice() != stream.device_index:
+            self._before = torch.cuda.stream(stream)
+            self._before.__enter__()
+        else:
+            self._before = torch._C._cuda_getCurrentStream(stream.device_index)
+            _set_current(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *error: Any) -> None:
+        if isinstance(self._before, tuple):
+            _set_current(*self._before)
+        else:
+            self._before.__exit__(*error)
+
+
+def _set_current(stream_id: int, device_index: int, device_type: int) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
 
 
 def recording_stream(device: torch.device) -> torch.cuda.Stream:

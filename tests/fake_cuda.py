@@ -33,6 +33,7 @@ class FakeStream:
     def __init__(self, device: object = None, name: str = "copy stream") -> None:
         self.name = name
         self.clock: Clock = {self: 0}
+        self.stream_id, self.device_index, self.device_type = id(self), 0, 1
 
     def wait_event(self, event: "FakeEvent | None") -> None:
         # torch refuses None; here it orders nothing, so that the hazard itself is seen.
@@ -130,20 +131,40 @@ class FakeCuda:
     def __init__(self) -> None:
         self.compute = FakeStream(name="compute stream")
         self._current = self.compute
+        self._streams: dict[int, FakeStream] = {self.compute.stream_id: self.compute}
         self._free: list[Block] = []
         self.torch: Any = SimpleNamespace(
             uint8=torch.uint8,
             empty=self.empty,
             cuda=SimpleNamespace(
-                Stream=FakeStream,
+                Stream=self.new_stream,
                 Event=FakeEvent,
                 current_stream=self.current_stream,
                 stream=self.on,
+            ),
+            _C=SimpleNamespace(
+                _cuda_getDevice=lambda: 0,
+                _cuda_getCurrentStream=self.current_key,
+                _cuda_setStream=self.set_current,
             ),
         )
 
     def current_stream(self, device: object = None) -> FakeStream:
         return self._current
+
+    def new_stream(self, device: object = None) -> FakeStream:
+        found = FakeStream(device)
+        self._streams[found.stream_id] = found
+        return found
+
+    def current_key(self, device_index: int) -> tuple[int, int, int]:
+        """``torch._C._cuda_getCurrentStream``."""
+        self._streams.setdefault(self._current.stream_id, self._current)
+        return self._current.stream_id, self._current.device_index, self._current.device_type
+
+    def set_current(self, *, stream_id: int, device_index: int, device_type: int) -> None:
+        """``torch._C._cuda_setStream``."""
+        self._current = self._streams[stream_id]
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:

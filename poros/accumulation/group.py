@@ -32,11 +32,13 @@ from torch import nn
 from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import Differentiate, MicroBatch, backward
+from poros.accumulation.outline import Outlines
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import Around, Gradients, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
+from poros.head.rows import RowReader
 from poros.layer.rng import RngStash
 from poros.layer.settings import Settings
 
@@ -109,6 +111,8 @@ class Group:
         modules: Of the model.
         layers: Of the model, in order.
         table: Of the model, too.
+        outlines: Likewise.
+        rows: Brings the rows of its embeddings, if those are in host memory.
         head: Reads the head for all of them, if it is read in slices.
         is_known: Whether the loss was seen to call the model alike each time.
         make_room: Called when the room of the first micro-batch is known, before its layers run.
@@ -123,6 +127,8 @@ class Group:
         modules: Modules,
         layers: Sequence["StreamedLayer"],
         table: DrawTable,
+        outlines: Outlines,
+        rows: RowReader,
         head: SharedHead | None = None,
         is_known: bool = False,
         make_room: Callable[[], None] = lambda: None,
@@ -133,15 +139,14 @@ class Group:
         self._around = Around(modules.now(), inside)
         self._trained = modules.trained()
         self._mark = modules.mark()
-        self._in_layers = {
-            id(adapter.parameter) for layer in layers for adapter in layer.contents().adapters()
-        }
+        self._in_layers = {number for layer in layers for number in layer.contents().adapters().ids}
         self._is_known = is_known
         self._head = head
         self.num_done = 0
         self.is_over = False
         self._layers = layers
         self._table = table
+        self._outlines, self._rows = outlines, rows
         self._kinds = [_kind(layer) for layer in layers]
         self._batches: list[MicroBatch] = []
         self._end = Start.capture(layers[0].device)
@@ -181,7 +186,7 @@ class Group:
                 raise NotTogether("what is drawn at random does not depend on shapes alone")
             if self._head is not None and self._head.is_ahead:
                 pairs = zip(self._batches, runs, strict=True)
-                self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
+                self._head.look_ahead([partial(self._look_ahead, *pair) for pair in pairs])
         except BaseException:
             self._around.put_back()
             self._require_unedited()
@@ -190,13 +195,18 @@ class Group:
             start.restore()
             settings.restore()
 
+    def _look_ahead(self, batch: MicroBatch, run: Callable[[], Any]) -> bool:
+        with batch.lookups.of(self._rows, is_again=True):
+            return batch.look_ahead(run)
+
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches = []
         conditions: list[Condition] = []
         around = Surroundings.capture(self._layers[0].device)
         for run in runs:
-            batch = MicroBatch(self._layers, around, conditions)
-            batch.collect(run)
+            batch = MicroBatch(self._layers, around, conditions, self._outlines)
+            with batch.lookups.of(self._rows, is_again=False):
+                batch.collect(run)
             if not self._batches:
                 self._make_room()
             self._require_unedited()
@@ -205,14 +215,13 @@ class Group:
             if Surroundings.capture(self._layers[0].device) != around:
                 raise NotTogether("the loss changes settings of PyTorch")
             self._table.require_predictable(batch.key)
-            self._require_condition(0, conditions[0])
-            self._run_first(batch)
+            self._run_first(batch, conditions[0])
             self._batches.append(batch)
             later(batch.states[-1], self._table.of_tail(batch.key, batch.first_draws)).restore()
         self._end = Start.capture(self._layers[0].device)
         for index in range(1, len(self._layers)):
-            self._require_condition(index, conditions[index])
             with self._layers[index].in_a_row():
+                self._require_condition(index, conditions[index])
                 for batch in self._batches:
                     batch.forward(index)
                     self._check(index, batch)
@@ -230,9 +239,10 @@ class Group:
         if not condition.equals(self._layers[index].condition()):
             raise NotTogether("layers that the loss changes while it runs")
 
-    def _run_first(self, batch: MicroBatch) -> None:
+    def _run_first(self, batch: MicroBatch, condition: "Condition") -> None:
         """Run the first layer, and plan the states of the others."""
         with self._layers[0].in_a_row():
+            self._require_condition(0, condition)
             batch.forward(0)
         state = RngStash.capture(self._layers[0].device)
         draws = between(batch.states[0], state)
@@ -264,12 +274,13 @@ class Group:
         batch, device = self._batches[self.num_done], self._layers[0].device
         if self.num_done and not Start.capture(device).equals(batch.start):
             self.is_over = True
-            raise NotTogether("random numbers are drawn between micro-batches")
+            raise NotTogether("random numbers are drawn between micro-batches", may_pass=True)
         batch.start.restore()
         asked = nullcontext() if self._head is None else self._head.asked(is_for_good=True)
         before = Gradients(self._trained)
         try:
-            with asked, batch.tail(self._is_known):
+            again = batch.lookups.of(self._rows, is_again=True)
+            with asked, again, batch.tail(self._is_known):
                 yield
             self._require_apart(batch, before)
         except NotTogether as reason:
@@ -338,7 +349,9 @@ class Group:
     def _require_same(self, done: Sequence[MicroBatch]) -> None:
         if self._head is not None:
             self._head.require_same()
-        differs = [each for batch in done for each in batch.differs]
+        differs = [
+            each for batch in done for each in (*batch.differs, *batch.lookups.take_differs())
+        ]
         if differs and bool(torch.stack(differs).any()):
             raise RematerializationError(
                 f"{OTHER_VALUES}. The gradients that are there now are wrong: throw them away"
@@ -352,6 +365,6 @@ def _after(parameter: nn.Parameter) -> object:
 def _kind(layer: "StreamedLayer") -> Hashable:
     """Equal for layers that draw alike, for inputs of one shape."""
     return tuple(
-        (type(module), getattr(module, "p", None), getattr(module, "attention_dropout", None))
-        for module in layer.contents().modules()
+        (type(module), own.get("p"), own.get("attention_dropout"))
+        for module, own in ((each, vars(each)) for each in layer.contents().modules())
     )

@@ -13,6 +13,7 @@ from torch import nn
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.group import DrawTable, Group
 from poros.accumulation.head import SharedHead
+from poros.accumulation.outline import Outlines
 from poros.accumulation.reasons import NotTogether
 from poros.accumulation.unchanged import Modules
 from poros.errors import VRAMBudgetError
@@ -95,7 +96,7 @@ def accumulate(
                 found.append(value)
                 done += 1
         except NotTogether as reason:
-            note_alone(runtime, str(reason), for_good=True)
+            note_alone(runtime, str(reason), for_good=not reason.may_pass)
             is_alone = True
         except Exception:
             # Those before it have their gradients, as one after the other.
@@ -149,6 +150,8 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
             modules,
             list(runtime.streamed_layers()),
             history.table,
+            history.outlines,
+            runtime.rows,
             history.head(runtime),
             is_known=history.num_groups > 0,
             make_room=runtime.share_dense,
@@ -202,6 +205,7 @@ class History:
 
     Attributes:
         table: What its layers draw.
+        outlines: Whether they are called alike.
         num_groups: Groups of micro-batches that went together.
         alone: Why others did not, and how often.
         is_alone_for: Why none will any more.
@@ -209,6 +213,7 @@ class History:
 
     def __init__(self) -> None:
         self.table = DrawTable()
+        self.outlines = Outlines()
         self.num_groups = 0
         self.alone: Counter[str] = Counter()
         self.is_alone_for: str | None = None

@@ -1,7 +1,8 @@
 """One micro-batch whose layers are called one by one, and not by the model that holds them.
 
 The model's own code runs twice. The first time it is stopped at its last layer, having said what
-each layer is called with. Then the layers run, whenever their turn is. The second time it passes
+each layer is called with, or at its first, if that says it (``Outlines``). Then the layers run,
+whenever their turn is. The second time it passes
 the layers by, is handed what the last one has given, and goes on to its loss: so norm, head, loss
 and whatever a trainer notes down are the model's and the trainer's own.
 
@@ -21,12 +22,14 @@ Note: Cuts
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from poros.accumulation.cuts import Cut, Unread
 from poros.accumulation.draws import NONE
+from poros.accumulation.lookups import MicroBatchLookups
+from poros.accumulation.outline import INPUT, Call, Outlines
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether, Stopped
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
@@ -46,8 +49,6 @@ if TYPE_CHECKING:
     from poros.layer.condition import Condition
     from poros.layer.streamed import StreamedLayer
 
-_INPUT = object()
-"""Stands for the layer's input among its arguments."""
 Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, "StreamedLayer"], None]
 """Takes the gradients of one layer and one micro-batch: the edge behind the layer, the gradient
 there, a leaf below the layer, and the layer."""
@@ -60,13 +61,6 @@ def backward(
     torch.autograd.backward([edge], [gradient])
 
 
-class _Call(NamedTuple):
-    """What a layer is called with, its input left out."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class MicroBatch:
     """One micro-batch on its way through the layers.
 
@@ -74,8 +68,11 @@ class MicroBatch:
         layers: Of the model, in order.
         around: What is around all micro-batches.
         conditions: Of the layers, as the first micro-batch of a group has found them.
+        outlines: Of the model.
 
     Attributes:
+        is_outlined: Whether its layers are called as the first one is, for all that is known.
+        lookups: Of rows of embeddings.
         start: The random states at which the model's code begins.
         differs: Whether layers were called with other values the second time: bools on the device.
         states: Random states before each layer, and behind the last; planned from the second on.
@@ -88,8 +85,15 @@ class MicroBatch:
         layers: Sequence["StreamedLayer"],
         around: Surroundings,
         conditions: list["Condition"],
+        outlines: Outlines,
     ) -> None:
         self._around = around
+        self._outlines = outlines
+        self.is_outlined = False
+        self._outline = Call((), {})
+        self._is_unseen = True
+        """Whether layers behind the first have not been looked at as its code ran."""
+        self.lookups = MicroBatchLookups()
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
         self.differs: list[torch.Tensor] = []
@@ -102,7 +106,7 @@ class MicroBatch:
         self.key: Any = None
         self._layers = layers
         self._device = layers[0].device
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self._given: torch.Tensor | None = None
         self._version = 0
         self._cuts: list[Cut] = []
@@ -168,16 +172,21 @@ class MicroBatch:
                 if not isinstance(each, Unread):
                     self._given_tensors.append(each)
                     self._seen.setdefault(id(each), (each, each._version))
-        self._calls.append(
-            _Call(
-                tuple(_INPUT if value is given else value for value in args),
-                {key: _INPUT if value is given else value for key, value in kwargs.items()},
-            )
-        )
+        self._calls.append(Call.of(args, kwargs, given))
+        if index == 0 and self._outlines.are_alike(self.key):
+            self.is_outlined = True
+            self._calls *= len(self._layers)
+            if len(self._conditions) < len(self._layers):
+                self._is_unseen = False
+                for number, other in enumerate(self._layers[1:], start=1):
+                    self._require_alike(number, other)
         if len(self._calls) == len(self._layers):
             self._given = None
             if not RngStash.capture(self._device).equals(self.states[0]):
                 raise NotTogether("the model draws random numbers between its layers")
+            if not self.is_outlined:
+                are_alike = all(map(self._calls[0].is_like, self._calls))
+                self._outlines.note(self.key, are_alike)
             raise Stopped
         if index == 0:
             # In place of what layers return, which is not known yet.
@@ -228,10 +237,10 @@ class MicroBatch:
         with self._entering(), torch.enable_grad(), layer.context.confined(self._is_confined):
             given = self._cuts[index].take()
             result = layer.forward(
-                tuple(given if value is _INPUT else value for value in args),
-                {key: given if value is _INPUT else value for key, value in kwargs.items()},
+                tuple(given if value is INPUT else value for value in args),
+                {key: given if value is INPUT else value for key, value in kwargs.items()},
             )
-        self._calls[index] = _Call((), {})
+        self._calls[index] = Call((), {})
         if not isinstance(result, torch.Tensor):
             raise NotTogether("layers return more than hidden states")
         # Not the result itself: it may wait for its backward on the host.
@@ -282,13 +291,15 @@ class MicroBatch:
         if forms[0] != forms[1]:
             raise UnsupportedModelError(OTHER_VALUES)
         pairs = {(id(old), id(new)): (old, new) for old, new in zip(before, given, strict=True)}
-        for old, new in pairs.values():
-            if old is new:
-                continue
-            differs = (_bytes_of(old) != _bytes_of(new)).any()
-            if (not is_known or self._device.type == "cpu") and bool(differs):
-                raise UnsupportedModelError(OTHER_VALUES)
-            self.differs.append(differs)
+        found = [
+            (_bytes_of(old) != _bytes_of(new)).any()
+            for old, new in pairs.values()
+            if old is not new
+        ]
+        found += self.lookups.take_differs()
+        if (not is_known or self._device.type == "cpu") and any(map(bool, found)):
+            raise UnsupportedModelError(OTHER_VALUES)
+        self.differs += found
 
     def backward_below(self) -> None:
         """Take the gradients of what the model's code computes before its layers."""
@@ -319,11 +330,49 @@ class MicroBatch:
         if watcher.reason is not None:
             raise watcher.reason
         if watcher.place != len(self._layers):
+            if self.is_outlined:
+                raise self._otherwise()
             raise UnsupportedModelError(
                 f"expected a loss that calls the model as it did before, found {watcher.place} of "
                 f"its {len(self._layers)} layers called. Call backward for each micro-batch, "
                 "without poros.accumulate or block-major trainers"
             )
+
+    def require_outlined(
+        self,
+        place: int,
+        layer: "StreamedLayer",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Any,
+    ) -> None:
+        """Raise ``NotTogether`` if a layer is not called as the first one, but was taken to be.
+
+        The layer at ``place``, as the model's code runs again.
+        """
+        if not self.is_outlined:
+            return
+        call = Call.of(args, kwargs, given)
+        if place == 0:
+            self._outline = call
+            return
+        is_last = place == len(self._layers) - 1
+        if (
+            place >= len(self._layers)
+            or layer is not self._layers[place]
+            or not isinstance(given, Unread)
+            or not call.is_like(self._outline)
+            or (is_last and not RngStash.capture(self._device).equals(self.states[0]))
+        ):
+            raise self._otherwise()
+        if self._is_unseen:
+            # It was not looked at when the code was stopped at the first layer.
+            self._require_alike(place, layer)
+            self._is_unseen = not is_last
+
+    def _otherwise(self) -> NotTogether:
+        self._outlines.note(self.key, False)
+        return NotTogether("layers that are called otherwise than before", may_pass=True)
 
     def hand_on(self, place: int, layer: "StreamedLayer", given: Any, is_ahead: bool) -> Any:
         """The layer at ``place`` is called by the model's code; what it gets.

@@ -12,7 +12,14 @@ class NotTogether(BaseException):
     """These micro-batches have to run one after the other; says why.
 
     Passes through code of users and of models, which catch errors at times: so it is none.
+
+    Attributes:
+        may_pass: Whether later ones may well go together.
     """
+
+    def __init__(self, reason: str, *, may_pass: bool = False) -> None:
+        super().__init__(reason)
+        self.may_pass = may_pass
 
 
 class Stopped(BaseException):

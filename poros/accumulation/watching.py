@@ -96,15 +96,18 @@ class Passer:
 
     def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer.drop_caches(args, kwargs)
+        batch = self._micro_batch
         try:
-            for value in (*args, *kwargs.values()):
+            # Those of the others are the same, if it is outlined.
+            for value in () if self.place and batch.is_outlined else (*args, *kwargs.values()):
                 for each in tensors_of(value):
                     if not isinstance(each, Unread):
                         self._given.append(each)
-            if self.place == self._micro_batch.num_layers - 1:
-                self._micro_batch.compare(self._given, self._is_known)
+            if self.place == batch.num_layers - 1:
+                batch.compare(self._given, self._is_known)
             given = input_of(args, kwargs)
-            found = self._micro_batch.hand_on(self.place, layer, given, self._is_ahead)
+            batch.require_outlined(self.place, layer, args, kwargs, given)
+            found = batch.hand_on(self.place, layer, given, self._is_ahead)
         except (NotTogether, UnsupportedModelError) as reason:
             self.reason = reason
             raise

@@ -272,9 +272,9 @@ class LayerBody:
 
         The same object as before while nobody can have changed it: see ``in_a_row``.
         """
-        self.context.visits.end_all()
         if self._known is not None:
             return self._known
+        self.context.visits.end_all()
         found = Condition(self)
         if self._is_in_a_row:
             self._known = found
@@ -284,10 +284,10 @@ class LayerBody:
     def in_a_row(self) -> Iterator[None]:
         """Calls, or backwards, in the body come one behind the other: no code of the user between.
 
-        They share the layer's dense weights, if there is memory for them, and what is looked up in
-        the layer until its own code runs again.
+        They share the layer's dense weights, if there is memory for them, its slot while they are
+        replayed, and what is looked up in the layer until its own code runs again.
         """
-        with self.sharing_dense():
+        with self.sharing_dense(), self.weights.in_a_row():
             self._known, self._is_in_a_row = None, True
             try:
                 yield

@@ -10,14 +10,14 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from poros.layer.layer_index import Adapter, places_of
+from poros.layer.layer_index import Adapter
 from poros.layer.state import adapter_state
 from poros.layer.staying import StayingState
 
 if TYPE_CHECKING:
     from poros.layer.body import LayerBody
 
-_training = attrgetter("training")
+_training, _version = attrgetter("training"), attrgetter("_version")
 
 
 class Condition:
@@ -38,11 +38,11 @@ class Condition:
     def __init__(self, layer: "LayerBody") -> None:
         self._layer = layer
         self.contents = contents = layer.contents()
-        self.adapters: Sequence[Adapter] = contents.adapters()
-        distinct = {id(adapter.parameter): adapter for adapter in self.adapters}
-        self.parameters = [adapter.parameter for adapter in distinct.values()]
-        self.stand_ins = [adapter.stand_in for adapter in distinct.values()]
-        self.versions = [parameter._version for parameter in self.parameters]
+        self._trained = trained = contents.adapters()
+        self.adapters: Sequence[Adapter] = trained.places
+        self.parameters = trained.parameters
+        self.stand_ins = trained.stand_ins
+        self.versions = list(map(_version, self.parameters))
         self.hooks = contents.hooks()
         self.adapter_state = adapter_state(contents.adapter_modules)
         self.attributes = contents.attributes.read()
@@ -63,8 +63,8 @@ class Condition:
     def addresses(self) -> Any:
         """Where what it reads lies, besides its arguments."""
         return (
-            list(map(id, self.parameters)),
-            places_of(self.parameters),
+            self._trained.ids,
+            self._trained.where,
             [mark and (*mark[:2], mark[2][2:]) for mark in self.staying.marks],
             id(self._layer.weights.bindings),
         )

@@ -187,6 +187,13 @@ def hand_in(
     """
     given = [*inputs, *parameters]
     num_inputs, several = len(inputs), uses.several
+    if through_cast is None and not several:
+        for number in reversed(uses.order):
+            if number >= num_inputs:
+                given[number] = given[number][...]
+        for number in set(range(num_inputs, len(given))).difference(uses.order):
+            given[number] = given[number].detach()
+        return given, {}
     aliases: dict[int, list[torch.Tensor]] = {number: [] for number in several}
     sources = list(given)
     for place in reversed(range(len(uses.order))):

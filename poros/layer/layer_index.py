@@ -29,7 +29,6 @@ _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 _POINTER: Callable[[Any], int] = torch.Tensor.data_ptr
 _FORM = attrgetter("dtype", "shape")
 _REQUIRES = attrgetter("requires_grad")
-_PARAMETER, _STAND_IN = attrgetter("parameter"), attrgetter("stand_in")
 
 
 class Adapter(NamedTuple):
@@ -43,6 +42,36 @@ class Adapter(NamedTuple):
     key: str
     parameter: nn.Parameter
     stand_in: torch.Tensor
+
+
+class Adapters:
+    """The trainable parameters of one layer, and what is derived from them once.
+
+    Args:
+        places: Each place of each of them.
+
+    Attributes:
+        places: Likewise.
+        parameters: Each once. Likewise their ``stand_ins``.
+        ids: Of the parameters.
+        where: Where these lie, and in which form; so do the parameters.
+    """
+
+    def __init__(self, places: list[Adapter]) -> None:
+        self.places = places
+        distinct = {id(adapter.parameter): adapter for adapter in places}
+        self.parameters = [adapter.parameter for adapter in distinct.values()]
+        self.stand_ins = [adapter.stand_in for adapter in distinct.values()]
+        self.ids = list(distinct)
+        self.where = places_of(self.stand_ins)
+
+    def are_as_they_were(self) -> bool:
+        """Whether all still require gradients, at the same addresses and in the same form."""
+        return (
+            all(map(_REQUIRES, self.parameters))
+            and places_of(self.parameters) == self.where
+            and places_of(self.stand_ins) == self.where
+        )
 
 
 class LayerIndex:
@@ -81,7 +110,7 @@ class LayerIndex:
         self.attributes = Attributes(layer)
         self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._frozen = frozen
-        self._adapters: list[Adapter] | None = None
+        self._adapters: Adapters | None = None
         # What was in the owners when those were looked up, and what of it was not trainable.
         self._entries: list[tuple[Any, ...]] = []
         self._idle: list[torch.Tensor] = []
@@ -126,10 +155,10 @@ class LayerIndex:
         forwards = map(type, map(dict.get, self._dicts, repeat("forward")))
         return all(map(issubclass, set(forwards), repeat((NoneType, Forward))))
 
-    def adapters(self) -> list[Adapter]:
+    def adapters(self) -> Adapters:
         """The trainable parameters now. PEFT changes them without changing modules.
 
-        The same list as before, which is not to be changed, as long as they are the same.
+        The same object as before as long as they are the same.
         """
         if self._adapters is None or not self._are_current(self._adapters):
             entries = [(owner, *item) for owner in self._owners for item in owner.items()]
@@ -141,25 +170,25 @@ class LayerIndex:
             ]
             self._entries = list(zip(*entries, strict=True)) or [(), (), ()]
             self._idle = [value for *_, value in parameters if not value.requires_grad]
-            self._adapters = [
-                Adapter(owner, key, parameter, self._stand_in(parameter))
-                for owner, key, parameter in parameters
-                if parameter.requires_grad
-            ]
+            self._adapters = Adapters(
+                [
+                    Adapter(owner, key, parameter, self._stand_in(parameter))
+                    for owner, key, parameter in parameters
+                    if parameter.requires_grad
+                ]
+            )
         return self._adapters
 
-    def _are_current(self, adapters: Sequence[Adapter]) -> bool:
+    def _are_current(self, adapters: Adapters) -> bool:
         owners, keys, values = self._entries
         # As many entries as there were, each where it was: so there is no other. An entry that is
         # gone is not one that is None.
         now = map(dict.get, owners, keys, repeat(self))
-        parameters = list(map(_PARAMETER, adapters))
         return (
             sum(map(len, self._owners)) == len(values)
             and all(map(is_, now, values))
-            and all(map(_REQUIRES, parameters))
+            and adapters.are_as_they_were()
             and not any(map(_REQUIRES, self._idle))
-            and places_of(parameters) == places_of(list(map(_STAND_IN, adapters)))
         )
 
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:

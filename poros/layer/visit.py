@@ -25,6 +25,7 @@ from poros.labels import labelled, short_name
 from poros.layer.frozen import LayerBindings
 from poros.layer.layer_index import Adapter
 from poros.slots.manager import BlockManager
+from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
 
 
@@ -73,6 +74,24 @@ class Visits:
         if interruption is not None:
             raise interruption
 
+    def open(self, undo: Callable[[], None]) -> _Note:
+        """Begin a visit that whoever asks for it ends; or the next visit that begins does."""
+        note = _Note(undo)
+        self._open.append(note)
+        return note
+
+    def is_open(self, note: _Note) -> bool:
+        """Whether that visit goes on."""
+        return note in self._open
+
+    def require_open(self, name: str, note: _Note) -> None:
+        """Raise ``SlotStateError`` if another visit began before this one, of ``name``, ended."""
+        if note not in self._open:
+            raise SlotStateError(
+                f"{name}: expected one layer to run at a time, found another one that ran "
+                "before it had ended (a forward or a backward inside a hook of it?)"
+            )
+
     @contextmanager
     def begin(self, name: str, undo: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Run the body as a visit, then ``undo`` what it has changed. ``end_all`` comes before.
@@ -88,14 +107,7 @@ class Visits:
             SlotStateError: If another visit began before this one ended.
         """
         note = _Note(undo)
-
-        def require_alone() -> None:
-            if note not in self._open:
-                raise SlotStateError(
-                    f"{name}: expected one layer to run at a time, found another one that ran "
-                    "before it had ended (a forward or a backward inside a hook of it?)"
-                )
-
+        require_alone = partial(self.require_open, name, note)
         keeper = _Keeper(self, note)
         try:
             try:
@@ -108,6 +120,25 @@ class Visits:
             # An interruption may strike as the first clean-up begins.
             self.end(note)
             del keeper
+
+
+class _Row:
+    """Visits in a row, of which the last may go on. It ends with the frame of the row at last."""
+
+    __slots__ = ("_visits", "note", "phase")
+
+    def __init__(self, visits: Visits) -> None:
+        self._visits = visits
+        self.note: _Note | None = None
+        self.phase: Phase | None = None
+
+    def end(self) -> None:
+        note, self.note = self.note, None
+        if note is not None:
+            self._visits.end(note)
+
+    def __del__(self) -> None:
+        self.end()
 
 
 class BlockVisit:
@@ -139,6 +170,7 @@ class BlockVisit:
         self._label = short_name(name)
         self._is_bound = True
         self._when_ready = when_ready
+        self._row: _Row | None = None
 
     @property
     def is_pinned(self) -> bool:
@@ -178,9 +210,7 @@ class BlockVisit:
         # The bindings of now: a visit that is undone later is undone as it began.
         undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
         with self._visits.begin(self._name, undo) as require_alone:
-            slot = self._manager.acquire(self.block, phase)
-            if self._when_ready is not None:
-                self._when_ready(self.bindings)
+            slot = self._acquire(phase)
             version = slot.buffer._version
             self.bindings.swap_in()
             for adapter in adapters:
@@ -200,20 +230,56 @@ class BlockVisit:
     def occupy(self, phase: Phase) -> Iterator[None]:
         """Hold the block in its slot for work that does not go by the reader's tensors.
 
-        As ``hold`` otherwise.
+        As ``hold`` otherwise. In a row (``in_a_row``) it goes on until the row ends, or until
+        another visit begins: the next one of the row finds the block held, and as it was.
         """
+        row = self._row
+        if row is not None and row.note is not None and row.phase is phase:
+            note = row.note
+            if self._visits.is_open(note):
+                yield from self._occupied(phase, note)
+                return
         self._visits.end_all()
         self.bindings.require_at_rest()
         if not self._is_bound:
             raise self._unbound()
         undo = partial(_let_go, self._manager, self.block)
-        with self._visits.begin(self._name, undo) as require_alone:
-            self._manager.acquire(self.block, phase)
-            if self._when_ready is not None:
-                self._when_ready(self.bindings)
-            with labelled(phase.value, self._label):
+        if row is None:
+            with self._visits.begin(self._name, undo) as require_alone:
+                self._acquire(phase)
+                with labelled(phase.value, self._label):
+                    yield
+                require_alone()
+            return
+        row.note, row.phase = self._visits.open(undo), phase
+        self._acquire(phase)
+        yield from self._occupied(phase, row.note)
+
+    def _occupied(self, phase: Phase, note: _Note) -> Iterator[None]:
+        with labelled(phase.value, self._label):
+            yield
+        self._visits.require_open(self._name, note)
+
+    @contextmanager
+    def in_a_row(self) -> Iterator[None]:
+        """Visits in the body come one behind the other, with nobody's code between them."""
+        row = self._row = _Row(self._visits)
+        try:
+            try:
                 yield
-            require_alone()
+            finally:
+                self._row = None
+                row.end()
+        finally:
+            # An interruption may strike as the first clean-up begins.
+            self._row = None
+            row.end()
+
+    def _acquire(self, phase: Phase) -> Slot:
+        slot = self._manager.acquire(self.block, phase)
+        if self._when_ready is not None:
+            self._when_ready(self.bindings)
+        return slot
 
     @contextmanager
     def expose(self, adapters: Sequence[Adapter]) -> Iterator[None]:

@@ -427,9 +427,9 @@ class Runtime:
     def _adapters(self) -> object:
         """Differs if what is trained in the first layer with adapters does."""
         for layer in self.streamed_layers():
-            adapters = layer.contents().adapters()
-            if adapters:
-                return [(id(adapter.parameter), adapter.parameter.dtype) for adapter in adapters]
+            parameters = layer.contents().adapters().parameters
+            if parameters:
+                return [(id(parameter), parameter.dtype) for parameter in parameters]
         return []
 
     def _held_num_bytes(self) -> int:

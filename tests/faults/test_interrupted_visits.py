@@ -37,7 +37,7 @@ STEP = (
 
 
 def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
-    with runtime.visit(phase, runtime.contents().adapters()):
+    with runtime.visit(phase, runtime.contents().adapters().places):
         pass
 
 
@@ -248,7 +248,7 @@ def test_a_visit_that_was_never_left_is_undone_by_what_comes_next(
     model = prepare_plain(build(), self_check="off", slots=2)
     before = state_of(model)
     layer = streamed_layer(layers_of(model)[0])
-    left = layer.visit(Phase.FORWARD, layer.contents().adapters())
+    left = layer.visit(Phase.FORWARD, layer.contents().adapters().places)
     left.__enter__()
     inside = state_of(model)
     assert inside != before

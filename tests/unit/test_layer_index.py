@@ -42,7 +42,7 @@ def places(tree: LayerIndex) -> Places:
             each.stand_in.dtype,
             tuple(each.stand_in.shape),
         )
-        for each in tree.adapters()
+        for each in tree.adapters().places
     ]
 
 
@@ -99,7 +99,7 @@ def test_the_list_is_the_same_as_long_as_nothing_changes() -> None:
     layer = Layer()
     tree = tree_of(layer)
     found = tree.adapters()
-    assert [each.parameter for each in found] == [layer.first.weight, layer.second.weight]
+    assert [each.parameter for each in found.places] == [layer.first.weight, layer.second.weight]
     with torch.no_grad():
         layer.first.weight.mul_(2)
     assert tree.adapters() is found
@@ -115,7 +115,9 @@ def test_a_change_is_seen(change: Callable[[Layer], object]) -> None:
     assert tree.adapters() is not before
     # As a tree sees it that has looked for the first time, but for its own stand-ins.
     assert found == places(tree_of(layer))
-    assert all(adapter.owner.get(adapter.key) is adapter.parameter for adapter in tree.adapters())
+    assert all(
+        adapter.owner.get(adapter.key) is adapter.parameter for adapter in tree.adapters().places
+    )
 
 
 @changes
@@ -125,11 +127,12 @@ def test_a_stand_in_that_was_given_other_memory_is_made_anew(
     layer = Layer()
     tree = tree_of(layer)
     before = tree.adapters()
-    before[0].stand_in.data = torch.zeros(4, 4)
+    before.places[0].stand_in.data = torch.zeros(4, 4)
     assert tree.adapters() is not before
     change(layer)
     assert all(
-        adapter.stand_in.data_ptr() == adapter.parameter.data_ptr() for adapter in tree.adapters()
+        adapter.stand_in.data_ptr() == adapter.parameter.data_ptr()
+        for adapter in tree.adapters().places
     )
 
 

@@ -12,7 +12,7 @@ from transformers.utils.output_capturing import _active_collector
 import poros
 from poros.gates.adversary import AdversarialStreams
 from poros.layer.audit import GraphAudit, Uses
-from poros.layer.layer_index import Adapter, LayerIndex
+from poros.layer.layer_index import Adapters, LayerIndex
 from poros.layer.remat import RematerializeLayer
 from poros.layer.rng import RngStash
 from poros.layer.side_outputs import SideOutputs
@@ -229,8 +229,8 @@ def skip_an_adapter(patch: Patch) -> None:
     """The last trainable tensor of each layer is not seen."""
     genuine = LayerIndex.adapters
 
-    def adapters(self: LayerIndex) -> list[Adapter]:
-        return genuine(self)[:-1]
+    def adapters(self: LayerIndex) -> Adapters:
+        return Adapters(genuine(self).places[:-1])
 
     patch.setattr(LayerIndex, "adapters", adapters)
 

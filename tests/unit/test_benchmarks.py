@@ -404,12 +404,18 @@ def test_a_copy_on_a_gpu_is_framed_behind_its_wait(monkeypatch: pytest.MonkeyPat
             return 4.0
 
     class Stream:
+        stream_id = device_index = device_type = 0
+
         def wait_event(self, event: object) -> None:
             journal.append("wait")
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for name, found in (("Device", 0), ("CurrentStream", (0, 0, 0))):
+        monkeypatch.setattr(
+            torch._C, f"_cuda_get{name}", lambda *_, found=found: found, raising=False
+        )
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **_: None, raising=False)
     streams = transfer.TimedCudaStreams(CPU)
     source = torch.arange(8, dtype=torch.uint8)
     target = torch.zeros_like(source)

@@ -98,6 +98,7 @@ class SelfCheck:
             raise ParityError(self._packed)
         self._unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
         self._read: set[str] = set()
+        self._is_told = False
         """Matrices in host memory whose rows were checked, and slices of them."""
         self._hashed: set[str] = set()
         """Matrices of which all bytes were."""
@@ -247,7 +248,16 @@ class SelfCheck:
                     "this message; poros.restore(model) gives the model back"
                 )
             logger.warning("poros: self-check failed in %s; training goes on", self.message)
-        elif self.status == "passed":
+        elif not self._is_complete:
+            if self._slowly is not None:
+                self._slowly.step(self.num_layers - len(self._unchecked), self.num_layers)
+        elif not self._is_told:
+            # Once: slices of a head go on to be checked.
+            self._is_told = True
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.status == "passed":
             say(
                 logger,
                 "poros: the first step is checked: %d layers give the bits of an ordinary graph",
@@ -258,9 +268,7 @@ class SelfCheck:
                     "poros: the self-check compared with resident layers that run our adapter "
                     "kernels: the budget has no room for PEFT's own modules at this length"
                 )
-        elif self._slowly is not None:
-            self._slowly.step(self.num_layers - len(self._unchecked), self.num_layers)
-        if mismatch is None and self._is_complete:
+        if self.proved_otherwise:
             self._report_proofs()
 
     def _damaged_bytes(self, block: int) -> str | None:
@@ -391,9 +399,7 @@ class SelfCheck:
         )
 
     def _report_proofs(self) -> None:
-        """Say once what was proved, and how."""
-        if not self.proved_otherwise:
-            return
+        """Say what was proved, and how."""
         names = list(self.proved_otherwise)
         logger.warning(
             "poros: the attention kernels in use do not repeat themselves in backward: in %d of %d "

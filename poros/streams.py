@@ -133,9 +133,9 @@ class CudaStreams(StreamContext):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._copy_stream: torch.cuda.Stream | None = None
-        self._last_compute: torch.cuda.Stream | None = None
-        self._last_key: object = None
-        """What PyTorch knows that stream by."""
+        self._last: tuple[object, torch.cuda.Stream] | None = None
+        """The compute stream when it was last asked for, behind what PyTorch knows it by."""
+        self._is_copying = False
         self._memories: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         self._settling = threading.Lock()
         self._copied: deque[tuple[int, Event, Event]] = deque()
@@ -164,8 +164,10 @@ class CudaStreams(StreamContext):
         stream = self._copies()
         stream.wait_event(after)
         begin = _timed_event(stream)
+        self._is_copying = True
         with _OnStream(stream):
             target.copy_(source, non_blocking=True)
+        self._is_copying = False
         event = _timed_event(stream)
         self._copied.append((source.numel() * source.element_size(), begin, event))
         self._settle()
@@ -217,18 +219,23 @@ class CudaStreams(StreamContext):
         # A caller may move to another stream between visits. Joining the old one keeps a single
         # order of reads, so that the latest recorded event stands for all of them; and the
         # allocator learns of the new one (see "Fresh memory is not idle memory").
-        if self._last_compute is not None:
+        last = self._last
+        if last is not None:
             # PyTorch's own functions, which make a new object each time, take ten times as long.
-            key = torch._C._cuda_getCurrentStream(self._last_compute.device_index)
-            if key == self._last_key:
-                return self._last_compute
+            if torch._C._cuda_getCurrentStream(last[1].device_index) == last[0]:
+                return last[1]
+            if self._is_copying and torch.cuda.current_stream(self.device) == self._copy_stream:
+                # A copy was interrupted before it had put the compute stream back.
+                self._is_copying = False
+                _set_current(last[1].stream_id, last[1].device_index, last[1].device_type)
+                return last[1]
         stream = torch.cuda.current_stream(self.device)
-        self._last_key = torch._C._cuda_getCurrentStream(stream.device_index)
-        if self._last_compute is not None and stream != self._last_compute:
-            stream.wait_stream(self._last_compute)
+        if last is not None and stream != last[1]:
+            stream.wait_stream(last[1])
             for memory in self._memories:
                 memory.record_stream(stream)
-        self._last_compute = stream
+        # At last, and at once: an interruption, or another thread, finds either or neither.
+        self._last = torch._C._cuda_getCurrentStream(stream.device_index), stream
         return stream
 
 

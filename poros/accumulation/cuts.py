@@ -83,7 +83,7 @@ class Unread(torch.Tensor):
         if func in _FORMS or func in _ACCESSORS:
             return super().__torch_function__(func, types, args, kwargs)
         owners = [each.owner() for each in args if isinstance(each, Unread)]
-        if any(owner is not None for owner in owners):
+        if any(owner is not None and owner.is_watched for owner in owners):
             raise NotTogether("the model does something to hidden states between its layers")
         raise UnsupportedModelError(
             "expected hidden states to pass from layer to layer, found some that were kept, of "

@@ -34,6 +34,11 @@ class Ranks:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self.inner: nn.Module = model if self._ddp is None else self._ddp.module
 
+    @property
+    def are_several(self) -> bool:
+        """Whether gradients are exchanged between ranks."""
+        return self._ddp is not None
+
     def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients of a backward in the body stay with this rank."""
         return nullcontext() if self._ddp is None else self._ddp.no_sync()
@@ -62,8 +67,9 @@ def _by_hand(
     edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, layer: "StreamedLayer"
 ) -> None:
     """As ``torch.autograd.backward`` would, but that no node accumulates."""
-    module = layer.contents().modules()[0]
-    parameters = [each for each in module.parameters() if each.requires_grad]
+    # Not through its contents, which would end the row that its visits are in.
+    module = layer.module()
+    parameters = [each for each in module.parameters() if each.requires_grad] if module else []
     wanted = [*parameters, *([] if anchor is None else [anchor])]
     found: Sequence[torch.Tensor | None] = torch.autograd.grad(
         [edge], wanted, [gradient], allow_unused=True

@@ -349,8 +349,11 @@ class Group:
     def _require_same(self, done: Sequence[MicroBatch]) -> None:
         if self._head is not None:
             self._head.require_same()
+        device = self._layers[0].device
         differs = [
-            each for batch in done for each in (*batch.differs, *batch.lookups.take_differs())
+            each.to(device)
+            for batch in done
+            for each in (*batch.differs, *batch.lookups.take_differs())
         ]
         if differs and bool(torch.stack(differs).any()):
             raise RematerializationError(

@@ -2,8 +2,8 @@
 
 import logging
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -82,34 +82,73 @@ def accumulate(
         value.backward()
         return value.detach()
 
-    while todo and runtime is not None and len(todo) > 1:
-        group = begin_group(
-            runtime, ranks, [partial(_on_copy, compute, ranks.inner, each) for each in todo]
-        )
-        if group is None:
-            break
-        done, is_alone = 0, False
-        try:
-            while not group.is_over:
-                with group.tail(), nullcontext() if done == len(todo) - 1 else ranks.no_sync():
-                    value = step(todo[done])
-                found.append(value)
-                done += 1
-        except NotTogether as reason:
-            note_alone(runtime, str(reason), for_good=not reason.may_pass)
-            is_alone = True
-        except Exception:
-            # Those before it have their gradients, as one after the other.
-            group.backward(ranks.ways(done, is_last=False))
-            raise
-        group.backward(ranks.ways(done, is_last=done == len(todo)))
-        todo = todo[done:]
-        if is_alone:
-            break
+    is_alone = runtime is None
+    while runtime is not None and not is_alone and len(todo) > 1:
+        runs = [partial(_on_copy, compute, ranks.inner, each) for each in todo]
+        with undisturbed(runtime):
+            group = begin_group(runtime, ranks, runs)
+            if group is None:
+                break
+            losses, is_alone = _tails(group, runtime, ranks, step, todo)
+        found += losses
+        todo = todo[len(losses) :]
     for number, batch in enumerate(todo):
         with nullcontext() if number == len(todo) - 1 else ranks.no_sync():
             found.append(step(batch))
     return found
+
+
+def _tails(
+    group: Group,
+    runtime: Runtime,
+    ranks: Ranks,
+    step: Callable[[Any], torch.Tensor],
+    batches: list[Any],
+) -> tuple[list[torch.Tensor], bool]:
+    """The losses of a group, which are the first of ``batches``; whether all others run alone.
+
+    A batch whose loss has begun, and has to begin anew, is put back as it was.
+    """
+    found: list[torch.Tensor] = []
+    is_alone = False
+    try:
+        while not group.is_over:
+            number = len(found)
+            spare, is_last = copy_of(batches[number]), number == len(batches) - 1
+            with group.tail(), nullcontext() if is_last else ranks.no_sync():
+                value = step(batches[number])
+            found.append(value)
+    except NotTogether as reason:
+        note_alone(runtime, str(reason), for_good=not reason.may_pass)
+        batches[number], is_alone = spare, True
+    except Exception:
+        # Those before it have their gradients, as one after the other.
+        group.backward(ranks.ways(len(found), is_last=False))
+        raise
+    group.backward(ranks.ways(len(found), is_last=len(found) == len(batches)))
+    return found, is_alone
+
+
+@contextmanager
+def undisturbed(runtime: Runtime) -> Iterator[None]:
+    """Whatever ends the body, Ctrl-C too: nothing of a group is left in the model behind it."""
+    try:
+        try:
+            yield
+        finally:
+            _clear(runtime)
+    finally:
+        # An interruption may strike as the first clean-up begins.
+        _clear(runtime)
+
+
+def _clear(runtime: Runtime) -> None:
+    runtime.context.in_place = None
+    runtime.rows.lookups = None
+    if runtime.head.slices is not None:
+        runtime.head.slices.in_place = None
+    for layer in runtime.streamed_layers():
+        layer.leave_row()
 
 
 def _on_copy(compute: Loss, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -150,7 +189,8 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
             modules,
             list(runtime.streamed_layers()),
             history.table,
-            history.outlines,
+            # A forward within DDP cannot begin anew: it may have exchanged buffers already.
+            Outlines() if ranks.are_several else history.outlines,
             runtime.rows,
             history.head(runtime),
             is_known=history.num_groups > 0,

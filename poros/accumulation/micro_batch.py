@@ -29,7 +29,7 @@ import torch
 from poros.accumulation.cuts import Cut, Unread
 from poros.accumulation.draws import NONE
 from poros.accumulation.lookups import MicroBatchLookups
-from poros.accumulation.outline import INPUT, Call, Outlines
+from poros.accumulation.outline import INPUT, Call, Outlines, is_fixed
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether, Stopped
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
@@ -72,6 +72,8 @@ class MicroBatch:
 
     Attributes:
         is_outlined: Whether its layers are called as the first one is, for all that is known.
+        is_unseen: Whether its layers, if it is, were not looked at yet as its code called them.
+        plain: What layers were called with but for tensors: all of them, or the first.
         lookups: Of rows of embeddings.
         start: The random states at which the model's code begins.
         differs: Whether layers were called with other values the second time: bools on the device.
@@ -87,12 +89,10 @@ class MicroBatch:
         conditions: list["Condition"],
         outlines: Outlines,
     ) -> None:
-        self._around = around
+        self._around = self._surroundings = around
         self._outlines = outlines
         self.is_outlined = False
-        self._outline = Call((), {})
-        self._is_unseen = True
-        """Whether layers behind the first have not been looked at as its code ran."""
+        self.is_unseen = True
         self.lookups = MicroBatchLookups()
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
@@ -107,6 +107,7 @@ class MicroBatch:
         self._layers = layers
         self._device = layers[0].device
         self._calls: list[Call] = []
+        self.plain: list[Call] = []
         self._given: torch.Tensor | None = None
         self._version = 0
         self._cuts: list[Cut] = []
@@ -120,6 +121,17 @@ class MicroBatch:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether code of a loss is running for it."""
+        in_place = self._layers[0].context.in_place
+        watcher = None if in_place is None else in_place()
+        return watcher is not None and getattr(watcher, "micro_batch", None) is self
+
+    def is_layer(self, place: int, layer: "StreamedLayer") -> bool:
+        """Whether ``layer`` is the one at ``place``."""
+        return layer is self._layers[place]
 
     # ------------------------------------------------------------- the model's code, first time
 
@@ -158,7 +170,8 @@ class MicroBatch:
             self._begin(given, args, kwargs)
         elif given is not self._given or given._version != self._version:
             raise NotTogether("the model does something to hidden states between its layers")
-        self._require_alike(index, layer)
+        self.require_alike(index, layer)
+        self.require_same_around()
         if any(
             each is not given and each.requires_grad
             for value in (*args, *kwargs.values())
@@ -172,18 +185,18 @@ class MicroBatch:
                 if not isinstance(each, Unread):
                     self._given_tensors.append(each)
                     self._seen.setdefault(id(each), (each, each._version))
-        self._calls.append(Call.of(args, kwargs, given))
+        call = Call.of(args, kwargs, given)
+        if not is_fixed((*call.args, *call.kwargs.values())):
+            raise NotTogether("layers are given objects that may change")
+        self._calls.append(call)
+        self.plain.append(call.without_tensors())
         if index == 0 and self._outlines.are_alike(self.key):
             self.is_outlined = True
             self._calls *= len(self._layers)
-            if len(self._conditions) < len(self._layers):
-                self._is_unseen = False
-                for number, other in enumerate(self._layers[1:], start=1):
-                    self._require_alike(number, other)
+            for number in range(len(self._conditions), len(self._layers)):
+                self.require_alike(number, self._layers[number])
         if len(self._calls) == len(self._layers):
             self._given = None
-            if not RngStash.capture(self._device).equals(self.states[0]):
-                raise NotTogether("the model draws random numbers between its layers")
             if not self.is_outlined:
                 are_alike = all(map(self._calls[0].is_like, self._calls))
                 self._outlines.note(self.key, are_alike)
@@ -194,7 +207,7 @@ class MicroBatch:
             self._version = self._given._version
         return self._given
 
-    def _require_alike(self, index: int, layer: "StreamedLayer") -> None:
+    def require_alike(self, index: int, layer: "StreamedLayer") -> None:
         """Each layer is to compute the same for all micro-batches, whenever it is called."""
         require_unheard(layer)
         if index == len(self._conditions):
@@ -209,7 +222,7 @@ class MicroBatch:
             raise NotTogether("outputs of layers are recorded")
         self.states = [RngStash.capture(self._device)]
         self._given, self._version = given, given._version
-        surroundings = Surroundings.capture(self._device)
+        self._surroundings = surroundings = Surroundings.capture(self._device)
         if surroundings.watchers != self._around.watchers:
             raise NotTogether("somebody watches operators or packs saved tensors within the loss")
         self._entering = surroundings.entering(self._around)
@@ -297,7 +310,8 @@ class MicroBatch:
             if old is not new
         ]
         found += self.lookups.take_differs()
-        if (not is_known or self._device.type == "cpu") and any(map(bool, found)):
+        # What is on the host already is looked at in any case.
+        if any(bool(each) for each in found if not is_known or each.device.type == "cpu"):
             raise UnsupportedModelError(OTHER_VALUES)
         self.differs += found
 
@@ -331,48 +345,25 @@ class MicroBatch:
             raise watcher.reason
         if watcher.place != len(self._layers):
             if self.is_outlined:
-                raise self._otherwise()
+                raise self.otherwise()
             raise UnsupportedModelError(
                 f"expected a loss that calls the model as it did before, found {watcher.place} of "
                 f"its {len(self._layers)} layers called. Call backward for each micro-batch, "
                 "without poros.accumulate or block-major trainers"
             )
 
-    def require_outlined(
-        self,
-        place: int,
-        layer: "StreamedLayer",
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        given: Any,
-    ) -> None:
-        """Raise ``NotTogether`` if a layer is not called as the first one, but was taken to be.
-
-        The layer at ``place``, as the model's code runs again.
-        """
-        if not self.is_outlined:
-            return
-        call = Call.of(args, kwargs, given)
-        if place == 0:
-            self._outline = call
-            return
-        is_last = place == len(self._layers) - 1
-        if (
-            place >= len(self._layers)
-            or layer is not self._layers[place]
-            or not isinstance(given, Unread)
-            or not call.is_like(self._outline)
-            or (is_last and not RngStash.capture(self._device).equals(self.states[0]))
-        ):
-            raise self._otherwise()
-        if self._is_unseen:
-            # It was not looked at when the code was stopped at the first layer.
-            self._require_alike(place, layer)
-            self._is_unseen = not is_last
-
-    def _otherwise(self) -> NotTogether:
+    def otherwise(self, reason: str = "") -> NotTogether:
+        """What to raise if its layers are not called as the first one is, or for that reason."""
         self._outlines.note(self.key, False)
-        return NotTogether("layers that are called otherwise than before", may_pass=True)
+        said = reason or "layers that are called otherwise than before"
+        return NotTogether(said, may_pass=True)
+
+    def require_same_around(self) -> None:
+        """Raise ``NotTogether`` unless a layer is called in what was around the first one."""
+        if not RngStash.capture(self._device).equals(self.states[0]):
+            raise NotTogether("the model draws random numbers between its layers")
+        if Surroundings.capture(self._device) != self._surroundings:
+            raise NotTogether("the model changes autocast or settings between its layers")
 
     def hand_on(self, place: int, layer: "StreamedLayer", given: Any, is_ahead: bool) -> Any:
         """The layer at ``place`` is called by the model's code; what it gets.

@@ -7,11 +7,17 @@ its loss: if not, that micro-batch runs by itself, and its kind is looked at in 
 """
 
 from collections.abc import Hashable
+from enum import Enum
 from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache
 
 INPUT = object()
 """Stands for the layer's input among its arguments."""
-_PLAIN = (type(None), bool, int, float, str)
+_TENSOR = object()
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_FIXED = (torch.dtype, torch.device, Enum)
 
 
 class Call(NamedTuple):
@@ -37,9 +43,38 @@ class Call(NamedTuple):
             and all(_same(value, other.kwargs[key]) for key, value in self.kwargs.items())
         )
 
+    def without_tensors(self) -> "Call":
+        """The same, with a mark in the place of each tensor and of each empty KV cache."""
+        return Call(
+            tuple(map(_marked, self.args)),
+            {key: _marked(value) for key, value in self.kwargs.items()},
+        )
+
 
 def _same(left: Any, right: Any) -> bool:
-    return left is right or (type(left) is type(right) and type(left) in _PLAIN and left == right)
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    # 0.0 equals -0.0, and a NaN not itself.
+    return type(left) in _PLAIN and repr(left) == repr(right)
+
+
+def _marked(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _TENSOR
+    if isinstance(value, Cache):  # a new one in each run, which stays empty
+        return type(value)
+    return tuple(map(_marked, value)) if isinstance(value, tuple) else value
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether nobody can change ``value``, but for what tensors in it hold, or it is not read."""
+    if isinstance(value, tuple):
+        return all(map(is_fixed, value))
+    return value is INPUT or isinstance(value, (torch.Tensor, Cache, *_PLAIN, *_FIXED))
 
 
 class Outlines:

@@ -8,6 +8,7 @@ trainer exchanges gradients between ranks in that one alone.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.loop import begin_group, copy_of, note_alone
+from poros.accumulation.loop import begin_group, copy_of, note_alone, undisturbed
 from poros.accumulation.reasons import NotTogether
 from poros.head.regularized import RegularizedLoss
 from poros.model.runtime import Runtime, find_runtime
@@ -149,12 +150,18 @@ class _Samples:
             plain: The trainer's own step.
             is_synced: Whether the optimizer's step comes behind it.
         """
+        runtime = self._runtime or find_runtime(model)
+        with nullcontext() if runtime is None else undisturbed(runtime):
+            return self._step(model, plain, is_synced)
+
+    def _step(self, model: nn.Module, plain: Step, is_synced: bool) -> torch.Tensor:
         if self._group is None and not self._is_alone and len(self._todo) > 1 and not is_synced:
             self._begin(model, plain)
         inputs = self._todo.pop(0)
         group = self._group
         if group is None:
             return plain(model, inputs)
+        spare = copy_of(inputs)
         try:
             with group.tail():
                 loss = plain(model, inputs)
@@ -162,7 +169,8 @@ class _Samples:
             self._is_alone = True
             note_alone(self._runtime, str(reason), for_good=not reason.may_pass)
             self._finish(is_last=False)
-            return plain(model, inputs)
+            # What the loss has edited, or taken out, is there again.
+            return plain(model, spare)
         except Exception:
             self._finish(is_last=False)
             raise

@@ -111,7 +111,11 @@ class RowReader:
             torch.index_select(matrix, 0, wanted, out=staged)
             staging.copied = self._streams.copy(target, staged, after=self._streams.record())
             staging.is_read = True
-            self._streams.wait(staging.copied)
+            try:
+                self._streams.wait(staging.copied)
+            except BaseException:
+                self._streams.abandon(target, staging.copied)
+                raise
             self.h2d_num_bytes += num_bytes
         if self.check is not None:
             self.check(name, matrix, wanted, target)

@@ -98,7 +98,11 @@ class DenseLayer:
         try:
             yield
         finally:
-            self.served = self._reader = None
+            self.serve_nobody()
+
+    def serve_nobody(self) -> None:
+        """No calls share anything from now on."""
+        self.served = self._reader = None
 
     @contextmanager
     def assumed(self, layer: int | None) -> Iterator[None]:

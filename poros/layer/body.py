@@ -294,6 +294,13 @@ class LayerBody:
             finally:
                 self._known, self._is_in_a_row = None, False
 
+    def leave_row(self) -> None:
+        """End a row that an interruption may have left behind."""
+        self._known, self._is_in_a_row = None, False
+        self.weights.leave_row()
+        if self.context.dense is not None:
+            self.context.dense.serve_nobody()
+
     def staying(self) -> StayingState:
         """What stays on the device, as it is now."""
         return self._staying.state()

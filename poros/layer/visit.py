@@ -133,9 +133,9 @@ class _Row:
         self.phase: Phase | None = None
 
     def end(self) -> None:
-        note, self.note = self.note, None
-        if note is not None:
-            self._visits.end(note)
+        if self.note is not None:
+            self._visits.end(self.note)
+            self.note = None
 
     def __del__(self) -> None:
         self.end()
@@ -251,8 +251,9 @@ class BlockVisit:
                     yield
                 require_alone()
             return
-        row.note, row.phase = self._visits.open(undo), phase
+        row.phase, row.note = None, self._visits.open(undo)
         self._acquire(phase)
+        row.phase = phase
         yield from self._occupied(phase, row.note)
 
     def _occupied(self, phase: Phase, note: _Note) -> Iterator[None]:
@@ -265,14 +266,15 @@ class BlockVisit:
         """Visits in the body come one behind the other, with nobody's code between them."""
         row = self._row = _Row(self._visits)
         try:
-            try:
-                yield
-            finally:
-                self._row = None
-                row.end()
+            yield
         finally:
-            # An interruption may strike as the first clean-up begins.
-            self._row = None
+            self.leave_row()
+            row.end()
+
+    def leave_row(self) -> None:
+        """End the row there is, if any."""
+        row, self._row = self._row, None
+        if row is not None:
             row.end()
 
     def _acquire(self, phase: Phase) -> Slot:

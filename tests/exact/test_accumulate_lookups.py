@@ -1,5 +1,7 @@
 """Rows of an embedding in host memory, asked for each time the code of a loss runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -75,6 +77,50 @@ def test_control_rows_that_are_taken_for_known_unseen(
     monkeypatch.setattr(MicroBatchLookups, "take_differs", lambda self: [])
     model = poros.prepare(bases.build("qwen2").train(), **POLICY)
     train(model, loss=another_time())  # nobody notices
+
+
+@pytest.mark.parametrize("which", range(1, 13))
+def test_an_interruption_leaves_nothing_behind(
+    which: int, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a `with` begins: what it was to undo is not undone by it. The model is looked at then."""
+    model = poros.prepare(bases.build("qwen2").train(), **POLICY)
+    tokens = torch.arange(4, 52).view(4, 12)
+    batches = [{"input_ids": row[None], "labels": row[None], "use_cache": False} for row in tokens]
+    poros.accumulate(model, batches)
+
+    def look() -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            found: torch.Tensor = model(input_ids=tokens[:1].flip(1), labels=tokens[:1]).loss
+        model.train()
+        return found
+
+    expected, genuine, number = look(), MicroBatchLookups.of, 0
+
+    @contextmanager
+    def struck(self: MicroBatchLookups, reader: RowReader, *, is_again: bool) -> Iterator[None]:
+        nonlocal number
+        number += 1
+        context = genuine(self, reader, is_again=is_again)
+        if number == which:
+            context.__enter__()
+            kept.append(context)
+            raise KeyboardInterrupt
+        with context:
+            yield
+
+    kept: list[Any] = []
+    monkeypatch.setattr(MicroBatchLookups, "of", struck)
+    try:
+        poros.accumulate(model, batches)
+    except KeyboardInterrupt:
+        assert same_bits(look(), expected), "while the traceback holds all frames"
+    assert kept and poros.runtime(model).rows.lookups is None
+    assert poros.runtime(model).context.in_place is None
+    monkeypatch.setattr(MicroBatchLookups, "of", genuine)
+    assert same_bits(look(), expected)
+    poros.accumulate(model, batches)
 
 
 def test_what_is_noted_is_the_values_of_that_time() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import poros
+from poros.accumulation.distributed import Ranks
 from poros.accumulation.micro_batch import MicroBatch
 from poros.accumulation.outline import Call, Outlines
+from poros.accumulation.watching import Passer
 from tests.exact.arms import Bases
 from tests.exact.together import Batch, num_groups, own_loss, reasons, same, train
 from tests.support import prepare_plain
@@ -73,6 +75,16 @@ def test_layers_that_are_called_unlike_are_looked_at_each_time(
     model = prepare_plain(build(bases, "gemma3"), slots=2)
     assert same(train(model, sizes=SIZES), expected) and num_groups(model) == len(SIZES)
     assert set(noted) == {len(layers(model))} and len(noted) == 4 * len(SIZES)
+
+
+def test_ranks_look_at_all_layers_each_time(
+    bases: Bases, noted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward within DDP cannot begin anew: it may have exchanged buffers with other ranks."""
+    monkeypatch.setattr(Ranks, "are_several", True)
+    model = prepare_plain(build(bases), slots=2)
+    train(model, sizes=SIZES)
+    assert set(noted) == {len(layers(model))} and num_groups(model) == len(SIZES)
 
 
 class Loop:
@@ -141,7 +153,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "other tensors of the same values": (equal_positions, "called otherwise"),
     "a layer that is left out": (left_out, "called otherwise"),
     "an argument that is left out": (fewer_arguments, "called otherwise"),
-    "random numbers between layers": (drawing, "called otherwise"),
+    "random numbers between layers": (drawing, "draws random numbers between"),
     "hidden states that are scaled": (scaled, "between its layers"),
     "other hidden states": (another, "called otherwise"),
 }
@@ -176,7 +188,7 @@ def test_control_without_looking_again_other_calls_would_not_be_seen(
         return train(model, together, sizes=SIZES, between=loop.between)
 
     expected = trained(False)
-    monkeypatch.setattr(MicroBatch, "require_outlined", lambda *_: None)
+    monkeypatch.setattr(Passer, "_require_outlined", lambda *_: None)
     assert not same(trained(True), expected)
 
 

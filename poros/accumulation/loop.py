@@ -181,6 +181,7 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
         note_alone(runtime, history.is_alone_for)
         return None
     if runtime.sizer.is_quicker_alone:
+        runtime.share_dense()  # with nobody, any more
         return None
     try:
         ranks.require_together()

@@ -17,7 +17,7 @@ Note: Micro-batches that go together
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -41,10 +41,12 @@ from poros.model.sizing import (
     affordable,
     growth,
     is_quicker_alone,
+    most_of,
     room_of,
     step_num_bytes,
     with_shape,
 )
+from poros.model.step_watch import StepWatch
 from poros.saying import say
 
 if TYPE_CHECKING:
@@ -320,6 +322,11 @@ class MeasuredSizer(Sizer):
 
     def _spend(self, room: Room) -> Room:
         """The room for steps like the one that has been measured, which ran in ``room``."""
+        if self.is_quicker_alone and _are_together(self._seen):
+            # The step in which that was decided had begun already.
+            self._give_back()
+            self._measure(Stage.MEASURING)
+            return room
         step = self._memory.reserved() - self._others_num_bytes + self._recordings_to_come()
         slots = self._sizes.num_bytes(room)
         persistent = max(0, self._memory.allocated() - self._others_num_bytes - slots)
@@ -332,7 +339,8 @@ class MeasuredSizer(Sizer):
             self._measured.clear()
             self._measure(Stage.MEASURING)
             return room
-        chosen = self._next(room, needs, step)
+        # Whatever batch comes next has to fit, and will not be measured again.
+        chosen = self._next(room, most_of(needs for _, needs in self._measured), step)
         if self.is_quicker_alone and not self._keeps_most(chosen):
             self._go_together()
         self._stage = Stage.SETTLED if chosen == room else Stage.MEASURING
@@ -349,8 +357,7 @@ class MeasuredSizer(Sizer):
 
     def _turns_alone(self, needs: Needs, room: Room) -> bool:
         """Whether micro-batches, together so far, go one after the other from now on."""
-        is_together = any(shape.micro_batches > 1 for shape in self._seen)
-        if self.is_quicker_alone or not (self._may_be_alone and is_together):
+        if self.is_quicker_alone or not (self._may_be_alone and _are_together(self._seen)):
             return False
         # Their inputs and what they have in hand are more than those of one.
         of_one = replace(needs, graph=self.graph_num_bytes).scaled(self._reserve)
@@ -409,40 +416,13 @@ class MeasuredSizer(Sizer):
         return least
 
 
-class StepWatch:
-    """Notices that an optimizer has stepped, by some elements of what it trains.
-
-    Args:
-        model: Whose trainable parameters to watch: the last few. Of a LoRA, the first step changes
-            at least the matrix that starts at zero.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._watched = [(parameter, _sample(parameter)) for parameter in trained[-8:]]
-
-    def has_stepped(self) -> bool:
-        """Whether one has since it was last seen to, or will not change these any more.
-
-        May wait for the device.
-        """
-        stepped = any(
-            not parameter.requires_grad or not torch.equal(_sample(parameter), before)
-            for parameter, before in self._watched
-        )
-        if stepped:
-            self._watched = [(parameter, _sample(parameter)) for parameter, _ in self._watched]
-        return stepped
-
-
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """The memory of a GPU; None of a device that has no allocator to ask."""
     return DeviceMemory(device) if device.type == "cuda" else None
 
 
-def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Some elements of a parameter: an optimizer's step changes them if it changes any."""
-    return parameter.detach().reshape(-1)[:64].clone()
+def _are_together(shapes: Iterable[Shape]) -> bool:
+    return any(shape.micro_batches > 1 for shape in shapes)
 
 
 def _words(room: Room) -> str:

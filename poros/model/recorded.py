@@ -77,7 +77,7 @@ def share_dense(dense: DenseLayer | None, sizer: Sizer, captures: Captures | Non
         return
     had = dense.num_bytes
     try:
-        if sizer.shares_dense:
+        if sizer.shares_dense and not sizer.is_quicker_alone:
             dense.allocate()
             return
     except torch.OutOfMemoryError:

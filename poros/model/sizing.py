@@ -21,7 +21,7 @@ all is refused. No decision changes a bit of the result.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,6 +137,16 @@ class Needs:
     def scaled(self, factor: float) -> "Needs":
         """For a batch that takes ``factor`` times as much."""
         return Needs(self.persistent, int(self.transient * factor), int(self.graph * factor))
+
+
+def most_of(steps: Iterable[Needs]) -> Needs:
+    """What any of these steps takes at most."""
+    found = list(steps)
+    return Needs(
+        max(needs.persistent for needs in found),
+        max(needs.transient for needs in found),
+        max(needs.graph for needs in found),
+    )
 
 
 def step_num_bytes(room: Room, sizes: BlockSizes, needs: Needs) -> int:

@@ -65,9 +65,10 @@ class SimulatedMemory(DeviceMemory):
         sizer: Any = runtime.sizer
         sizer._held = lambda: STANDING + runtime.ring.num_bytes
 
-    def train(self, num_tokens: int, times: float = 1.0) -> None:
-        """A micro-batch has passed."""
+    def train(self, num_tokens: int, times: float = 1.0, together: int = 1) -> None:
+        """So many micro-batches have passed together."""
         assert self.runtime is not None
+        num_tokens *= together
         graphs = self.runtime.room.keep_last * GRAPH_PER_TOKEN * num_tokens * self.overhead
         passing = PER_TOKEN * num_tokens * times + graphs
         self.peaks.append(STANDING + self.runtime.ring.num_bytes + int(passing))

@@ -162,6 +162,16 @@ def test_a_batch_that_needs_more_than_that_gives_up_slots(prepared: Prepare) -> 
     assert max(memory.peaks) <= budget(6, 0, 40)
 
 
+@pytest.mark.parametrize("kept", [0, 3])
+def test_what_a_short_batch_leaves_is_not_spent_if_a_long_one_may_come_again(
+    prepared: Prepare, kept: int
+) -> None:
+    model, memory = prepared(vram_budget=f"{budget(6, kept, 30)}B", self_check="off")
+    loop = Loop(model, memory)
+    loop.run(32, 32, 16, 16, 16, 32, 16, 16, 32)
+    assert max(memory.peaks) <= budget(6, kept, 30)
+
+
 def creep(prepared: Prepare) -> int:
     """Train with lengths that grow by a token at a time; how often the blocks got other room."""
     model, memory = prepared(vram_budget=f"{budget(6, 4, 24)}B", self_check="off")

@@ -15,18 +15,20 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
     return simulated(monkeypatch)
 
 
-def accumulated(model: Any, memory: SimulatedMemory, length: int, steps: int) -> list[bool]:
-    """Optimizer steps of two micro-batches each; whether these went together."""
+def accumulated(
+    model: Any, memory: SimulatedMemory, length: int, steps: int, number: int = 2
+) -> list[bool]:
+    """Optimizer steps of so many micro-batches each; whether these went together."""
     runtime = poros.runtime(model)
     loop, found = Loop(model, memory), []
     for _ in range(steps):
         before = 0 if runtime.accumulation is None else runtime.accumulation.num_groups
         batch = tiny.make_batches(1, batch_size=1, num_tokens=length, padded=False)[0]
         memory.num_tokens = length
-        poros.accumulate(model, [batch, dict(batch)])
+        poros.accumulate(model, [dict(batch) for _ in range(number)])
         groups = 0 if runtime.accumulation is None else runtime.accumulation.num_groups
         is_together = groups > before
-        memory.train(length, times=2.0 if is_together else 1.0)
+        memory.train(length, together=number if is_together else 1)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         found.append(is_together)
@@ -43,6 +45,17 @@ def test_micro_batches_go_alone_once_most_layers_can_keep_their_graph(
     assert poros.runtime(model).room == Room(6, 6)
     assert "one after the other" not in caplog.text, "that is no fault to be told of"
     assert poros.runtime(model).stats()["fallbacks"] == []
+
+
+def test_the_step_in_which_that_is_decided_says_nothing_of_those_that_go_alone(
+    prepared: Prepare,
+) -> None:
+    """It has begun together, with the graphs of all of them."""
+    model, memory = prepared(vram_budget=f"{budget(6, 6, 36)}B", self_check="off")
+    went = accumulated(model, memory, 12, 10, number=8)
+    assert went[0] and not went[-1] and went == sorted(went, reverse=True)
+    assert poros.runtime(model).room == Room(6, 6)
+    assert max(memory.peaks) <= budget(6, 6, 36)
 
 
 def test_control_micro_batches_stay_together_where_few_layers_can(prepared: Prepare) -> None:

@@ -47,7 +47,7 @@ NOT_HASHED = {
         "poros.layer": "attention call_facts captured forms proving recording refused_calls "
         "watched",
         "poros.model": "adapter_kinds added_adapters foreign guards measuring recorded saving "
-        "sizing stats",
+        "sizing stats step_watch",
         "poros.planning": "answer answer_text cards cost_model formula meta_model optimizers "
         "planner request speeds",
         # Records are made of one micro-batch after the other.

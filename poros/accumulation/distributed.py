@@ -34,11 +34,6 @@ class Ranks:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self.inner: nn.Module = model if self._ddp is None else self._ddp.module
 
-    @property
-    def are_several(self) -> bool:
-        """Whether gradients are exchanged between ranks."""
-        return self._ddp is not None
-
     def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients of a backward in the body stay with this rank."""
         return nullcontext() if self._ddp is None else self._ddp.no_sync()

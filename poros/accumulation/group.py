@@ -32,13 +32,11 @@ from torch import nn
 from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import Differentiate, MicroBatch, backward
-from poros.accumulation.outline import Outlines
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import Around, Gradients, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.head.rows import RowReader
 from poros.layer.rng import RngStash
 from poros.layer.settings import Settings
 
@@ -111,8 +109,6 @@ class Group:
         modules: Of the model.
         layers: Of the model, in order.
         table: Of the model, too.
-        outlines: Likewise.
-        rows: Brings the rows of its embeddings, if those are in host memory.
         head: Reads the head for all of them, if it is read in slices.
         is_known: Whether the loss was seen to call the model alike each time.
         make_room: Called when the room of the first micro-batch is known, before its layers run.
@@ -127,8 +123,6 @@ class Group:
         modules: Modules,
         layers: Sequence["StreamedLayer"],
         table: DrawTable,
-        outlines: Outlines,
-        rows: RowReader,
         head: SharedHead | None = None,
         is_known: bool = False,
         make_room: Callable[[], None] = lambda: None,
@@ -146,7 +140,6 @@ class Group:
         self.is_over = False
         self._layers = layers
         self._table = table
-        self._outlines, self._rows = outlines, rows
         self._kinds = [_kind(layer) for layer in layers]
         self._batches: list[MicroBatch] = []
         self._end = Start.capture(layers[0].device)
@@ -186,7 +179,7 @@ class Group:
                 raise NotTogether("what is drawn at random does not depend on shapes alone")
             if self._head is not None and self._head.is_ahead:
                 pairs = zip(self._batches, runs, strict=True)
-                self._head.look_ahead([partial(self._look_ahead, *pair) for pair in pairs])
+                self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
         except BaseException:
             self._around.put_back()
             self._require_unedited()
@@ -195,18 +188,13 @@ class Group:
             start.restore()
             settings.restore()
 
-    def _look_ahead(self, batch: MicroBatch, run: Callable[[], Any]) -> bool:
-        with batch.lookups.of(self._rows, is_again=True):
-            return batch.look_ahead(run)
-
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches = []
         conditions: list[Condition] = []
         around = Surroundings.capture(self._layers[0].device)
         for run in runs:
-            batch = MicroBatch(self._layers, around, conditions, self._outlines)
-            with batch.lookups.of(self._rows, is_again=False):
-                batch.collect(run)
+            batch = MicroBatch(self._layers, around, conditions)
+            batch.collect(run)
             if not self._batches:
                 self._make_room()
             self._require_unedited()
@@ -279,8 +267,7 @@ class Group:
         asked = nullcontext() if self._head is None else self._head.asked(is_for_good=True)
         before = Gradients(self._trained)
         try:
-            again = batch.lookups.of(self._rows, is_again=True)
-            with asked, again, batch.tail(self._is_known):
+            with asked, batch.tail(self._is_known):
                 yield
             self._require_apart(batch, before)
         except NotTogether as reason:
@@ -349,12 +336,7 @@ class Group:
     def _require_same(self, done: Sequence[MicroBatch]) -> None:
         if self._head is not None:
             self._head.require_same()
-        device = self._layers[0].device
-        differs = [
-            each.to(device)
-            for batch in done
-            for each in (*batch.differs, *batch.lookups.take_differs())
-        ]
+        differs = [each for batch in done for each in batch.differs]
         if differs and bool(torch.stack(differs).any()):
             raise RematerializationError(
                 f"{OTHER_VALUES}. The gradients that are there now are wrong: throw them away"

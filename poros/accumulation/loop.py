@@ -13,7 +13,6 @@ from torch import nn
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.group import DrawTable, Group
 from poros.accumulation.head import SharedHead
-from poros.accumulation.outline import Outlines
 from poros.accumulation.reasons import NotTogether
 from poros.accumulation.unchanged import Modules
 from poros.errors import VRAMBudgetError
@@ -144,7 +143,6 @@ def undisturbed(runtime: Runtime) -> Iterator[None]:
 
 def _clear(runtime: Runtime) -> None:
     runtime.context.in_place = None
-    runtime.rows.lookups = None
     if runtime.head.slices is not None:
         runtime.head.slices.in_place = None
     for layer in runtime.streamed_layers():
@@ -190,9 +188,6 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
             modules,
             list(runtime.streamed_layers()),
             history.table,
-            # A forward within DDP cannot begin anew: it may have exchanged buffers already.
-            Outlines() if ranks.are_several else history.outlines,
-            runtime.rows,
             history.head(runtime),
             is_known=history.num_groups > 0,
             make_room=runtime.share_dense,
@@ -246,7 +241,6 @@ class History:
 
     Attributes:
         table: What its layers draw.
-        outlines: Whether they are called alike.
         num_groups: Groups of micro-batches that went together.
         alone: Why others did not, and how often.
         is_alone_for: Why none will any more.
@@ -254,7 +248,6 @@ class History:
 
     def __init__(self) -> None:
         self.table = DrawTable()
-        self.outlines = Outlines()
         self.num_groups = 0
         self.alone: Counter[str] = Counter()
         self.is_alone_for: str | None = None

@@ -1,8 +1,7 @@
 """One micro-batch whose layers are called one by one, and not by the model that holds them.
 
 The model's own code runs twice. The first time it is stopped at its last layer, having said what
-each layer is called with, or at its first, if that says it (``Outlines``). Then the layers run,
-whenever their turn is. The second time it passes
+each layer is called with. Then the layers run, whenever their turn is. The second time it passes
 the layers by, is handed what the last one has given, and goes on to its loss: so norm, head, loss
 and whatever a trainer notes down are the model's and the trainer's own.
 
@@ -26,10 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from poros.accumulation.calls import INPUT, Call, is_fixed
 from poros.accumulation.cuts import Cut, Unread
 from poros.accumulation.draws import NONE
-from poros.accumulation.lookups import MicroBatchLookups
-from poros.accumulation.outline import INPUT, Call, Outlines, is_fixed
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether, Stopped
 from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
@@ -68,13 +66,9 @@ class MicroBatch:
         layers: Of the model, in order.
         around: What is around all micro-batches.
         conditions: Of the layers, as the first micro-batch of a group has found them.
-        outlines: Of the model.
 
     Attributes:
-        is_outlined: Whether its layers are called as the first one is, for all that is known.
-        is_unseen: Whether its layers, if it is, were not looked at yet as its code called them.
-        plain: What layers were called with but for tensors: all of them, or the first.
-        lookups: Of rows of embeddings.
+        plain: What layers are called with but for tensors.
         start: The random states at which the model's code begins.
         differs: Whether layers were called with other values the second time: bools on the device.
         states: Random states before each layer, and behind the last; planned from the second on.
@@ -87,13 +81,8 @@ class MicroBatch:
         layers: Sequence["StreamedLayer"],
         around: Surroundings,
         conditions: list["Condition"],
-        outlines: Outlines,
     ) -> None:
         self._around = self._surroundings = around
-        self._outlines = outlines
-        self.is_outlined = False
-        self.is_unseen = True
-        self.lookups = MicroBatchLookups()
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
         self.differs: list[torch.Tensor] = []
@@ -128,10 +117,6 @@ class MicroBatch:
         in_place = self._layers[0].context.in_place
         watcher = None if in_place is None else in_place()
         return watcher is not None and getattr(watcher, "micro_batch", None) is self
-
-    def is_layer(self, place: int, layer: "StreamedLayer") -> bool:
-        """Whether ``layer`` is the one at ``place``."""
-        return layer is self._layers[place]
 
     # ------------------------------------------------------------- the model's code, first time
 
@@ -170,8 +155,8 @@ class MicroBatch:
             self._begin(given, args, kwargs)
         elif given is not self._given or given._version != self._version:
             raise NotTogether("the model does something to hidden states between its layers")
-        self.require_alike(index, layer)
-        self.require_same_around()
+        self._require_alike(index, layer)
+        self._require_same_around()
         if any(
             each is not given and each.requires_grad
             for value in (*args, *kwargs.values())
@@ -190,16 +175,8 @@ class MicroBatch:
             raise NotTogether("layers are given objects that may change")
         self._calls.append(call)
         self.plain.append(call.without_tensors())
-        if index == 0 and self._outlines.are_alike(self.key):
-            self.is_outlined = True
-            self._calls *= len(self._layers)
-            for number in range(len(self._conditions), len(self._layers)):
-                self.require_alike(number, self._layers[number])
         if len(self._calls) == len(self._layers):
             self._given = None
-            if not self.is_outlined:
-                are_alike = all(map(self._calls[0].is_like, self._calls))
-                self._outlines.note(self.key, are_alike)
             raise Stopped
         if index == 0:
             # In place of what layers return, which is not known yet.
@@ -207,7 +184,7 @@ class MicroBatch:
             self._version = self._given._version
         return self._given
 
-    def require_alike(self, index: int, layer: "StreamedLayer") -> None:
+    def _require_alike(self, index: int, layer: "StreamedLayer") -> None:
         """Each layer is to compute the same for all micro-batches, whenever it is called."""
         require_unheard(layer)
         if index == len(self._conditions):
@@ -309,9 +286,7 @@ class MicroBatch:
             for old, new in pairs.values()
             if old is not new
         ]
-        found += self.lookups.take_differs()
-        # What is on the host already is looked at in any case.
-        if any(bool(each) for each in found if not is_known or each.device.type == "cpu"):
+        if (not is_known or self._device.type == "cpu") and any(map(bool, found)):
             raise UnsupportedModelError(OTHER_VALUES)
         self.differs += found
 
@@ -344,21 +319,13 @@ class MicroBatch:
         if watcher.reason is not None:
             raise watcher.reason
         if watcher.place != len(self._layers):
-            if self.is_outlined:
-                raise self.otherwise()
             raise UnsupportedModelError(
                 f"expected a loss that calls the model as it did before, found {watcher.place} of "
                 f"its {len(self._layers)} layers called. Call backward for each micro-batch, "
                 "without poros.accumulate or block-major trainers"
             )
 
-    def otherwise(self, reason: str = "") -> NotTogether:
-        """What to raise if its layers are not called as the first one is, or for that reason."""
-        self._outlines.note(self.key, False)
-        said = reason or "layers that are called otherwise than before"
-        return NotTogether(said, may_pass=True)
-
-    def require_same_around(self) -> None:
+    def _require_same_around(self) -> None:
         """Raise ``NotTogether`` unless a layer is called in what was around the first one."""
         if not RngStash.capture(self._device).equals(self.states[0]):
             raise NotTogether("the model draws random numbers between its layers")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules import module as all_modules
 
+from poros.accumulation.calls import Call
 from poros.accumulation.cuts import Unread
-from poros.accumulation.outline import Call
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether
 from poros.errors import UnsupportedModelError
 
@@ -91,73 +91,27 @@ class Passer:
         self._is_ahead = is_ahead
         self._is_known = is_known
         self._given: list[torch.Tensor] = []
-        self._first = Call((), {})
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self._handed: torch.Tensor | None = None
-        """What the first layer was called with, and what was handed on in its place."""
         self.place = 0
         self.reason: NotTogether | UnsupportedModelError | None = None
         """Kept, because code of users may catch it."""
 
     def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer.drop_caches(args, kwargs)
-        batch = self.micro_batch
+        batch, place = self.micro_batch, self.place
         try:
             given = input_of(args, kwargs)
-            self._compare(layer, args, kwargs, Call.of(args, kwargs, given), given)
-            if self.place == batch.num_layers - 1:
-                batch.compare(self._given, self._is_known)
-            found = batch.hand_on(self.place, layer, given, self._is_ahead)
-        except (NotTogether, UnsupportedModelError) as reason:
-            self.reason = reason
-            raise
-        if self.place == 0:
-            self._handed = found
-        self.place += 1
-        return found
-
-    def _compare(
-        self,
-        layer: "StreamedLayer",
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Call,
-        given: object,
-    ) -> None:
-        """Look at what a layer is called with; see ``poros.accumulation.outline``."""
-        batch, place = self.micro_batch, self.place
-        is_first = place == 0
-        if place < len(batch.plain) and not call.without_tensors().is_like(batch.plain[place]):
-            raise UnsupportedModelError(OTHER_VALUES)
-        if is_first or not batch.is_outlined:
+            plain = Call.of(args, kwargs, given).without_tensors()
+            if place < batch.num_layers and not plain.is_like(batch.plain[place]):
+                raise UnsupportedModelError(OTHER_VALUES)
             for value in (*args, *kwargs.values()):
                 for each in tensors_of(value):
                     if not isinstance(each, Unread):
                         self._given.append(each)
-                        if is_first:
-                            self._versions.append((each, each._version))
-        if is_first:
-            self._first = call
-        elif batch.is_outlined:
-            self._require_outlined(layer, call, given)
-
-    def _require_outlined(self, layer: "StreamedLayer", call: Call, given: object) -> None:
-        """Raise ``NotTogether`` if a layer is not called as the first one, but was taken to be."""
-        batch, place = self.micro_batch, self.place
-        if (
-            place >= batch.num_layers
-            or not batch.is_layer(place, layer)
-            or given is not self._handed
-            or not call.is_like(self._first)
-            or any(each._version != version for each, version in self._versions)
-        ):
-            raise batch.otherwise()
-        if not batch.is_unseen:
-            return
-        # It was not looked at when the code was stopped at the first layer.
-        try:
-            batch.require_same_around()
-            batch.require_alike(place, layer)
-        except NotTogether as reason:
-            raise batch.otherwise(str(reason)) from reason
-        batch.is_unseen = place < batch.num_layers - 1
+            if place == batch.num_layers - 1:
+                batch.compare(self._given, self._is_known)
+            found = batch.hand_on(place, layer, given, self._is_ahead)
+        except (NotTogether, UnsupportedModelError) as reason:
+            self.reason = reason
+            raise
+        self.place += 1
+        return found

@@ -8,49 +8,20 @@ Note: Rows
 
     The host has to know which rows are meant, so the indices come to it: one transfer for each
     lookup on a device, for which it waits. The rows travel on a copy stream of their own, so that
-    they do not queue behind the blocks that are on their way. They do queue behind the work that
-    the device has been given before, since their memory there may be in use until then; so while
-    that lasts other lookups have other memory on the host.
+    they do not queue behind the blocks that are on their way.
 """
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Protocol
 
 import torch
 
-from poros.errors import HostMemoryError
 from poros.host.limits import require_host_memory
 from poros.host.store import Arena, HostSlab
 from poros.layout import BlockLayout
 from poros.streams import Event, StreamContext
 
 logger = logging.getLogger(__name__)
-
-_MOST_STAGED = 2**26
-"""Bytes on the host for rows that are on their way; more only if one lookup needs more."""
-
-
-class Lookups(Protocol):
-    """Knows which rows code means that is run again: see ``poros.accumulation.lookups``."""
-
-    def known(self, indices: torch.Tensor) -> torch.Tensor | None:
-        """On the host, flat, the rows that ``indices`` names; None if it has to be looked at."""
-
-    def note(self, indices: torch.Tensor, wanted: torch.Tensor) -> None:
-        """It was looked at: it names the rows ``wanted``."""
-
-
-class _Staging:
-    """Host memory for the rows of one lookup, and the copy that reads it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.slab = HostSlab(BlockLayout((), num_bytes), Arena(num_bytes, is_shareable=False))
-        self.copied: Event = None
-        self.is_read = False
-        """Whether ``copied`` may not have passed."""
 
 
 class RowReader:
@@ -63,7 +34,6 @@ class RowReader:
         num_index_transfers: Tensors of indices that came to the host. Likewise ``h2d_num_bytes`` of
             rows that went to the device, one by one or all of them.
         check: Called with a matrix's name, the matrix, indices and the rows that came, if set.
-        lookups: Gives what is asked before indices come to the host, if that is still there.
         fallbacks: What could not be had, one line each; each was logged once.
     """
 
@@ -71,11 +41,11 @@ class RowReader:
         self.num_index_transfers = 0
         self.h2d_num_bytes = 0
         self.check: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
-        self.lookups: Callable[[], Lookups | None] | None = None
         self.fallbacks: list[str] = []
         self._streams = streams.beside()
-        self._staging: list[_Staging] = []
-        """The one that was used longest ago comes first."""
+        self._staging: HostSlab | None = None
+        self._copied: Event = None
+        self._is_copying = False
 
     @property
     def device(self) -> torch.device:
@@ -94,27 +64,26 @@ class RowReader:
             A new tensor of the shape of ``indices`` and the columns, in the dtype of ``matrix``.
 
         Streams:
-            The host waits for ``indices``, if they are on the device and not known; and for copies
-            of rows before, if 64 MiB are on their way. The compute stream waits for the copy.
+            The host waits for ``indices``, if they are on the device, and for the copy of the rows
+            before. The compute stream waits for the copy.
 
         Raises:
             HostMemoryError: If there is no host memory for the rows.
             IndexError: If an index is out of range.
         """
-        wanted = self._wanted(indices)
+        wanted = self._on_host(indices).reshape(-1)
         shape = (*indices.shape, matrix.shape[1])
         num_bytes = wanted.numel() * matrix.shape[1] * matrix.element_size()
         target = self._streams.borrow((wanted.numel(), matrix.shape[1]), matrix.dtype)
         if num_bytes:
-            staging = self._room(num_bytes)
-            staged = staging.slab.bytes[:num_bytes].view(matrix.dtype).view(target.shape)
+            staged = self._room(num_bytes).view(matrix.dtype).view(target.shape)
             torch.index_select(matrix, 0, wanted, out=staged)
-            staging.copied = self._streams.copy(target, staged, after=self._streams.record())
-            staging.is_read = True
+            self._copied = self._streams.copy(target, staged, after=self._streams.record())
+            self._is_copying = True
             try:
-                self._streams.wait(staging.copied)
+                self._streams.wait(self._copied)
             except BaseException:
-                self._streams.abandon(target, staging.copied)
+                self._streams.abandon(target, self._copied)
                 raise
             self.h2d_num_bytes += num_bytes
         if self.check is not None:
@@ -133,20 +102,11 @@ class RowReader:
         return target
 
     def unpin(self) -> None:
-        """Undo the page locks; no rows are brought any more."""
-        while self._staging:
-            self._settle(self._staging[0])
-            self._staging.pop(0).slab.unpin()
-
-    def _wanted(self, indices: torch.Tensor) -> torch.Tensor:
-        lookups = None if self.lookups is None else self.lookups()
-        known = None if lookups is None else lookups.known(indices)
-        if known is not None:
-            return known
-        wanted = self._on_host(indices).reshape(-1)
-        if lookups is not None:
-            lookups.note(indices, wanted)
-        return wanted
+        """Undo the page lock; no rows are brought any more."""
+        self._settle()
+        if self._staging is not None:
+            self._staging.unpin()
+            self._staging = None
 
     def _on_host(self, indices: torch.Tensor) -> torch.Tensor:
         if indices.device.type == "cpu":
@@ -154,38 +114,23 @@ class RowReader:
         self.num_index_transfers += 1
         return indices.cpu()
 
-    def _room(self, num_bytes: int) -> _Staging:
+    def _room(self, num_bytes: int) -> torch.Tensor:
         """Staging memory that no copy reads any more."""
-        large = [each for each in self._staging if each.num_bytes >= num_bytes]
-        found = next((each for each in large if self._is_free(each)), None)
-        num_staged = sum(each.num_bytes for each in self._staging)
-        if found is None and large and num_staged + num_bytes <= _MOST_STAGED:
-            with suppress(HostMemoryError):
-                found = self._more(num_bytes)
-        if found is None and large:
-            found = large[0]
-            self._settle(found)
-        if found is None:
+        self._settle()
+        if self._staging is None or self._staging.layout.num_bytes < num_bytes:
             self.unpin()
-            found = self._more(num_bytes)
-        self._staging = [each for each in self._staging if each is not found] + [found]
-        return found
+            require_host_memory(num_bytes, "rows of the embedding")
+            self._staging = HostSlab(
+                BlockLayout((), num_bytes), Arena(num_bytes, is_shareable=False)
+            )
+            if self.device.type == "cuda" and not self._staging.pin(self.device):
+                self.note_pageable("rows of the embedding")
+        return self._staging.bytes[:num_bytes]
 
-    def _more(self, num_bytes: int) -> _Staging:
-        require_host_memory(num_bytes, "rows of the embedding")
-        staging = _Staging(num_bytes)
-        if self.device.type == "cuda" and not staging.slab.pin(self.device):
-            self.note_pageable("rows of the embedding")
-        return staging
-
-    def _is_free(self, staging: _Staging) -> bool:
-        staging.is_read = staging.is_read and not self._streams.has_passed(staging.copied)
-        return not staging.is_read
-
-    def _settle(self, staging: _Staging) -> None:
-        if staging.is_read:
-            self._streams.synchronize(staging.copied)
-            staging.is_read = False
+    def _settle(self) -> None:
+        if self._is_copying:
+            self._streams.synchronize(self._copied)
+            self._is_copying = False
 
     def note_pageable(self, what: str) -> None:
         """Say, once, that host memory for ``what`` could not be page-locked."""

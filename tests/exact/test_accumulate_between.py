@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import poros
-from poros.accumulation.watching import Passer
+from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
 from tests.exact.arms import Bases
 from tests.exact.together import Batch, Loss, num_groups, own_loss, reasons, same, train, trained
@@ -93,13 +93,6 @@ def with_a_seed(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) ->
         return layer(hidden, *args, **kwargs)
 
 
-def other_positions(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
-    if number == 1:
-        cosine, sine = kwargs["position_embeddings"]
-        kwargs = {**kwargs, "position_embeddings": (cosine * 0.5, sine)}
-    return layer(hidden, *args, **kwargs)
-
-
 CALLS: dict[str, tuple[Call, str]] = {
     "a layer in evaluation mode": (in_evaluation_mode, "change"),
     "a layer in autocast": (in_autocast, "changes autocast or settings"),
@@ -117,46 +110,41 @@ def test_around_one_layer(which: str, since: int, bases: Bases) -> None:
     assert any(reason in each for each in reasons(model)), reasons(model)
 
 
-def test_control_layers_behind_the_first_that_nobody_looks_at(
-    bases: Bases, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("which", [in_autocast, with_a_seed])
+def test_control_surroundings_that_nobody_looks_at(
+    which: Call, bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run(prepare_plain(build(bases), slots=2), in_evaluation_mode, LATER, False)
-    monkeypatch.setattr(Passer, "_require_outlined", lambda *_: None)
+    expected = run(prepare_plain(build(bases), slots=2), which, LATER, False)
+    monkeypatch.setattr(MicroBatch, "_require_same_around", lambda self: None)
     model = prepare_plain(build(bases), slots=2)
-    assert not same(run(model, in_evaluation_mode, LATER, True), expected)
+    assert not same(run(model, which, LATER, True), expected)
 
 
 # A loss whose computation begins anew finds its batch as it was.
 
 
+def penalty(model: Model) -> torch.Tensor:
+    """On adapters themselves: seen when the loss has been computed."""
+    found: torch.Tensor = sum(each.square().sum() for each in trained(model))  # type: ignore[assignment]
+    return 0.1 * found
+
+
 def editing(model: Model, batch: Batch) -> torch.Tensor:
     batch["input_ids"].add_(1)
-    return own_loss(model, batch)
+    return own_loss(model, batch) + penalty(model)
 
 
 def taking_out(model: Model, batch: Batch) -> torch.Tensor:
     labels = batch.pop("labels")
-    return own_loss(model, {**batch, "labels": labels})
+    return own_loss(model, {**batch, "labels": labels}) + penalty(model)
 
 
-def editing_with_a_penalty(model: Model, batch: Batch) -> torch.Tensor:
-    found: torch.Tensor = sum(each.square().sum() for each in trained(model))  # type: ignore[assignment]
-    return editing(model, batch) + 0.1 * found
-
-
-def plainly(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
-    return layer(hidden, *args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("loss", "call"),
-    [(editing, other_positions), (taking_out, other_positions), (editing_with_a_penalty, plainly)],
-    ids=["edits it", "takes it apart", "edits it, and uses adapters"],
-)
-def test_a_batch_that_the_loss_has_touched(loss: Loss, call: Call, bases: Bases) -> None:
-    expected = run(build(bases), call, LATER, False, loss)
+@pytest.mark.parametrize("loss", [editing, taking_out])
+def test_a_batch_that_the_loss_has_touched(loss: Loss, bases: Bases) -> None:
+    expected = train(build(bases), False, sizes=SIZES, loss=loss)
     model = prepare_plain(build(bases), slots=2)
-    assert same(run(model, call, LATER, True, loss), expected) and reasons(model)
+    assert same(train(model, sizes=SIZES, loss=loss), expected)
+    assert any("uses parameters of layers" in each for each in reasons(model))
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -173,13 +161,11 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 def test_a_trainer_whose_loss_edits_its_batch(bases: Bases, tmp_path: Path) -> None:
     def train_with(kind: type[Trainer], model: Model) -> list[torch.Tensor]:
-        loop = Loop(model, other_positions)
-
         class Editing(kind):  # type: ignore[valid-type, misc]
             def compute_loss(self, model: Model, inputs: Batch, *args: Any, **options: Any) -> Any:
-                loop.is_on = self.state.global_step >= LATER
                 inputs["input_ids"].add_(1)
-                return super().compute_loss(model, inputs, *args, **options)
+                found = super().compute_loss(model, inputs, *args, **options)
+                return found + penalty(model) if self.state.global_step >= LATER else found
 
         args = TrainingArguments(
             str(tmp_path / kind.__name__),
@@ -198,7 +184,8 @@ def test_a_trainer_whose_loss_edits_its_batch(bases: Bases, tmp_path: Path) -> N
     expected = train_with(Trainer, build(bases))
     model = prepare_plain(build(bases), slots=2)
     assert same(train_with(poros.PorosTrainer, model), expected)
-    assert any("called otherwise" in each for each in reasons(model)) and num_groups(model) >= LATER
+    assert any("uses parameters of layers" in each for each in reasons(model))
+    assert num_groups(model) >= LATER
 
 
 # What is refused.

@@ -71,11 +71,8 @@ def test_a_layer_is_looked_at_once_for_all_of_a_group(
     tokens = torch.arange(4, 28).view(2, 12)
     poros.accumulate(model, [{"input_ids": tokens, "labels": tokens, "use_cache": False}] * 4)
     layers = list(poros.runtime(model).streamed_layers())
-    # As the code runs first, for the first layer; as it runs again, for the others, which are
-    # noted for the first of the micro-batches too; as layers run, the first of them between two
-    # runs of code; and in backward.
-    others = len(layers) - 1
-    assert number == 4 + others + 4 * others + (4 + others) + len(layers)
+    # As the code calls it, as it runs, and in backward; between the first one's runs is that code.
+    assert number == 4 * len(layers) + (4 + len(layers) - 1) + len(layers)
     for each in trained(model):
         each.grad = None
 

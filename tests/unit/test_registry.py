@@ -51,8 +51,8 @@ NOT_HASHED = {
         "poros.planning": "answer answer_text cards cost_model formula meta_model optimizers "
         "planner request speeds",
         # Records are made of one micro-batch after the other.
-        "poros.accumulation": "cuts distributed draws group head lookups loop micro_batch "
-        "outline reasons start surroundings trainer unchanged watching",
+        "poros.accumulation": "calls cuts distributed draws group head loop micro_batch "
+        "reasons start surroundings trainer unchanged watching",
         "poros.self_check": "check evidence proof switches",
         "poros.merging": "adapter merge",
         "poros.reporting": "charts events page",

@@ -1,12 +1,5 @@
-"""What all layers of a model are called with, told by what the first of them is called with.
+"""What a layer is called with, as far as two runs of the same code can be compared by it."""
 
-Most models call each layer with the same objects: mask, positions, tables of rotations. Where that
-was seen, the code of a micro-batch is stopped at its first layer already, and what the others would
-have been called with is taken for known. Whether it is so shows when the code runs again, before
-its loss: if not, that micro-batch runs by itself, and its kind is looked at in full from then on.
-"""
-
-from collections.abc import Hashable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -35,7 +28,7 @@ class Call(NamedTuple):
         )
 
     def is_like(self, other: "Call") -> bool:
-        """Whether both are given the same objects, or equal plain values."""
+        """Whether both are given equal plain values, and the same objects otherwise."""
         return (
             len(self.args) == len(other.args)
             and self.kwargs.keys() == other.kwargs.keys()
@@ -75,18 +68,3 @@ def is_fixed(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(is_fixed, value))
     return value is INPUT or isinstance(value, (torch.Tensor, Cache, *_PLAIN, *_FIXED))
-
-
-class Outlines:
-    """Of which kinds of micro-batches the layers are all called alike."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, bool] = {}
-
-    def are_alike(self, kind: Hashable) -> bool:
-        """Whether all layers are called as the first one is, as far as is known."""
-        return self._known.get(kind, False)
-
-    def note(self, kind: Hashable, are_alike: bool) -> None:
-        """What was seen. Once they were not, they are looked at each time."""
-        self._known[kind] = self._known.get(kind, True) and are_alike

@@ -106,6 +106,9 @@ def random_nf4(config: Any) -> Any:
     for number, module in enumerate(model.modules()):
         if isinstance(module, Linear4bit):
             module._parameters["weight"] = _random_4bit(module, nibbles, number)
+            if module.bias is not None:  # of a checkpoint in bf16, not of the module's making
+                bias = module.bias.to(torch.bfloat16)
+                module._parameters["bias"] = torch.nn.Parameter(bias, requires_grad=False)
     _fill(model)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer

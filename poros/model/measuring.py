@@ -173,8 +173,13 @@ class MeasuredSizer(Sizer):
             return None  # a kind of adapters that cannot be estimated
 
     def watching_graph(self) -> AbstractContextManager[None] | None:
-        """What notes how much a layer's recomputation keeps; None if that is not wanted now."""
-        return self._noting_graph() if self._stage is Stage.MEASURING else None
+        """What notes how much a layer's recomputation keeps; None if that is not wanted now.
+
+        While it is, no visit is replayed: graphs that are kept in memory of their own would count
+        beside those in memory of recordings. So it is in the first of several measurements alone.
+        """
+        is_first = self._stage is Stage.MEASURING and self._rounds == 0
+        return self._noting_graph() if is_first else None
 
     @contextmanager
     def _noting_graph(self) -> Iterator[None]:

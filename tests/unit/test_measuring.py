@@ -172,6 +172,22 @@ def test_what_a_short_batch_leaves_is_not_spent_if_a_long_one_may_come_again(
     assert max(memory.peaks) <= budget(6, kept, 30)
 
 
+def test_graphs_are_looked_at_in_the_first_measurement_alone(prepared: Prepare) -> None:
+    """No visit is replayed meanwhile, so graphs would be there twice."""
+    model, memory = prepared(vram_budget=f"{budget(6, 4, 16)}B", self_check="off")
+    loop, sizer = Loop(model, memory), poros.runtime(model).sizer
+    looks = []
+    for _ in range(4):
+        loop.run(16)
+        looks.append(sizer.watching_graph() is not None)
+    assert looks == [False, True, False, False], "warming, measuring, in another room, settled"
+    assert poros.runtime(model).room == Room(6, 4)
+    sizer.recorded()
+    assert sizer.watching_graph() is None, "what recordings take is measured, and they replay"
+    loop.run(18)
+    assert sizer.watching_graph() is not None, "of a larger batch nothing is known yet"
+
+
 def creep(prepared: Prepare) -> int:
     """Train with lengths that grow by a token at a time; how often the blocks got other room."""
     model, memory = prepared(vram_budget=f"{budget(6, 4, 24)}B", self_check="off")

@@ -7,10 +7,11 @@ and whatever a trainer notes down are the model's and the trainer's own.
 
 Note: What the model's code must be like
     Each layer is called once, in order, with gradients enabled, and is handed the very tensor that
-    the layer before it has returned, untouched and unread; no random numbers are drawn between two
-    layers; nobody hooks into a layer; layers are the same for all micro-batches and stay so
-    (``Condition``); and the second time they are called with what they were called with the first
-    time. Anything else is seen, and the micro-batches then run one after the other
+    the layer before it has returned, untouched and unread; the random state, autocast and PyTorch's
+    settings are those at the first layer; nothing that layers are given can be changed but by
+    editing a tensor; nobody hooks into a layer; layers are the same for all micro-batches and stay
+    so (``Condition``); and the second time they are called with what they were called with the
+    first time. Anything else is seen, and the micro-batches then run one after the other
     (``NotTogether``).
 
 Note: Cuts

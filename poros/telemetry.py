@@ -116,6 +116,7 @@ class _Telemetry(TrainerCallback):
         event = {"event": "log", "step": state.global_step, **logs}
         if self._runtime.plan is not self._plan and self._runtime.plan is not None:
             event["plan"] = self._runtime.plan.as_dict()
+            event["budget"] = self._runtime.sizer.budget
         self._plan = self._runtime.plan
         self._write(event)
 
@@ -134,7 +135,8 @@ def spans(trace: Path) -> list[dict[str, Any]]:
 
     Returns:
         ``name``, ``stream`` (``compute`` or ``copy``), ``start_ms`` and ``ms`` of each visit of a
-        layer and each copy of a block: on a GPU the device's own times, on a CPU the host's.
+        layer, each part of the loss that reads rows of the head, and each copy of a block or of
+        such rows: on a GPU the device's own times, on a CPU the host's.
     """
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     found = [each for each in events if str(each.get("name", "")).startswith(_LABEL)]

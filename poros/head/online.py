@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from poros.kernels.online_softmax import Running, add_logits
+from poros.labels import labelled
 
 
 class Step(NamedTuple):
@@ -54,6 +55,17 @@ class Online:
         steps: Sequence[Step],
     ) -> None:
         """Take in the logits of some rows of the head: see ``sliced_cross_entropy``."""
+        with labelled("head", f"rows {first}"):
+            self._add(first, rows, bias, added, steps)
+
+    def _add(
+        self,
+        first: int,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        added: torch.Tensor | None,
+        steps: Sequence[Step],
+    ) -> None:
         running = self._running
         rows = whole_rows(first, rows, added, self._hidden.dtype)
         part = None if bias is None else bias[first : first + len(rows)]

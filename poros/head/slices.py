@@ -15,6 +15,7 @@ import torch
 
 from poros.head.loss import Asked, slice_width
 from poros.head.online import Online
+from poros.labels import labelled
 from poros.streams import Event, StreamContext
 
 
@@ -130,4 +131,5 @@ class SliceReader:
         memory = self._buffers[number][start : start + source.nbytes]
         target = memory.view(source.dtype).view(source.shape)
         self.h2d_num_bytes += source.nbytes
-        return target, self._streams.copy(target, source, after=released[number])
+        with labelled("copy head", f"rows {first}"):
+            return target, self._streams.copy(target, source, after=released[number])

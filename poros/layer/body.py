@@ -267,6 +267,10 @@ class LayerBody:
                 )
         return self._contents
 
+    def is_in_mode(self, mode: bool) -> bool:
+        """Whether ``train(mode)`` of the modules in the layer would change nothing."""
+        return self._contents.is_in_mode(mode)
+
     def condition(self) -> Condition:
         """What decides what the layer computes now.
 

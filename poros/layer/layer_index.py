@@ -99,6 +99,8 @@ class LayerIndex:
         # Those that run at every module: PyTorch counts them with those of modules.
         self._hooks += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
         self._dicts = [module.__dict__ for module in self._inner]
+        methods = [type(module).train for module in self._inner]
+        self._has_own_modes = any(method is not nn.Module.train for method in methods)
         # Most owners hold nothing but frozen weights; no adapter ever appears in those.
         self._owners = [
             module._parameters
@@ -154,6 +156,16 @@ class LayerIndex:
             return False
         forwards = map(type, map(dict.get, self._dicts, repeat("forward")))
         return all(map(issubclass, set(forwards), repeat((NoneType, Forward))))
+
+    def is_in_mode(self, mode: bool) -> bool:
+        """Whether ``train(mode)`` of each module in the layer would change nothing."""
+        return (
+            not self._has_own_modes
+            and self.modules()[0].training is mode
+            and self.is_current()
+            and all(map(is_, map(dict.get, self._dicts, repeat("training")), repeat(mode)))
+            and not any(map(dict.__contains__, self._dicts, repeat("train")))
+        )
 
     def adapters(self) -> Adapters:
         """The trainable parameters now. PEFT changes them without changing modules.

@@ -201,6 +201,12 @@ class StreamedLayerMixin:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return streamed_layer(self).forward(args, kwargs)
 
+    def train(self, mode: bool = True) -> Any:
+        """Trainers ask for it at each micro-batch: modules that are in that mode are left alone."""
+        if streamed_layer(self).is_in_mode(mode):
+            return self
+        return super().train(mode)  # type: ignore[misc]
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile what is recomputed, not what streams: see ``StreamedLayer.compile``."""
         streamed_layer(self).compile(*args, **kwargs)

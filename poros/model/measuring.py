@@ -157,6 +157,7 @@ class MeasuredSizer(Sizer):
         self._shape: Shape | None = None
         self._room: Room | None = None
         """The latest batch that was larger than those before it, and the latest room."""
+        self._planned: tuple[object, MemoryPlan | None] = (None, None)
         self.graph_num_bytes = 0
 
     @property
@@ -167,10 +168,14 @@ class MeasuredSizer(Sizer):
     def plan(self) -> "MemoryPlan | None":
         if self._shape is None or self._room is None:
             return None
-        try:
-            return self._estimate(self._shape, None, Wanted(*self._room), False)
-        except PorosError:
-            return None  # a kind of adapters that cannot be estimated
+        known = (self._shape, self._room, self._conditions)
+        if self._planned[0] != known:
+            try:
+                plan = self._estimate(self._shape, None, Wanted(*self._room), False)
+            except PorosError:
+                plan = None  # a kind of adapters that cannot be estimated
+            self._planned = (known, plan)
+        return self._planned[1]
 
     def watching_graph(self) -> AbstractContextManager[None] | None:
         """What notes how much a layer's recomputation keeps; None if that is not wanted now.

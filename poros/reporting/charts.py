@@ -8,8 +8,10 @@ Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 220, 62, 28, 12
 
 
-def lines(series: Mapping[str, Points], unit: str, *, limit: float | None = None) -> str:
-    """Curves over steps; ``limit`` is a dashed line."""
+def lines(
+    series: Mapping[str, Points], unit: str, *, limit: float | None = None, named: str = ""
+) -> str:
+    """Curves over steps; ``limit`` is a dashed line, and has a name."""
     points = [point for each in series.values() for point in each]
     if not points:
         return ""
@@ -48,11 +50,14 @@ def lines(series: Mapping[str, Points], unit: str, *, limit: float | None = None
     names = "".join(
         f'<span class="key key{number}">{escape(name)}</span>' for number, name in enumerate(series)
     )
+    names += _limit_key(limit, named)
     return _figure("".join(parts), f"{names} <span class=unit>{escape(unit)}</span>", _HEIGHT)
 
 
-def bars(rows: Sequence[tuple[str, Mapping[str, float]]], limit: float | None) -> str:
-    """Stacked bars, one below the other: names and sizes of their parts."""
+def bars(
+    rows: Sequence[tuple[str, Mapping[str, float]]], limit: float | None, *, named: str = ""
+) -> str:
+    """Stacked bars, one below the other: names and sizes of their parts; ``limit`` across them."""
     most = max([sum(parts.values()) for _, parts in rows] + [limit or 0.0])
     if not most:
         return ""
@@ -81,7 +86,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float]]], limit: float | None) -
         f'<span class="key part-key{number % 8}">{escape(name)}</span>'
         for number, name in enumerate(names)
     )
-    return _figure("".join(drawn), keys, height)
+    return _figure("".join(drawn), keys + _limit_key(limit, named), height)
 
 
 def streams(spans: Sequence[Mapping[str, object]]) -> str:
@@ -112,6 +117,12 @@ def streams(spans: Sequence[Mapping[str, object]]) -> str:
     kinds = sorted({name.split(" ")[0] for name, *_ in found})
     keys = "".join(f'<span class="key span-key-{escape(k)}">{escape(k)}</span>' for k in kinds)
     return _figure("".join(drawn), f"{keys} <span class=unit>ms</span>", 118)
+
+
+def _limit_key(limit: float | None, name: str) -> str:
+    if limit is None:
+        return ""
+    return f'<span class="key key-limit">{escape(name)} of {limit:.2f} GB</span>'
 
 
 def _figure(content: str, caption: str, height: int) -> str:

@@ -8,6 +8,8 @@ from poros.reporting.charts import bars, lines, streams
 from poros.reporting.events import Run
 
 GB = 1e9
+MOST_TERMS = 6
+"""Of a plan, beside the sum of the others and what was measured."""
 
 _TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -46,6 +48,8 @@ polyline { fill: none; stroke-width: 2 }
 .span-key-{{ kind }}::before { background: var(--{{ name }}) }
 {% endfor %}
 .key { display: inline-block; margin-right: 1rem; white-space: nowrap }
+.key-limit::before { background: repeating-linear-gradient(90deg, var(--e) 0 4px,
+  transparent 4px 6px); height: 3px !important; vertical-align: middle }
 .key::before { content: ""; display: inline-block; width: .8rem; height: .8rem;
   margin-right: .35rem; border-radius: 2px }
 table { border-collapse: collapse; width: 100% }
@@ -69,7 +73,7 @@ pre { background: var(--box); padding: .75rem; border-radius: 6px; overflow-x: a
 <p class="none">GB is 10<sup>9</sup> bytes. Written by poros {{ version }}.</p>
 </body></html>
 """
-_KINDS = [("forward", "a"), ("backward", "c"), ("inference", "d"), ("copy", "b"), ("slice", "g")]
+_KINDS = [("forward", "a"), ("backward", "c"), ("inference", "d"), ("copy", "b"), ("head", "g")]
 
 
 def page(run: Run) -> str:
@@ -124,15 +128,15 @@ def _sections(run: Run) -> list[tuple[str, str, str]]:
         curves["validation"] = evaluations
     budget = _budget(run)
     plan = run.plan
-    terms = {name: size / GB for name, size in (plan or {}).get("terms", {}).items() if size}
+    terms = _largest({name: size / GB for name, size in (plan or {}).get("terms", {}).items()})
     peaks = run.values("poros/peak_gb")
     memory = ""
     if terms:
         rows = [("planned", terms)]
         if peaks:
-            rows.append(("measured", {"peak": max(y for _, y in peaks)}))
-        memory = bars(rows, budget)
-    over_steps = lines({"peak so far": peaks}, "GB", limit=budget) if peaks else ""
+            rows.append(("measured", {"measured peak": max(y for _, y in peaks)}))
+        memory = bars(rows, budget, named="budget")
+    over_steps = lines({"peak so far": peaks}, "GB", limit=budget, named="budget") if peaks else ""
     rate = lines({"copies": run.values("poros/h2d_gb_per_s")}, "GB/s")
     waits = lines({"waited for copies": run.values("poros/stall_ms")}, "ms a log")
     spans = (run.step or {}).get("spans", [])
@@ -154,8 +158,17 @@ def _sections(run: Run) -> list[tuple[str, str, str]]:
     ]
 
 
+def _largest(terms: Mapping[str, float]) -> dict[str, float]:
+    """Those that a bar can show, each in a color of its own; the others in one sum."""
+    falling = sorted(terms, key=lambda name: -terms[name])
+    shown = {name: size for name, size in terms.items() if size and name in falling[:MOST_TERMS]}
+    rest = sum(terms.values()) - sum(shown.values())
+    return {**shown, "all else": rest} if rest > 0 else shown
+
+
 def _budget(run: Run) -> float | None:
-    budget = (run.plan or {}).get("vram_budget")
+    budgets = (each["budget"] for each in reversed(run.logs) if each.get("budget"))
+    budget = next(budgets, None)
     return budget / GB if isinstance(budget, int | float) else None
 
 

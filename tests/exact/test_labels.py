@@ -36,11 +36,15 @@ def labels(trace: profile) -> list[str]:
 
 
 def of_visits(names: list[str]) -> list[str]:
-    return [each for each in names if not each.startswith(f"{PREFIX}copy")]
+    return [each for each in names if not each.startswith((f"{PREFIX}copy", f"{PREFIX}head"))]
 
 
 def of_copies(names: list[str]) -> list[str]:
-    return [each for each in names if each.startswith(f"{PREFIX}copy")]
+    return [each for each in names if each.startswith(f"{PREFIX}copy block")]
+
+
+def of_head(names: list[str]) -> list[str]:
+    return [each for each in names if " rows " in each]
 
 
 def profiled(run: Any, model: Any) -> list[str]:
@@ -84,6 +88,18 @@ def test_a_trace_shows_each_visit_and_each_copy_in_order() -> None:
     ]
 
 
+def test_the_loss_shows_which_rows_of_the_head_it_reads() -> None:
+    model, _ = streamed(slots=2, stream_head=True)
+    found = profiled(step, model)
+    # So small a head comes in one piece.
+    assert of_head(found) == [f"{PREFIX}copy head rows 0", f"{PREFIX}head rows 0"]
+    first, last = (found.index(each) for each in of_head(found))
+    assert found.index(PREFIX + f"forward layers.{NUM_LAYERS - 1}") < first < last
+    assert last < found.index(PREFIX + f"backward layers.{NUM_LAYERS - 1}")
+    resident, _ = streamed(slots=2, loss="reference", stream_head=False)
+    assert of_head(profiled(step, resident)) == []
+
+
 def test_an_evaluation_is_named_as_one() -> None:
     model, _ = streamed(slots=2)
     found = of_visits(profiled(evaluate, model))
@@ -96,7 +112,8 @@ def test_kept_layers_have_a_forward_and_their_blocks_one_copy() -> None:
     whole = [f"{PREFIX}copy block {block}" for block in range(NUM_LAYERS)]
     assert labels(trace) == whole
     # Their backward is a resident layer's, not a visit.
-    assert profiled(step, model) == forward_and_backward()[:NUM_LAYERS]
+    found = profiled(step, model)
+    assert of_visits(found) == forward_and_backward()[:NUM_LAYERS] and not of_copies(found)
 
 
 def test_what_a_layer_computes_is_inside_of_its_label() -> None:

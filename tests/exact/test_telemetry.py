@@ -89,6 +89,7 @@ def test_the_events_show_what_a_larger_budget_saves(tmp_path: Path) -> None:
         ]
         plans = [each["plan"] for each in lines if "plan" in each]
         assert [each["num_slots"] for each in plans] == [slots]
+        assert [each["budget"] for each in lines if "plan" in each] == [budget]
         num_blocks = plans[0]["num_blocks"]
         # The second log is of warm steps.
         logs = [each for each in lines if each["event"] == "log"]

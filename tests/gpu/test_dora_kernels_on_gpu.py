@@ -1,5 +1,6 @@
 """DoRA's composition and norm on a GPU: to the bit, and within derived bounds of float64."""
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -192,14 +193,19 @@ def is_within(found: torch.Tensor, exact: torch.Tensor, of_square: torch.Tensor)
     return bool(((found.double() - exact).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("tf32", [False, True], ids=["", "tf32"])
+@pytest.fixture(params=[False, True], ids=["", "tf32"])
+def tf32(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether or not products may be in TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = request.param
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_norm_is_within_its_bound(
-    shape: tuple[int, int], rank: int, tf32: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether or not products may be in TF32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+def test_norm_is_within_its_bound(shape: tuple[int, int], rank: int) -> None:
     for dtype, of_adapters in product([BF16, FP16, FP32], [FP32, BF16]):
         torch.manual_seed(rank)
         dense = 0.02 * normal(*shape, dtype=dtype)

@@ -178,7 +178,7 @@ def test_the_loss_is_near_that_of_the_cpu(dtype: torch.dtype) -> None:
         loss.backward()
         assert input.grad is not None
         found.append((loss.detach().cpu().double(), input.grad.cpu().double()))
-    assert found[1][0] == pytest.approx(found[0][0], rel=2e-6)
+    assert found[1][0].item() == pytest.approx(found[0][0].item(), rel=2e-6)
     roundoff = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}[dtype]
     assert (found[1][1] - found[0][1]).norm() <= 2 * roundoff * found[0][1].norm()
     assert not found[1][1][3].any()

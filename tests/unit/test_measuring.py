@@ -1,5 +1,6 @@
 """A run on a device with an allocator starts with two slots and spends what a step has left."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -127,6 +128,21 @@ def test_a_shape_is_estimated_once(prepared: Prepare) -> None:
     sizer._estimate = estimate
     Loop(model, memory).run(16, 12, 16, 12, steps=False)
     assert shapes == [Shape(1, 16)]
+
+
+def test_the_plan_is_estimated_anew_only_for_other_rooms_and_shapes(prepared: Prepare) -> None:
+    """It is read at each log, and takes as long as a few visits."""
+    model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B", self_check="off")
+    sizer, loop = poros.runtime(model).sizer, Loop(model, memory)
+    assert sizer.plan is None
+    plans = []
+    for num_tokens in (16, 16, 16, 12, 24, 24):
+        loop.run(num_tokens)
+        assert sizer.plan is sizer.plan
+        plans.append(sizer.plan)
+    changes = [now is not before for before, now in pairwise(plans)]
+    # The second step is measured, the third has its room; the fifth is longer, and loses some.
+    assert changes == [False, True, False, True, False]
 
 
 def test_without_an_optimizer_nothing_is_spent(prepared: Prepare) -> None:

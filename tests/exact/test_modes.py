@@ -1,0 +1,139 @@
+"""``train()`` and ``eval()`` of a prepared model leave each module in the mode it has otherwise.
+
+Trainers ask for it at each micro-batch, so layers pass over modules that are in it already.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+import poros
+from poros.layer.layer_index import LayerIndex
+from tests.exact.arms import Bases
+from tests.support import prepare_plain
+
+Model = Any
+Change = Callable[[nn.Module], object]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    return Bases(tmp_path_factory.mktemp("bases"))
+
+
+class Counts(nn.Module):
+    """Does more than to set a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def train(self, mode: bool = True) -> Any:
+        self.num_calls += 1
+        return super().train(mode)
+
+
+def add(layer: nn.Module) -> None:
+    layer.mlp.extra = nn.Identity().eval()  # type: ignore[union-attr]
+
+
+def count_on_the_instance(layer: nn.Module) -> None:
+    module: Any = layer.mlp.act_fn  # type: ignore[union-attr]
+    module.num_calls = 0
+
+    def train(mode: bool = True) -> Any:
+        module.num_calls += 1
+        return nn.Module.train(module, mode)
+
+    module.train = train
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda layer: None,
+    "a module": lambda layer: layer.self_attn.q_proj.eval(),  # type: ignore[operator, union-attr]
+    "a flag": lambda layer: setattr(layer.self_attn.o_proj, "training", False),
+    "the layer's own": lambda layer: setattr(layer, "training", False),
+    "all but the layer's own": lambda layer: (layer.eval(), setattr(layer, "training", True)),
+    "another module": add,
+    "a method": count_on_the_instance,
+    "a class": lambda layer: setattr(layer.mlp, "counts", Counts()),
+}
+changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+def built(bases: Bases, is_prepared: bool) -> Model:
+    model = bases.build("qwen2").train()
+    return prepare_plain(model, slots=2) if is_prepared else model
+
+
+def layer_of(model: Model) -> nn.Module:
+    return next(each for name, each in model.named_modules() if name.endswith("layers.1"))
+
+
+def modes(model: Model) -> list[tuple[str, bool, int]]:
+    return [
+        (name, module.training, getattr(module, "num_calls", 0))
+        for name, module in model.named_modules()
+    ]
+
+
+def after(model: Model, change: Change) -> list[list[tuple[str, bool, int]]]:
+    """The modes after each of some calls, with the change before and between."""
+    found = []
+    for mode in (True, True, False, False, True):
+        change(layer_of(model))
+        model.train(mode)
+        found.append(modes(model))
+    return found
+
+
+@changes
+def test_each_module_has_the_mode_it_has_otherwise(change: Change, bases: Bases) -> None:
+    assert after(built(bases, True), change) == after(built(bases, False), change)
+
+
+def test_control_of_the_comparison(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that looks at itself alone is caught by every change within it."""
+    monkeypatch.setattr(
+        LayerIndex, "is_in_mode", lambda self, mode: self.modules()[0].training is mode
+    )
+    caught = {
+        name
+        for name, change in CHANGES.items()
+        if after(built(bases, True), change) != after(built(bases, False), change)
+    }
+    assert caught == CHANGES.keys() - {"nothing"}
+
+
+def test_modules_are_passed_over(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(bases, True)
+    model.train()
+    inner = set(map(id, layer_of(model).modules())) - {id(layer_of(model))}
+    seen = []
+    plain = nn.Module.__setattr__
+
+    def note(self: nn.Module, name: str, value: Any) -> None:
+        if name == "training" and id(self) in inner:
+            seen.append(self)
+        plain(self, name, value)
+
+    monkeypatch.setattr(nn.Module, "__setattr__", note)
+    model.train()
+    assert not seen
+    model.eval()
+    assert len(seen) == len(inner)
+
+
+@pytest.mark.parametrize("mode", [1, None, "train"])
+def test_what_is_not_a_mode_is_refused_as_pytorch_does(mode: Any, bases: Bases) -> None:
+    with pytest.raises(ValueError, match="boolean"):
+        layer_of(built(bases, True)).train(mode)
+
+
+def test_restored_layers_have_their_own_method_again(bases: Bases) -> None:
+    model = built(bases, True)
+    assert type(layer_of(model)).train is not nn.Module.train
+    poros.restore(model)
+    assert type(layer_of(model)).train is nn.Module.train

@@ -72,6 +72,22 @@ class Sft(_Own, BlockMajorMixin, SFTTrainer):
     The model's is computed in slices of the head, which come once for all micro-batches.
     """
 
+    _num_tokens: torch.Tensor | int = 0
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own; counts the tokens, without waiting for the device."""
+        mask = inputs.get("attention_mask")
+        self._num_tokens += inputs["input_ids"].numel() if mask is None else mask.sum()
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    training_step.only_listens = True  # type: ignore[attr-defined]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the trainer's own, with ``num_tokens`` since the start, as TRL's loss has it."""
+        if "loss" in logs:
+            logs["num_tokens"] = float(self._num_tokens)
+        super().log(logs, *args, **kwargs)
+
     def compute_loss(
         self,
         model: Any,
@@ -209,6 +225,9 @@ def _arguments(
         "save_total_limit": output.keep,
         "logging_steps": 1,
         "logging_first_step": True,
+        # A loss that is no number is logged as it is. To replace it, the host would have to wait
+        # for each micro-batch.
+        "logging_nan_inf_filter": False,
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": device.type == "cpu",

@@ -26,8 +26,9 @@ OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", 
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
 
-def _setting(default: Any, kind: Kind, flag: str, about: str) -> Any:
-    return field(default=default, metadata={"kind": kind, "flag": flag, "about": about})
+def _setting(default: Any, kind: Kind, flag: str, about: str, also: str = "") -> Any:
+    metadata = {"kind": kind, "flag": flag, "about": about, "also": also}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,11 @@ class TrainingPart:
         "Micro-batches of a step, for which a block is loaded once.",
     )
     learning_rate: float = _setting(
-        2e-4, real(0, 10, is_above=True), "--lr", "Its peak; 2e-05 with dpo."
+        2e-4,
+        real(0, 10, is_above=True),
+        "--lr",
+        "Its peak; 2e-05 with dpo.",
+        also="--learning-rate",
     )
     schedule: str = _setting(
         "cosine", choice(*SCHEDULES), "--schedule", "Of the learning rate after its warmup."
@@ -249,6 +254,8 @@ class Setting:
     kind: Kind
     flag: str
     about: str
+    also: str
+    """Another flag for the same; "" if there is none."""
     default: Any
 
 

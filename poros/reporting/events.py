@@ -1,7 +1,8 @@
 """The events of a run, read back; whatever a kill has cut off is left out, and said."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,17 @@ class Run:
         return next(plans, None)
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """Step and value of each log that has a number of that name."""
-        return [
-            (float(each["step"]), float(each[key]))
-            for each in self.logs
-            if isinstance(each.get(key), int | float)
-        ]
+        """Step and value of each log that has a finite number of that name."""
+        return finite(self.logs, key)
+
+
+def finite(events: Sequence[Event], key: str) -> list[tuple[float, float]]:
+    """Step and value of each event that has a finite number of that name."""
+    return [
+        (float(each["step"]), float(each[key]))
+        for each in events
+        if isinstance(each.get(key), int | float) and math.isfinite(each[key])
+    ]
 
 
 def read_run(path: Path) -> Run:

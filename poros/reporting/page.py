@@ -1,11 +1,13 @@
 """One HTML page about a run, with nothing from elsewhere in it."""
 
+import statistics
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from poros.reporting.charts import bars, lines, streams
-from poros.reporting.events import Run
+from poros.reporting.events import Run, finite
 
 GB = 1e9
 MOST_TERMS = 6
@@ -101,9 +103,15 @@ def verdict(run: Run) -> str:
         state = "ended" if run.end is not None else "is at"
         parts.append(f"The run {state} {'after ' if run.end else 'step '}{last['step']} steps.")
         parts.append(f"Its loss went from {first['loss']:.3f} to {last['loss']:.3f}.")
+        num_lost = len(run.logs) - len(run.values("loss"))
+        if num_lost:
+            parts.append(f"The loss of {num_lost} steps is not a number.")
         seconds = sum(_seconds(run))
         if seconds:
             parts.append(f"It took {_duration(seconds)}.")
+        rates = _tokens_per_s(run)
+        if rates:
+            parts.append(f"A step trained on {statistics.median(rates):,.0f} tokens a second.")
     else:
         parts.append("The run has logged no step yet.")
     peaks = run.values("poros/peak_gb")
@@ -122,7 +130,7 @@ def verdict(run: Run) -> str:
 
 
 def _sections(run: Run) -> list[tuple[str, str, str]]:
-    evaluations = [(float(e["step"]), float(e["eval_loss"])) for e in run.evaluations]
+    evaluations = finite(run.evaluations, "eval_loss")
     curves = {"training": run.values("loss")}
     if evaluations:
         curves["validation"] = evaluations
@@ -180,6 +188,17 @@ def _seconds(run: Run) -> list[float]:
     for place, begin in enumerate(begins):
         end = begins[place + 1] if place + 1 < len(begins) else float("inf")
         found.append(max((t for t in times if begin <= t < end), default=begin) - begin)
+    return found
+
+
+def _tokens_per_s(run: Run) -> list[float]:
+    """Of each step that is one step and some tokens further than the one before."""
+    found = []
+    for before, now in pairwise(run.logs):
+        num_tokens = now.get("num_tokens", 0) - before.get("num_tokens", 0)
+        seconds = now.get("time", 0) - before.get("time", 0)
+        if now["step"] == before["step"] + 1 and num_tokens > 0 and seconds > 0:
+            found.append(num_tokens / seconds)
     return found
 
 

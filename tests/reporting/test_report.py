@@ -50,6 +50,7 @@ def test_the_page_of_a_real_run(run: Path) -> None:
         assert f"<h2>{title}</h2>" in text
     assert "validation" in text and "backward layers.2" in text and "copy block" in text
     assert "bits of a resident run" in verdict(read_run(run))
+    assert re.search(r"trained on [\d,]+ tokens a second", verdict(read_run(run)))
     assert not re.search(r"(src|href)=|url\(|@import|<script", text)
     assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
 
@@ -108,6 +109,23 @@ def test_a_run_that_went_on_has_each_step_once(run: Path, tmp_path: Path) -> Non
     joined = read_run(write(tmp_path / "run", again))
     assert [each["step"] for each in joined.logs] == [1, 2, 3, 4]
     assert joined.logs[1]["loss"] == 1.5 and "started 2 times" in verdict(joined)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_said_and_not_drawn(
+    run: Path, tmp_path: Path, loss: float
+) -> None:
+    found = events(run)
+    lost = [each for each in found if each["event"] == "log"][1:3]
+    for each in lost:
+        each["loss"] = loss
+    for each in found:
+        if each["event"] == "evaluation":
+            each["eval_loss"] = loss
+    broken = read_run(write(tmp_path / "run", found))
+    text = page(broken)
+    assert "The loss of 2 steps is not a number." in verdict(broken)
+    assert "polyline" in text and "nan" not in text and "validation" not in text.split("Memory")[0]
 
 
 def test_what_is_missing_is_said(run: Path, tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""What the logs of a run say of each step."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer
+
+from poros.finetune.trainers import Sft
+from tests.finetune.arms import arm
+from tests.finetune.subjects import recipe_of, run
+
+Model = Any
+
+
+def logs(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for each in lines if (event := json.loads(each))["event"] == "log"]
+
+
+@pytest.mark.parametrize("form", ["packed", "padded", "dpo"])
+def test_tokens_are_counted(form: str, model: Path, data: Path, tmp_path: Path) -> None:
+    name = "preferences" if form == "dpo" else "completions"
+    recipe = recipe_of(
+        model__source=model,
+        data__source=data / f"{name}.jsonl",
+        data__max_length=128,
+        data__pad_to=32,
+        data__packing=str(form == "packed").lower() if form != "dpo" else "auto",
+        training__method="dpo" if form == "dpo" else "sft",
+        training__batch_size=2,
+        training__accumulation=5,
+        memory__slots=2,
+        output__folder=tmp_path / "run",
+    )
+    trained = run(recipe)
+    found = [each["num_tokens"] for each in logs(tmp_path / "run")]
+    assert found == sorted(set(found)) and "tokens/s" in trained.said
+    announced = re.search(r"([\d,]+) tokens", trained.said)
+    assert announced is not None
+    num_tokens = int(announced[1].replace(",", ""))
+    if form == "padded":
+        assert found[-1] == num_tokens
+    elif form == "packed":
+        # What fills up rows is a token like any other.
+        assert num_tokens <= found[-1] < num_tokens + 32 * len(found) * 10
+    assert num_tokens > 1000
+
+
+def test_a_loss_that_is_no_number_is_logged_as_it_is(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compute_loss(self: Any, model: Model, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs["use_cache"] = False
+        loss = Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step == 1 else loss
+
+    monkeypatch.setattr(Sft, "compute_loss", compute_loss)
+    arm(model, data, tmp_path, "sft, packed", memory__slots=2)
+    losses = [each["loss"] for each in logs(tmp_path)]
+    assert math.isfinite(losses[0]) and math.isnan(losses[1])

@@ -78,6 +78,18 @@ pre { background: var(--box); padding: .75rem; border-radius: 6px; overflow-x: a
 _KINDS = [("forward", "a"), ("backward", "c"), ("inference", "d"), ("copy", "b"), ("head", "g")]
 
 
+_TERMS = {
+    "slots": "blocks",
+    "kept blocks": "blocks that stay",
+    "kept graphs": "graphs of layers",
+    "boundaries": "inputs of layers",
+    "workspace": "one layer at work",
+    "recordings": "recorded layers",
+    "dense layer": "a layer's dense weights",
+}
+"""What terms of a plan are called here."""
+
+
 def page(run: Run) -> str:
     """The page of a run, as text. Whatever comes from its files is escaped."""
     from jinja2 import Environment
@@ -171,7 +183,8 @@ def _largest(terms: Mapping[str, float]) -> dict[str, float]:
     falling = sorted(terms, key=lambda name: -terms[name])
     shown = {name: size for name, size in terms.items() if size and name in falling[:MOST_TERMS]}
     rest = sum(terms.values()) - sum(shown.values())
-    return {**shown, "all else": rest} if rest > 0 else shown
+    named = {_TERMS.get(name, name): size for name, size in shown.items()}
+    return {**named, "all else": rest} if rest > 0 else named
 
 
 def _budget(run: Run) -> float | None:

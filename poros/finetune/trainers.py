@@ -47,6 +47,13 @@ class _Own:
 
     recipe: Recipe
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the trainer's own. A loss that is no number is no part of those after it."""
+        total = getattr(self, "_tr_loss", None)
+        if "loss" in logs and isinstance(total, torch.Tensor):
+            total.zero_()  # the trainer subtracts it from itself
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own; with LoRA+, through PEFT, with two learning rates."""
         ratio = self.recipe.training.lora_plus
@@ -225,8 +232,8 @@ def _arguments(
         "save_total_limit": output.keep,
         "logging_steps": 1,
         "logging_first_step": True,
-        # A loss that is no number is logged as it is. To replace it, the host would have to wait
-        # for each micro-batch.
+        # A loss that is no number is logged as it is, also of an evaluation. To replace it, the
+        # host would have to wait for each micro-batch.
         "logging_nan_inf_filter": False,
         "report_to": [],
         "disable_tqdm": True,

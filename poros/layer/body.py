@@ -268,7 +268,7 @@ class LayerBody:
         return self._contents
 
     def is_in_mode(self, mode: bool) -> bool:
-        """Whether ``train(mode)`` of the modules in the layer would change nothing."""
+        """See ``LayerIndex.is_in_mode``."""
         return self._contents.is_in_mode(mode)
 
     def condition(self) -> Condition:

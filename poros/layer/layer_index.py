@@ -29,6 +29,7 @@ _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 _POINTER: Callable[[Any], int] = torch.Tensor.data_ptr
 _FORM = attrgetter("dtype", "shape")
 _REQUIRES = attrgetter("requires_grad")
+_TRAIN = attrgetter("train")
 
 
 class Adapter(NamedTuple):
@@ -99,8 +100,6 @@ class LayerIndex:
         # Those that run at every module: PyTorch counts them with those of modules.
         self._hooks += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
         self._dicts = [module.__dict__ for module in self._inner]
-        methods = [type(module).train for module in self._inner]
-        self._has_own_modes = any(method is not nn.Module.train for method in methods)
         # Most owners hold nothing but frozen weights; no adapter ever appears in those.
         self._owners = [
             module._parameters
@@ -158,11 +157,11 @@ class LayerIndex:
         return all(map(issubclass, set(forwards), repeat((NoneType, Forward))))
 
     def is_in_mode(self, mode: bool) -> bool:
-        """Whether ``train(mode)`` of each module in the layer would change nothing."""
+        """Whether the layer and all in it have this mode, and no module sets it in its own way."""
         return (
-            not self._has_own_modes
-            and self.modules()[0].training is mode
+            self.modules()[0].training is mode
             and self.is_current()
+            and all(map(is_, map(_TRAIN, set(map(type, self._inner))), repeat(nn.Module.train)))
             and all(map(is_, map(dict.get, self._dicts, repeat("training")), repeat(mode)))
             and not any(map(dict.__contains__, self._dicts, repeat("train")))
         )

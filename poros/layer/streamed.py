@@ -203,9 +203,10 @@ class StreamedLayerMixin:
 
     def train(self, mode: bool = True) -> Any:
         """Trainers ask for it at each micro-batch: modules that are in that mode are left alone."""
-        if streamed_layer(self).is_in_mode(mode):
+        own = super().train  # type: ignore[misc]
+        if own.__func__ is nn.Module.train and streamed_layer(self).is_in_mode(mode):
             return self
-        return super().train(mode)  # type: ignore[misc]
+        return own(mode)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile what is recomputed, not what streams: see ``StreamedLayer.compile``."""

@@ -117,7 +117,8 @@ def verdict(run: Run) -> str:
         parts.append(f"Its loss went from {first['loss']:.3f} to {last['loss']:.3f}.")
         num_lost = len(run.logs) - len(run.values("loss"))
         if num_lost:
-            parts.append(f"The loss of {num_lost} steps is not a number.")
+            steps = "1 step" if num_lost == 1 else f"{num_lost} steps"
+            parts.append(f"The loss of {steps} is not a number.")
         seconds = sum(_seconds(run))
         if seconds:
             parts.append(f"It took {_duration(seconds)}.")
@@ -162,7 +163,7 @@ def _sections(run: Run) -> list[tuple[str, str, str]]:
     spans = (run.step or {}).get("spans", [])
     last = run.end or run.starts[-1]
     return [
-        ("Loss", lines(curves, "loss") if curves["training"] else "", "No step was logged yet."),
+        ("Loss", lines(curves, "loss"), _without_losses(run)),
         ("Memory, planned and measured", memory, "The run was not planned: it had no budget."),
         ("Memory over the run", over_steps, "The device does not say: there was no GPU."),
         (
@@ -189,7 +190,7 @@ def _largest(terms: Mapping[str, float]) -> dict[str, float]:
 
 def _budget(run: Run) -> float | None:
     budgets = (each["budget"] for each in reversed(run.logs) if each.get("budget"))
-    budget = next(budgets, None)
+    budget = next(budgets, (run.plan or {}).get("vram_budget"))
     return budget / GB if isinstance(budget, int | float) else None
 
 
@@ -204,15 +205,24 @@ def _seconds(run: Run) -> list[float]:
     return found
 
 
+def _without_losses(run: Run) -> str:
+    return "No loss is a number." if run.logs else "No step was logged yet."
+
+
 def _tokens_per_s(run: Run) -> list[float]:
-    """Of each step that is one step and some tokens further than the one before."""
-    found = []
-    for before, now in pairwise(run.logs):
-        num_tokens = now.get("num_tokens", 0) - before.get("num_tokens", 0)
-        seconds = now.get("time", 0) - before.get("time", 0)
-        if now["step"] == before["step"] + 1 and num_tokens > 0 and seconds > 0:
-            found.append(num_tokens / seconds)
-    return found
+    """Of each step behind another one of the same start. Tokens are counted from a start on."""
+    starts = [float(each["time"]) for each in run.starts if "time" in each]
+    times = dict(finite(run.logs, "time"))
+    counts = finite(run.logs, "num_tokens")
+    steps = [(step, count, times[step]) for step, count in counts if step in times]
+    return [
+        (count - before) / (now - then)
+        for (first, before, then), (second, count, now) in pairwise(steps)
+        if second == first + 1
+        and count > before
+        and now > then
+        and not any(then < start < now for start in starts)
+    ]
 
 
 def _duration(seconds: float) -> str:

@@ -23,16 +23,16 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
     return Bases(tmp_path_factory.mktemp("bases"))
 
 
-class Counts(nn.Module):
-    """Does more than to set a flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
+class Counting:
+    """Does more than to set a flag. Placed before a module's own class."""
 
     def train(self, mode: bool = True) -> Any:
-        self.num_calls += 1
-        return super().train(mode)
+        self.__dict__["num_calls"] = self.__dict__.get("num_calls", 0) + 1
+        return super().train(mode)  # type: ignore[misc]
+
+
+class Counts(Counting, nn.Module):
+    pass
 
 
 def add(layer: nn.Module) -> None:
@@ -50,6 +50,11 @@ def count_on_the_instance(layer: nn.Module) -> None:
     module.train = train
 
 
+def count_from_now_on(module: nn.Module) -> None:
+    if not isinstance(module, Counting):
+        module.__class__ = type("Counts", (Counting, type(module)), {})
+
+
 CHANGES: dict[str, Change] = {
     "nothing": lambda layer: None,
     "a module": lambda layer: layer.self_attn.q_proj.eval(),  # type: ignore[operator, union-attr]
@@ -59,12 +64,25 @@ CHANGES: dict[str, Change] = {
     "another module": add,
     "a method": count_on_the_instance,
     "a class": lambda layer: setattr(layer.mlp, "counts", Counts()),
+    "another class": lambda layer: count_from_now_on(layer.mlp),  # type: ignore[arg-type]
 }
 changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
-def built(bases: Bases, is_prepared: bool) -> Model:
+class Freezing:
+    """Keeps a part in evaluation. Placed before a layer's own class."""
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)  # type: ignore[misc]
+        self.mlp.eval()  # type: ignore[attr-defined]
+        return self
+
+
+def built(bases: Bases, is_prepared: bool, of_layers: type | None = None) -> Model:
     model = bases.build("qwen2").train()
+    if of_layers is not None:
+        layer = layer_of(model)
+        layer.__class__ = type(type(layer).__name__, (of_layers, type(layer)), {})
     return prepare_plain(model, slots=2) if is_prepared else model
 
 
@@ -92,6 +110,17 @@ def after(model: Model, change: Change) -> list[list[tuple[str, bool, int]]]:
 @changes
 def test_each_module_has_the_mode_it_has_otherwise(change: Change, bases: Bases) -> None:
     assert after(built(bases, True), change) == after(built(bases, False), change)
+
+
+@pytest.mark.parametrize("of_layers", [Counting, Freezing])
+def test_a_layer_with_a_method_of_its_own(of_layers: type, bases: Bases) -> None:
+    found = [
+        after(built(bases, is_prepared, of_layers), lambda layer: None)
+        for is_prepared in (True, False)
+    ]
+    assert found[0] == found[1]
+    plain = after(built(bases, False), lambda layer: None)
+    assert found[1] != plain
 
 
 def test_control_of_the_comparison(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,15 +50,26 @@ def test_tokens_are_counted(form: str, model: Path, data: Path, tmp_path: Path) 
     assert num_tokens > 1000
 
 
-def test_a_loss_that_is_no_number_is_logged_as_it_is(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["sft, packed", "sft, padded"])
+@pytest.mark.parametrize("added", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(
+    kind: str,
+    added: float,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Its gradients are fine; so are the losses behind it."""
+
     def compute_loss(self: Any, model: Model, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs["use_cache"] = False
         loss = Trainer.compute_loss(self, model, inputs, *args, **kwargs)
-        return loss * float("nan") if self.state.global_step == 1 else loss
+        return loss + added if self.state.global_step == 1 else loss
 
+    expected = arm(model, data, tmp_path / "expected", kind, memory__slots=2, training__steps=4)
     monkeypatch.setattr(Sft, "compute_loss", compute_loss)
-    arm(model, data, tmp_path, "sft, packed", memory__slots=2)
-    losses = [each["loss"] for each in logs(tmp_path)]
-    assert math.isfinite(losses[0]) and math.isnan(losses[1])
+    arm(model, data, tmp_path / "run", kind, memory__slots=2, training__steps=4)
+    losses = [each["loss"] for each in logs(tmp_path / "run")]
+    assert not math.isfinite(losses[1])
+    assert [*losses[:1], *losses[2:]] == [*expected.losses[:1], *expected.losses[2:]]

@@ -128,6 +128,34 @@ def test_a_loss_that_is_no_number_is_said_and_not_drawn(
     assert "polyline" in text and "nan" not in text and "validation" not in text.split("Memory")[0]
 
 
+def test_validation_is_drawn_where_no_training_loss_is_a_number(run: Path, tmp_path: Path) -> None:
+    found = events(run)
+    for each in found:
+        if each["event"] == "log":
+            each["loss"] = float("nan")
+    text = page(read_run(write(tmp_path / "run", found)))
+    assert "validation" in text.split("Memory")[0] and "No step was logged" not in text
+    without = [each for each in found if each["event"] != "evaluation"]
+    assert "No loss is a number." in page(read_run(write(tmp_path / "other", without)))
+
+
+def test_what_comes_before_a_restart_is_no_rate(run: Path, tmp_path: Path) -> None:
+    """Tokens are counted from each start on."""
+    first, *logs = [each for each in events(run) if each["event"] in ("start", "log")]
+    steps = [
+        {**each, "num_tokens": 100.0 * (1 + number), "time": number + 1.0}
+        for number, each in enumerate(logs[:2])
+    ]
+    later = {**logs[2], "num_tokens": 250.0, "time": 1000.0}
+    found = [{**first, "time": 0.0}, *steps, {**first, "time": 998.0}, later]
+    assert "100 tokens a second" in verdict(read_run(write(tmp_path / "run", found)))
+    # Control: without the second start the pause counts as training.
+    found = [found[0], steps[1], later]
+    assert "0 tokens a second" in verdict(read_run(write(tmp_path / "other", found)))
+    odd = [{**each, "num_tokens": None} for each in steps]
+    assert "tokens" not in verdict(read_run(write(tmp_path / "odd", [found[0], *odd])))
+
+
 def test_what_is_missing_is_said(run: Path, tmp_path: Path) -> None:
     text = page(read_run(write(tmp_path / "run", events(run)[:1])))
     assert "No step was logged yet." in text and "--trace-step 3" in text

@@ -6,6 +6,8 @@ from html import escape
 
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 220, 62, 28, 12
+_NAMES = 98
+"""Room for the names of rows, in the large type of a narrow page."""
 
 
 def lines(
@@ -63,12 +65,12 @@ def bars(
         return ""
     names = list(dict.fromkeys(name for _, parts in rows for name in parts))
     height = 34 * len(rows) + 10
-    scale = (_WIDTH - 110) / most
+    scale = (_WIDTH - _NAMES - 20) / most
     drawn = []
     for place, (name, parts) in enumerate(rows):
-        across = 90.0
+        across = float(_NAMES)
         top = 6 + 34 * place
-        drawn.append(f'<text x="82" y="{top + 17}" text-anchor="end">{escape(name)}</text>')
+        drawn.append(f'<text x="{_NAMES - 8}" y="{top + 17}" text-anchor="end">{escape(name)}</text>')
         for part, size in parts.items():
             width = size * scale
             drawn.append(
@@ -78,7 +80,7 @@ def bars(
             )
             across += width
     if limit is not None:
-        across = 90 + limit * scale
+        across = _NAMES + limit * scale
         drawn.append(
             f'<line class="limit" x1="{across:.1f}" x2="{across:.1f}" y1="0" y2="{height}"/>'
         )
@@ -98,21 +100,21 @@ def streams(spans: Sequence[Mapping[str, object]]) -> str:
     end = max((start + ms for _, _, start, ms in found), default=0.0)
     if not end:
         return ""
-    scale = (_WIDTH - 90) / end
+    scale = (_WIDTH - _NAMES - 10) / end
     drawn = []
     for place, stream in enumerate(("compute", "copy")):
         top = 8 + 44 * place
-        drawn.append(f'<text x="72" y="{top + 21}" text-anchor="end">{stream}</text>')
+        drawn.append(f'<text x="{_NAMES - 8}" y="{top + 21}" text-anchor="end">{stream}</text>')
         for name, of, start, ms in found:
             if of == stream:
                 kind = name.split(" ")[0]
                 drawn.append(
-                    f'<rect class="span-{escape(kind)}" x="{80 + start * scale:.2f}" y="{top}" '
+                    f'<rect class="span-{escape(kind)}" x="{_NAMES + start * scale:.2f}" y="{top}" '
                     f'width="{max(ms * scale, 0.4):.2f}" height="32">'
                     f"<title>{escape(name)}: {ms:.2f} ms at {start:.2f}</title></rect>"
                 )
     for tick in _ticks(0, end):
-        across = 80 + tick * scale
+        across = _NAMES + tick * scale
         drawn.append(f'<text x="{across:.1f}" y="112" text-anchor="middle">{tick:g}</text>')
     kinds = sorted({name.split(" ")[0] for name, *_ in found})
     keys = "".join(f'<span class="key span-key-{escape(k)}">{escape(k)}</span>' for k in kinds)

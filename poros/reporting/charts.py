@@ -70,7 +70,7 @@ def bars(
     for place, (name, parts) in enumerate(rows):
         across = float(_NAMES)
         top = 6 + 34 * place
-        drawn.append(f'<text x="{_NAMES - 8}" y="{top + 17}" text-anchor="end">{escape(name)}</text>')
+        drawn.append(_row_name(name, top + 17))
         for part, size in parts.items():
             width = size * scale
             drawn.append(
@@ -104,7 +104,7 @@ def streams(spans: Sequence[Mapping[str, object]]) -> str:
     drawn = []
     for place, stream in enumerate(("compute", "copy")):
         top = 8 + 44 * place
-        drawn.append(f'<text x="{_NAMES - 8}" y="{top + 21}" text-anchor="end">{stream}</text>')
+        drawn.append(_row_name(stream, top + 21))
         for name, of, start, ms in found:
             if of == stream:
                 kind = name.split(" ")[0]
@@ -119,6 +119,10 @@ def streams(spans: Sequence[Mapping[str, object]]) -> str:
     kinds = sorted({name.split(" ")[0] for name, *_ in found})
     keys = "".join(f'<span class="key span-key-{escape(k)}">{escape(k)}</span>' for k in kinds)
     return _figure("".join(drawn), f"{keys} <span class=unit>ms</span>", 118)
+
+
+def _row_name(name: str, down: float) -> str:
+    return f'<text x="{_NAMES - 8}" y="{down}" text-anchor="end">{escape(name)}</text>'
 
 
 def _limit_key(limit: float | None, name: str) -> str:

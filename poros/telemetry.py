@@ -114,10 +114,10 @@ class _Telemetry(TrainerCallback):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(named)
         event = {"event": "log", "step": state.global_step, **logs}
-        if self._runtime.plan is not self._plan and self._runtime.plan is not None:
-            event["plan"] = self._runtime.plan.as_dict()
-            event["budget"] = self._runtime.sizer.budget
-        self._plan = self._runtime.plan
+        plan = self._runtime.plan
+        if plan is not None and plan is not self._plan:
+            event |= {"plan": plan.as_dict(), "budget": self._runtime.sizer.budget}
+        self._plan = plan
         self._write(event)
 
     def _write(self, event: dict[str, Any]) -> None:

@@ -10,6 +10,6 @@ def residents(tmp_path_factory: pytest.TempPathFactory) -> Residents:
     return Residents(tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def bases(residents: Residents) -> Bases:
     return residents.bases

@@ -21,11 +21,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 NUM_LAYERS = 4
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    return Bases(tmp_path_factory.mktemp("bases"))
-
-
 def build(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
     return bases.build(architecture, num_layers=NUM_LAYERS, **options).train()
 

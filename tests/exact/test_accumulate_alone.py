@@ -12,23 +12,10 @@ import poros
 from poros.errors import UnsupportedModelError
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
-from tests.exact.together import Batch, num_groups, own_loss, reasons, same, train
+from tests.exact.together import Batch, build, layers, num_groups, own_loss, reasons, same, train
 from tests.support import prepare_plain
 
 Model = Any
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    return Bases(tmp_path_factory.mktemp("bases"))
-
-
-def build(bases: Bases, **options: Any) -> Model:
-    return bases.build("qwen2", **options).train()
-
-
-def layers(model: Model) -> Any:
-    return model.get_base_model().model.layers
 
 
 def two_forwards(model: Model, batch: Batch) -> torch.Tensor:

@@ -17,7 +17,18 @@ import poros
 from poros.accumulation.micro_batch import MicroBatch
 from poros.errors import RematerializationError, UnsupportedModelError
 from tests.exact.arms import Bases
-from tests.exact.together import Batch, Loss, num_groups, own_loss, reasons, same, train, trained
+from tests.exact.together import (
+    Batch,
+    Loss,
+    build,
+    layers,
+    num_groups,
+    own_loss,
+    reasons,
+    same,
+    train,
+    trained,
+)
 from tests.support import prepare_plain
 
 Model = Any
@@ -26,19 +37,6 @@ SIZES = (4,) * 4
 LATER = 2
 """The step from which on it is done, if not from the first."""
 WHEN = pytest.mark.parametrize("since", [0, LATER], ids=["from the start", "later"])
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    return Bases(tmp_path_factory.mktemp("bases"))
-
-
-def build(bases: Bases, **options: Any) -> Model:
-    return bases.build("qwen2", **options).train()
-
-
-def layers(model: Model) -> Any:
-    return model.get_base_model().model.layers
 
 
 class Loop:

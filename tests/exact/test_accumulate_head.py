@@ -27,11 +27,6 @@ def narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sliced_loss, "_MOST_WEIGHTS", 64 * 128)
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    return Bases(tmp_path_factory.mktemp("bases"))
-
-
 def num_heads(model: Model) -> float:
     """How often all of the head was brought."""
     runtime = poros.runtime(model)

@@ -42,11 +42,6 @@ TOKENS = torch.arange(4, 52).view(4, 12)
 BATCHES = [{"input_ids": row[None], "labels": row[None], "use_cache": False} for row in TOKENS]
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    return Bases(tmp_path_factory.mktemp("bases"))
-
-
 class Striking:
     """Stands for a context manager of the class or module ``owner``; strikes as it begins."""
 

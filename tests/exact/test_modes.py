@@ -18,11 +18,6 @@ Model = Any
 Change = Callable[[nn.Module], object]
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    return Bases(tmp_path_factory.mktemp("bases"))
-
-
 class Counting:
     """Does more than to set a flag. Placed before a module's own class."""
 

@@ -22,11 +22,6 @@ Patch = pytest.MonkeyPatch
 NUM_LAYERS = 4
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    return Bases(tmp_path_factory.mktemp("bases"))
-
-
 def build(bases: Bases, **options: Any) -> Model:
     return bases.build("qwen2", num_layers=NUM_LAYERS, **options).train()
 

@@ -7,12 +7,21 @@ from typing import Any
 import torch
 
 import poros
+from tests.exact.arms import Bases
 from tests.support import same_bits
 
 Model = Any
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[Model, Batch], torch.Tensor]
 LENGTHS = (12, 9, 20, 7, 12, 16, 5, 9)
+
+
+def build(bases: Bases, **options: Any) -> Model:
+    return bases.build("qwen2", **options).train()
+
+
+def layers(model: Model) -> Any:
+    return model.get_base_model().model.layers
 
 
 def trained(model: Model) -> list[Any]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
+from poros.errors import UnvalidatedArchitectureError
 from poros.graphs import Recorder
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
@@ -97,6 +98,7 @@ class Runtime:
         self._layers = [weakref.ref(layer) for layer in inventory.layers]
         self.blocks = inventory.blocks
         self._findings: Callable[[], dict[str, Any]] = nothing_checked
+        self.unchecked = ""
         self._num_resizes = 0
         self.num_together = 1
         self.accumulation: Any = None
@@ -313,9 +315,17 @@ class Runtime:
             args, kwargs: Of the model's forward.
 
         Raises:
+            UnvalidatedArchitectureError: If it is to be trained, and neither a gate nor the
+                self-check covers the model.
             VRAMBudgetError: If a given budget is below what such a step needs; the room is what it
                 was.
         """
+        if self.unchecked and torch.is_grad_enabled():
+            raise UnvalidatedArchitectureError(
+                "expected a check of what is trained: self_check, or an exact record of its family "
+                f'and adapters, found self_check="off" and that no gate has run {self.unchecked}. '
+                'Prepare it with self_check="strict", or run it under torch.no_grad()'
+            )
         in_place = self.context.in_place
         if in_place is not None and (other := in_place()) is not None and not other.begins:
             return  # this micro-batch is on its way already

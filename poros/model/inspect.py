@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from poros.config import StreamingPolicy
-from poros.errors import UnsupportedModelError
+from poros.errors import UnsupportedModelError, UnvalidatedArchitectureError
 from poros.head.choice import Head, choose_head
 from poros.head.embedding import Embedding, choose_embeddings
 from poros.layer.adapters import adapter_tensors, named_tensors
@@ -364,6 +364,23 @@ def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> s
         if record.outcome != "exact":
             untested.append(f"{what} ({command} does)")
     return " and ".join(untested)
+
+
+def require_checked(unchecked: str) -> None:
+    """Refuse to train what neither a gate nor the self-check covers.
+
+    Args:
+        unchecked: What that is; "" if nothing.
+
+    Raises:
+        UnvalidatedArchitectureError: If there is something, and gradients are enabled.
+    """
+    if unchecked and torch.is_grad_enabled():
+        raise UnvalidatedArchitectureError(
+            "expected a check of what is trained: the self-check, or an exact record of the family "
+            f'and its adapters, found self_check="off" and that no gate has run {unchecked}. '
+            'Prepare it with self_check="strict", or run it under torch.no_grad()'
+        )
 
 
 def _command(architecture: str, kind: str) -> str:

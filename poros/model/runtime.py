@@ -10,7 +10,6 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.digests import SourceDigests
-from poros.errors import UnvalidatedArchitectureError
 from poros.graphs import Recorder
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
@@ -25,7 +24,7 @@ from poros.layer.staying import SmallTensors
 from poros.layer.streamed import StreamedLayer, is_streamed, streamed_layer
 from poros.model.adoption import host_store
 from poros.model.attach import Attachment
-from poros.model.inspect import Inventory
+from poros.model.inspect import Inventory, require_checked
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
@@ -309,23 +308,15 @@ class Runtime:
         self.head.check_with(watch_rows)
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Make room for a micro-batch, before the model computes anything of it.
+        """``require_checked``, and room for a micro-batch before the model computes any of it.
 
         Args:
             args, kwargs: Of the model's forward.
 
         Raises:
-            UnvalidatedArchitectureError: If it is to be trained, and neither a gate nor the
-                self-check covers the model.
-            VRAMBudgetError: If a given budget is below what such a step needs; the room is what it
-                was.
+            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
         """
-        if self.unchecked and torch.is_grad_enabled():
-            raise UnvalidatedArchitectureError(
-                "expected a check of what is trained: self_check, or an exact record of its family "
-                f'and adapters, found self_check="off" and that no gate has run {self.unchecked}. '
-                'Prepare it with self_check="strict", or run it under torch.no_grad()'
-            )
+        require_checked(self.unchecked)
         in_place = self.context.in_place
         if in_place is not None and (other := in_place()) is not None and not other.begins:
             return  # this micro-batch is on its way already

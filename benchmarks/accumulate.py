@@ -157,7 +157,6 @@ def prepared_ways(options: argparse.Namespace, model: Any, take: Take) -> None:
                 loss=options.loss,
                 stream_head=options.stream_head,
                 self_check="off",
-                allow_unvalidated=True,
             )
             link = way.link
             streams = SlowLink(device, link, cycles, plain) if link else CudaStreams(device)

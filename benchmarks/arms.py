@@ -150,7 +150,7 @@ def streamed(model: Any, device: torch.device, **policy: Any) -> Iterator[Placed
     unknown = [name for name in policy if name not in known]
     if unknown:
         raise NotPossibleError(f"StreamingPolicy of this version has no {', '.join(unknown)}")
-    poros.prepare(model, device=str(device), allow_unvalidated=True, self_check="off", **policy)
+    poros.prepare(model, device=str(device), self_check="off", **policy)
     try:
         yield Placed(poros.runtime(model))
     finally:

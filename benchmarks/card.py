@@ -137,9 +137,7 @@ def streamed(options: argparse.Namespace, model: Any, take: Callable[..., None])
         for size in options.sizes:
             gc.collect()
             memory.empty(device)
-            policy = poros.StreamingPolicy(
-                vram_budget=options.budget, self_check="off", allow_unvalidated=True
-            )
+            policy = poros.StreamingPolicy(vram_budget=options.budget, self_check="off")
             prepare_with(model, policy, streams=SlowLink(device, link, cycles, plain))
             runtime = poros.runtime(model)
             steps = Steps(model, options.seq, size)

@@ -161,7 +161,7 @@ def of_lengths(num_batches: int) -> Figures:
     found: Figures = {}
     for multiple in (1, 16, 64, 128, 256):
         model = small_model(1, 4).train()
-        policy = poros.StreamingPolicy(self_check="off", allow_unvalidated=True, device="cpu")
+        policy = poros.StreamingPolicy(self_check="off", device="cpu")
         prepare_with(model, policy, recorder=TapeRecorder())
         captures = poros.runtime(model).context.captures
         generator = torch.Generator().manual_seed(3)
@@ -191,7 +191,6 @@ def measure(options: argparse.Namespace, model: Any) -> Figures:
                 keep_last=options.keep_last,
                 loss=options.loss,
                 self_check="off",
-                allow_unvalidated=True,
                 cuda_graphs=graphs,
             )
             run = Run(model, device, options.seq)

@@ -26,7 +26,7 @@ NUM_STEPS = 6
 
 def run(base: Any, policy: dict[str, Any], seq_len: int) -> tuple[list[float], list[Any], int]:
     """Seconds from the first forward to the end of each step, the rooms, and bytes reserved."""
-    model = poros.prepare(base, device="cuda", allow_unvalidated=True, **policy).train()
+    model = poros.prepare(base, device="cuda", **policy).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(0)

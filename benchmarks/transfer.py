@@ -82,9 +82,7 @@ def measure(
     """Train with two slots, and copy the same slabs plainly before and after, every pass."""
     is_cuda = device.type == "cuda"
     streams: Any = TimedCudaStreams(device) if is_cuda else TimedEagerStreams(device)
-    policy = poros.StreamingPolicy(
-        device=str(device), slots=2, self_check="off", allow_unvalidated=True
-    )
+    policy = poros.StreamingPolicy(device=str(device), slots=2, self_check="off")
     prepare_with(model, policy, streams=streams)
     rows: list[dict[str, Any]] = []
     try:

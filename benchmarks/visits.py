@@ -122,7 +122,6 @@ def arm_of(model: Any, name: str, device: torch.device, num_layers: int) -> Any:
         made,
         device=str(device),
         slots=slots,
-        allow_unvalidated=True,
         self_check="off",
         cuda_graphs=name == REPLAYED,
         loss="reference",

@@ -13,7 +13,6 @@ because a machine that does not repeat its own results can show nothing about st
 import gc
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,15 +104,20 @@ def compare_arms(
 
 
 def poros_prepare() -> Prepare:
-    """Return ``poros.prepare`` with two slots and the bits of plain transformers.
+    """Return ``poros.prepare`` with two slots and the bits of plain transformers, on record or not.
 
     The other arm is plain transformers. With the free memory of a GPU planned for it a small model
     would not stream at all. The gates are loaded without the runtime until an arm needs it.
     """
-    from poros.api import prepare
-    from poros.config import MIN_SLOTS
+    from poros.api import prepare_with
+    from poros.config import MIN_SLOTS, StreamingPolicy
 
-    return partial(prepare, slots=MIN_SLOTS, loss="reference", adapter_kernels="exact")
+    policy = StreamingPolicy(slots=MIN_SLOTS, loss="reference", adapter_kernels="exact")
+
+    def prepare(model: Any, **overrides: Any) -> Any:
+        return prepare_with(model, policy.override(**overrides), goes_by_records=False)
+
+    return prepare
 
 
 def _failed(report: ParityReport, arm: str, error: Exception) -> ParityReport:

@@ -126,8 +126,7 @@ def check_architecture(
         seed: Of weights, data and training.
         adapter: Kind of the adapters, a name of ``poros.gates.kinds.KINDS``.
         quantize: Whether the base is NF4; None makes it dense for adapters that need that.
-        prepare: As in ``run_parity``; gets ``allow_unvalidated=True``, ``device`` and ``policy``
-            as keywords.
+        prepare: As in ``run_parity``; gets ``device`` and ``policy`` as keywords.
         resident_kernels: Compare with a resident model that runs our adapter kernels instead of a
             streamed one.
         **policy: Fields of ``StreamingPolicy``, such as ``block_size`` and ``slots``.
@@ -313,5 +312,5 @@ def _with_kernels(tally: Tally, model: torch.nn.Module) -> torch.nn.Module:
 
 def _with_policy(prepare: Prepare | None, device: str, policy: Mapping[str, Any]) -> partial[Any]:
     # Named, because the default device of a policy may not be that of the resident arm.
-    options = {"allow_unvalidated": True, "device": device, **AS_COMPARED, **policy}
+    options = {"device": device, **AS_COMPARED, **policy}
     return partial(prepare or poros_prepare(), **options)

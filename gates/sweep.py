@@ -1,9 +1,9 @@
-"""Runs the gate for the registry: one family or kind of adapter, or all that there are.
+"""Runs the gate for the registry, at a release: every family of models and every kind of adapters.
 
 ``python -m poros.gates.sweep`` goes through every model type with a causal language model, then
-through every kind of adapter (``--adapters`` through these alone), each in a process of its own
-with a limit on time and memory, and writes each record as it is made. Records that still count are
-kept, so a sweep that was stopped goes on where it was.
+through every kind of adapter, each in a process of its own with a limit on time and memory, and
+writes the registry after each. With names it runs these alone: model types, names of
+``poros.gates.tiny.ARCHITECTURES``, or kinds.
 """
 
 import argparse
@@ -11,8 +11,9 @@ import logging
 import multiprocessing
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,19 +22,9 @@ import torch
 from poros.errors import PorosError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams
-from poros.gates.kinds import KINDS
+from poros.gates.kinds import KINDS, kind_of
 from poros.gates.parity import check_architecture
-from poros.gates.registry import (
-    ADAPTER_FAMILIES,
-    OUTCOMES,
-    AdapterRecord,
-    Outcome,
-    Record,
-    adapter_modes,
-    code_hash,
-    modes_of,
-    read_registry,
-)
+from poros.gates.registry import OUTCOMES, Outcome, Record, read_registry
 from poros.gates.report import ParityReport, environment
 
 _MAX_BYTES = 6 << 30
@@ -41,104 +32,104 @@ _MAX_REASON = 400
 # A model of so few layers either fits these seconds or is not small.
 _TIME_LIMIT_S = 60.0
 
+_SHORT = {
+    "dtype": torch.bfloat16,
+    "dropout": 0.05,
+    "block_size": 1,
+    "slots": 2,
+    "accumulation": 1,
+    "self_check": "strict",
+    "keep_last": 0,
+    "offload_boundaries": False,
+    "num_steps": 3,
+    "num_layers": 3,
+    "hidden_size": 64,
+}
+_LONG = {**_SHORT, "num_steps": 20, "num_layers": 6}
+# The self-check loads layers of its own accord: one mode runs without, as a fault it hides would.
+_DENSE = {**_LONG, "dtype": torch.float32, "dropout": 0.0, "block_size": 2, "self_check": "off"}
 
-def make_record(
-    name: str,
-    *,
-    adapter: str | None = None,
-    code: str | None = None,
-    on_report: Callable[[ParityReport], None] | None = None,
-) -> Record:
+_KEEP_LAST = {**_LONG, "num_steps": 6, "keep_last": 2, "offload_boundaries": True}
+
+PROMISED_MODES: tuple[dict[str, Any], ...] = (_LONG, {**_DENSE, "accumulation": 2}, _KEEP_LAST)
+"""Modes of the architectures that the gates promise."""
+OTHER_MODES: tuple[dict[str, Any], ...] = (_SHORT,)
+"""Modes of every other family."""
+
+ADAPTER_MODES: tuple[dict[str, Any], ...] = (
+    _SHORT,
+    {**_SHORT, "autocast_dtype": torch.bfloat16, "keep_last": 1, "offload_boundaries": True},
+    {
+        **_SHORT,
+        **{"dtype": torch.float32, "autocast_dtype": torch.bfloat16, "quantize": False},
+        **{"dropout": 0.0, "block_size": 2, "accumulation": 2, "self_check": "off"},
+    },
+)
+"""Modes of kinds of adapters."""
+
+ADAPTER_FAMILIES = ("qwen2", "gemma3")
+"""Biases and gated linear layers; sliding windows, norms around everything and a tied head."""
+
+_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
+
+
+def modes_of(name: str, adapter: str | None = None) -> tuple[dict[str, Any], ...]:
+    """The modes in which the gate runs an architecture, or a kind of adapter on it."""
+    if adapter is not None:
+        return ADAPTER_MODES
+    return PROMISED_MODES if name in tiny.ARCHITECTURES else OTHER_MODES
+
+
+def make_record(name: str, adapter: str | None = None) -> Record:
     """Run the gate on one architecture, in each of its modes, on the CPU.
 
     Args:
         name: A name of ``tiny.ARCHITECTURES`` or any ``model_type`` of transformers.
         adapter: A kind of adapter to record on it; None records the architecture, with LoRA.
-        code: ``code_hash()``, if taken before; a long sweep takes it before it imports.
-        on_report: Called with the report of each mode.
 
     Returns:
-        The sealed record. Whatever goes wrong is in it; only names that transformers or the gate
-        does not know are raised.
+        The record. Whatever goes wrong is in it; only names that transformers or the gate does not
+        know are raised.
 
     Raises:
         UnsupportedModelError: If transformers has no such architecture, or the gate no such kind.
     """
-    code = code or code_hash()
     tiny.model_type_of(name)
-    outcome: Outcome = "exact"
-    reason: str | None = None
-    modes = []
-    for mode in modes_of(name) if adapter is None else adapter_modes(adapter):
-        outcome, reason, ran = _run_mode(name, adapter, mode, on_report)
+    kind_of(adapter or "lora")
+    for mode in modes_of(name, adapter):
+        outcome, reason = _run_mode(name, adapter, mode)
         if outcome == "untested" and mode["dropout"]:
-            outcome, reason, ran = _run_mode(name, adapter, {**mode, "dropout": 0.0}, on_report)
-        modes.append(ran)
+            # Some families cannot have dropout in their adapters.
+            outcome, reason = _run_mode(name, adapter, {**mode, "dropout": 0.0})
         if outcome != "exact":
             break
-    return _sealed(name, adapter, outcome, reason, modes, code)
+    return _recorded(outcome, reason)
 
 
-def _sealed(
-    name: str,
-    adapter: str | None,
-    outcome: Outcome,
-    reason: str | None,
-    modes: Sequence[Mapping[str, Any]],
-    code: str,
-) -> Record:
-    machine = environment(torch.device("cpu"))
-    values: dict[str, Any] = {
-        "name": name,
-        "model_type": tiny.model_type_of(name),
-        "outcome": outcome,
-        "reason": reason and " ".join(reason.split())[:_MAX_REASON],
-        "modes": modes,
-        "versions": machine.pop("versions"),
-        "environment": machine,
-        "date": datetime.now(UTC).date().isoformat(),
-        "code": code,
-    }
-    record = Record(**values) if adapter is None else AdapterRecord(**values, adapter=adapter)
-    return record.sealed()
+def _recorded(outcome: Outcome, reason: str | None) -> Record:
+    versions = environment(torch.device("cpu"))["versions"]
+    reason = reason and " ".join(reason.split())[:_MAX_REASON]
+    return Record(outcome, reason, {library: versions[library] for library in _LIBRARIES})
 
 
 def _run_mode(
-    name: str,
-    adapter: str | None,
-    mode: Mapping[str, Any],
-    on_report: Callable[[ParityReport], None] | None,
-) -> tuple[Outcome, str | None, dict[str, Any]]:
-    options = {key: value for key, value in mode.items() if key != "is_adversarial"}
-    for key in ("dtype", "autocast_dtype"):
-        if options.get(key) is not None:
-            options[key] = getattr(torch, options[key])
-    if adapter is not None:
-        options["adapter"] = adapter
-    prepare = _prepare_adversarially if mode["is_adversarial"] else None
+    name: str, adapter: str | None, mode: Mapping[str, Any]
+) -> tuple[Outcome, str | None]:
+    options = {**mode, "adapter": adapter or "lora"}
     try:
-        report = check_architecture(name, device="cpu", prepare=prepare, **options)
+        return judge(
+            check_architecture(name, device="cpu", prepare=_prepare_adversarially, **options)
+        )
     except PorosError as error:  # it cannot be built
-        return "untested", str(error), dict(mode)
-    if on_report is not None:
-        on_report(report)
-    outcome, reason = judge(report)
-    ran = {
-        **mode,
-        "num_elements": sum(tally.num_elements for tally in report.tallies.values()),
-        "num_differing_bits": sum(tally.num_differing_bits for tally in report.tallies.values()),
-        "hashes": report.hashes,
-    }
-    return outcome, reason, ran
+        return "untested", str(error)
 
 
 def _prepare_adversarially(model: Any, **overrides: Any) -> Any:
     from poros.api import prepare_with
     from poros.config import StreamingPolicy
 
-    return prepare_with(
-        model, StreamingPolicy().override(**overrides), streams=AdversarialStreams()
-    )
+    policy = StreamingPolicy().override(**overrides)
+    return prepare_with(model, policy, streams=AdversarialStreams(), goes_by_records=False)
 
 
 def judge(report: ParityReport) -> tuple[Outcome, str | None]:
@@ -166,70 +157,83 @@ def architectures() -> list[str]:
     return [*promised, *(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in taken)]
 
 
-def adapters() -> list[tuple[str, str]]:
-    """Every kind of adapter with every family that it is recorded on."""
-    return [(name, kind) for kind in KINDS for name in ADAPTER_FAMILIES]
-
-
 def sweep(
     subjects: Sequence[tuple[str, str | None]], *, time_limit_s: float = _TIME_LIMIT_S
 ) -> None:
-    """Record what has no record that counts, one process at a time.
+    """Record the outcomes of subjects, one process at a time; other records stay.
 
     Args:
         subjects: Architectures, each with a kind of adapter or None.
         time_limit_s: For one mode.
     """
-    code = code_hash()
+    found: defaultdict[tuple[str, str], list[Record]] = defaultdict(list)
+    order = list(OUTCOMES)
     for name, adapter in subjects:
-        known = read_registry().of(name, adapter)
-        if known is not None and not known.problems(code):
-            continue
         started = time.monotonic()
-        record = _in_process(name, adapter, code, time_limit_s)
-        read_registry().including(record).write()
+        record = _in_process(name, adapter, time_limit_s)
+        part, key = ("adapters", adapter) if adapter else ("families", tiny.model_type_of(name))
+        variants = found[part, key]
+        variants.append(record)
+        worst = min(variants, key=lambda each: order.index(each.outcome))
+        registry = read_registry()
+        replace(registry, **{part: {**getattr(registry, part), key: worst}}).write()
         seconds = time.monotonic() - started
-        print(
-            f"{record.outcome:8} {record.key} ({seconds:.1f} s) {record.reason or ''}", flush=True
-        )
+        what = f"{adapter} on {name}" if adapter else name
+        print(f"{record.outcome:8} {what} ({seconds:.1f} s) {record.reason or ''}", flush=True)
 
 
-def _in_process(name: str, adapter: str | None, code: str, time_limit_s: float) -> Record:
+def _in_process(name: str, adapter: str | None, time_limit_s: float) -> Record:
     # Forked, because importing everything takes longer than most gates.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_record, args=(name, adapter, code, sender), daemon=True)
+    process = context.Process(target=_send_record, args=(name, adapter, sender), daemon=True)
     process.start()
     sender.close()
-    limit_s = time_limit_s * len(modes_of(name) if adapter is None else adapter_modes(adapter))
-    record = None
-    reason = f"the process took longer than {limit_s:.0f} s"
+    limit_s = time_limit_s * len(modes_of(name, adapter))
+    record = _recorded("untested", f"the process took longer than {limit_s:.0f} s")
     if receiver.poll(limit_s):
         try:
             record = receiver.recv()
         except EOFError:
             process.join()
-            reason = f"the process ended with exit code {process.exitcode}"
+            record = _recorded("failed", f"the process ended with exit code {process.exitcode}")
     process.kill()
     process.join()
-    if record is not None:
-        return record
-    return _sealed(name, adapter, "untested" if "longer" in reason else "failed", reason, (), code)
+    return record
 
 
-def _send_record(name: str, adapter: str | None, code: str, sender: Connection) -> None:
+def _send_record(name: str, adapter: str | None, sender: Connection) -> None:
     import resource  # not on every platform, and only here needed
 
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))
-    sender.send(make_record(name, adapter=adapter, code=code))
+    sender.send(make_record(name, adapter))
     sender.close()
 
 
+def subjects(names: Sequence[str] = ()) -> list[tuple[str, str | None]]:
+    """What a sweep goes through: all variants of each family, all families of each kind.
+
+    Args:
+        names: Of architectures, model types or kinds; all if there are none.
+    """
+    families = architectures()
+    known = {name: tiny.model_type_of(name) for name in families}
+    wanted = {known.get(name, name) for name in names}
+    found: list[tuple[str, str | None]] = [
+        (name, None) for name in families if not names or known[name] in wanted
+    ]
+    for kind in KINDS:
+        if not names or (kind in names and kind not in known):
+            found += [(name, kind) for name in ADAPTER_FAMILIES]
+    if unknown := set(names) - {*known, *known.values(), *KINDS}:
+        raise SystemExit(f"neither architectures nor kinds of adapters: {', '.join(unknown)}")
+    return found
+
+
 def main() -> None:
-    """Sweep, then say how many records there are of each outcome."""
+    """Sweep, then print what is on record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures, or kinds; all if none is given")
-    parser.add_argument("--adapters", action="store_true", help="kinds of adapters alone")
     parser.add_argument("--time-limit", type=float, default=_TIME_LIMIT_S, help="seconds per mode")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -237,20 +241,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     import poros.api  # noqa: F401  before the first fork
 
-    sweep(_subjects(options.names, options.adapters), time_limit_s=options.time_limit)
-    registry = read_registry()
-    for subjects, records in (("families", registry.records), ("adapters", registry.adapters)):
-        outcomes = [record.outcome for record in records.values()]
-        counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in OUTCOMES)
-        print(f"{subjects}: {counts}")
-
-
-def _subjects(names: Sequence[str], adapters_alone: bool) -> list[tuple[str, str | None]]:
-    kinds = [pair for pair in adapters() if not names or pair[1] in names]
-    families: list[tuple[str, str | None]] = [(name, None) for name in names or architectures()]
-    if adapters_alone:
-        return [*kinds]
-    return families if names else [*families, *kinds]
+    sweep(subjects(options.names), time_limit_s=options.time_limit)
+    print(*read_registry().lines(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -59,9 +59,10 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
 
     Raises:
         PolicyError: If a policy field is unknown or cannot work.
-        UnsupportedModelError: If the model cannot be streamed exactly.
-        UnvalidatedArchitectureError: If no gate has covered the architecture and
-            ``allow_unvalidated`` is False.
+        UnsupportedModelError: If the model cannot be streamed exactly, or its family or a kind of
+            its adapters is refused on record. One that no gate has run is prepared with a warning;
+            with ``self_check="off"`` its first forward with gradients raises
+            ``UnvalidatedArchitectureError``.
         PreparedModelError: If the model is prepared already, with another policy.
         HostMemoryError: If host memory for the base cannot be had.
         ParityError: If a 4-bit weight is not what ``poros.load`` has packed and nobody has written
@@ -82,8 +83,12 @@ def prepare_with(
     streams: StreamContext | None = None,
     journal: list[Action] | None = None,
     recorder: Recorder | None = None,
+    goes_by_records: bool = True,
 ) -> ModelT:
-    """``prepare`` with streams and recorder given, and a journal of every action if wanted."""
+    """``prepare`` with streams and recorder given, and a journal of every action if wanted.
+
+    ``goes_by_records`` is False for the gate, which writes the registry.
+    """
     existing = find_runtime(model)
     if existing is not None:
         if existing.policy == policy:
@@ -100,7 +105,7 @@ def prepare_with(
         )
     # Tensors made under inference mode could not take part in training later.
     with torch.inference_mode(False):
-        inventory = take_inventory(model, policy)
+        inventory = take_inventory(model, policy, goes_by_records=goes_by_records)
         device = streams.device if streams is not None else _choose_device(model, policy)
         if policy.cuda_graphs and device.type != "cuda" and recorder is None:
             raise PolicyError(f"cuda_graphs: expected a GPU to record them on, found {device}")
@@ -139,7 +144,15 @@ def prepare_with(
 
 def _watch(runtime: Runtime, inventory: Inventory) -> None:
     """Have the first step checked, if the policy wants that."""
-    if runtime.policy.self_check == "off":
+    is_off = runtime.policy.self_check == "off"
+    if inventory.untested:
+        logger.warning(
+            "poros: no gate has run %s; %s",
+            inventory.untested,
+            "self_check is off, so training it is refused" if is_off else "the self-check decides",
+        )
+    if is_off:
+        runtime.unchecked = inventory.untested
         logger.warning("poros: self_check is off: the first step will not be checked")
         return
     from poros.self_check.check import SelfCheck

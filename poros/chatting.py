@@ -22,7 +22,6 @@ class Chat:
         max_new_tokens: Of an answer.
         temperature: 0 takes the likeliest token each time.
         seed: Of what is drawn otherwise.
-        allow_untested: Also an architecture without a record.
 
     Attributes:
         notes: What a person should know, a line each.
@@ -38,7 +37,6 @@ class Chat:
         max_new_tokens: int = 512,
         temperature: float = 0.0,
         seed: int = 0,
-        allow_untested: bool = False,
     ) -> None:
         from peft import PeftModel
         from transformers import AutoTokenizer
@@ -47,9 +45,7 @@ class Chat:
             raise PolicyError(f"--temperature: expected 0 or above, found {temperature}")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(_with_tokenizer(adapter, base))
         model: Any = PeftModel.from_pretrained(load(base), str(adapter))
-        self._model = prepare(
-            model.eval(), vram_budget=vram, self_check="off", allow_unvalidated=allow_untested
-        )
+        self._model = prepare(model.eval(), vram_budget=vram, self_check="off")
         self._temperature = temperature
         self._most = max_new_tokens
         self._begin = [] if system is None else [{"role": "system", "content": system}]

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any
 
 from poros.errors import PolicyError
@@ -15,6 +15,10 @@ SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
 ADAPTER_KERNELS = ("fused", "exact", "peft")
 DORA_TIERS = (None, "fused", "forward", "eager")
+ALLOW_IS_GONE = (
+    "expected no such setting, found one: it is gone, because an architecture that no gate has run "
+    "trains behind a warning and the self-check of its first step. Remove it"
+)
 _UNITS = {"": 1.0, "b": 1.0} | {
     f"{letter}{end}": float(base) ** power
     for power, letter in enumerate("kmgt", start=1)
@@ -79,11 +83,11 @@ class StreamingPolicy:
             so on a GPU if the budget has room, before more slots; True on a CPU too.
         device: Where the model trains, such as ``"cuda:1"`` or ``"cpu"``. None takes the device
             of the adapters if that is a GPU, else the current GPU if there is one, else the CPU.
-        allow_unvalidated: Stream an architecture that no gate has shown to be exact, with a
-            warning, instead of refusing it.
         self_check: ``"strict"`` checks every layer of the first training step against an ordinary
             graph and raises ``ParityError`` if a bit differs; ``"warn"`` only logs it; ``"off"``
-            does not check, and says so.
+            does not check, logs that, and refuses to train an architecture or a kind of adapters
+            that no gate has run.
+        allow_unvalidated: Is gone; raises if it is passed.
 
     Raises:
         PolicyError: If a value cannot work; the message names the field.
@@ -102,10 +106,12 @@ class StreamingPolicy:
     cuda_graphs: bool | None = None
     share_dense: bool | None = None
     device: str | None = None
-    allow_unvalidated: bool = False
     self_check: str = "strict"
+    allow_unvalidated: InitVar[object] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, allow_unvalidated: object) -> None:
+        if allow_unvalidated is not None:
+            raise PolicyError(f"allow_unvalidated: {ALLOW_IS_GONE}")
         _require_int("block_size", self.block_size, at_least=1)
         if self.vram_budget is not None:
             parse_num_bytes(self.vram_budget, "vram_budget")
@@ -114,10 +120,6 @@ class StreamingPolicy:
             _require_int("slots", self.slots, at_least=MIN_SLOTS)
         if self.keep_last is not None:
             _require_int("keep_last", self.keep_last, at_least=0)
-        if not isinstance(self.allow_unvalidated, bool):
-            raise PolicyError(
-                f"allow_unvalidated: expected a bool, found {self.allow_unvalidated!r}"
-            )
         choices = ("offload_boundaries", "stream_embedding", "stream_head", "cuda_graphs")
         for name in (*choices, "share_dense"):
             value = getattr(self, name)
@@ -144,7 +146,7 @@ class StreamingPolicy:
         """This policy with some fields replaced; unknown names raise ``PolicyError``."""
         known = [field.name for field in fields(self)]
         for name in changes:
-            if name not in known:
+            if name not in known and name != "allow_unvalidated":
                 raise PolicyError(
                     f"{name!r} is not a policy field; the fields are {', '.join(known)}"
                 )

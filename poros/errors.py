@@ -44,7 +44,7 @@ class UnsupportedModelError(PorosError, ValueError):
 
 
 class UnvalidatedArchitectureError(UnsupportedModelError):
-    """The architecture may stream exactly, but no gate has shown it yet."""
+    """The family or the kind of adapters may train exactly, but no gate and no check has run it."""
 
 
 class PreparedModelError(PorosError, RuntimeError):

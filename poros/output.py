@@ -58,12 +58,16 @@ def require_empty_folder(path: Path, option: str) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Write ``content``; a reader sees the old file or all of the new one."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text``; a reader sees the old file or all of the new one."""
     with NamedTemporaryFile(
         "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
     ) as part:
         try:
-            json.dump(content, part, indent=1)
-            part.write("\n")
+            part.write(text)
             part.flush()
             os.fsync(part.fileno())
             os.chmod(part.name, 0o644)

@@ -19,8 +19,9 @@ def lines() -> list[str]:
     found += ["<!-- python -m tests.command_page -->", ""]
     for name, command in group.commands.items():
         found += [f"## `poros {name}`", "", *(command.help or "").strip().splitlines(), ""]
-        arguments = [each for each in command.params if each.param_type_name == "argument"]
-        options = [each for each in command.params if each.param_type_name == "option"]
+        shown = [each for each in command.params if not getattr(each, "hidden", False)]
+        arguments = [each for each in shown if each.param_type_name == "argument"]
+        options = [each for each in shown if each.param_type_name == "option"]
         if arguments or options:
             found += ["| | |", "| --- | --- |"]
         for each in arguments:

@@ -44,7 +44,7 @@ CORE = tuple(
 QUICK = ("refused", "programs", "arrival", "manager")
 """Test files that run first, by name, wherever they are."""
 OTHERS = ("exact/test_*.py", "faults/test_*.py", "unit/test_*.py")
-WITHOUT = ("benchmarks", "cli", "file_table", "imports", "packaging", "registry")
+WITHOUT = ("benchmarks", "cli", "imports", "packaging", "registry")
 """Test files that see nothing of a step."""
 FILES_PER_GROUP = 5
 TIMEOUT_S = 300

@@ -38,7 +38,13 @@ class AdversarialPrepare:
         # Off: the faults that tests plant have to show in what is trained. It is compared with
         # plain transformers.
         policy = StreamingPolicy(self_check="off", **AS_PLAIN).override(**overrides)
-        return prepare_with(model, policy, streams=self.streams, journal=self.journal)
+        return prepare_with(
+            model,
+            policy,
+            streams=self.streams,
+            journal=self.journal,
+            goes_by_records=False,
+        )
 
     @contextmanager
     def watching(self) -> Iterator["AdversarialPrepare"]:

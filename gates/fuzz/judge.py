@@ -175,10 +175,10 @@ def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
                 loss=policy.loss,
                 adapter_kernels="exact",
                 self_check=policy.self_check,
-                allow_unvalidated=True,
                 device="cpu",
             ),
             streams=streams,
+            goes_by_records=False,
         )
 
     finish = _Finish()

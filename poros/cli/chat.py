@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from poros.cli.shared import quieten_libraries, readable_errors
+from poros.cli.shared import AllowUntested, quieten_libraries, readable_errors
 
-_OPTIONS = {"vram_budget": "--vram", "allow_unvalidated": "--allow-untested"}
+_OPTIONS = {"vram_budget": "--vram"}
 
 
 def chat(
@@ -27,9 +27,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token each time.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    allow_untested: Annotated[
-        bool, typer.Option("--allow-untested", help="Also an architecture without a record.")
-    ] = False,
+    allow_untested: AllowUntested = None,
 ) -> None:
     """Talk to a model and its adapter; a base that does not fit on the GPU is streamed.
 
@@ -53,7 +51,6 @@ def chat(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,
-            allow_untested=allow_untested,
         )
         for note in talk.notes:
             typer.echo(note, err=True)

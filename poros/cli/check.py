@@ -30,17 +30,11 @@ def check(
         str | None,
         typer.Option(help="Check this kind of adapter, such as vera.", show_default="lora"),
     ] = None,
-    record: Annotated[
-        bool,
-        typer.Option(
-            "--record", help="Check it in every mode of the registry, and write its record there."
-        ),
-    ] = False,
     registered: Annotated[
         bool,
         typer.Option(
             "--registered",
-            help="Say what is on record: how many and which are exact, or each whose name has "
+            help="Show what is on record: how many and which are exact, or each whose name has "
             "MODEL_DIR in it. Checks nothing.",
         ),
     ] = False,
@@ -72,33 +66,23 @@ def check(
     With --fuzz what is trained, and how, is drawn: hooks, penalties, autocast, adapters, edits,
     exceptions. Each program has to end in equal bits, or in an error before a wrong update.
 
-    Exit code: 0 if no bit differs, 1 if one does (or a listed record is stale), 2 for bad input.
+    Exit code: 0 if no bit differs, 1 if one does (with --registered: if nothing on record has the
+    name), 2 for bad input.
     """
     if registered:
-        if record or fuzz or architecture is not None or adapter is not None:
+        if fuzz or architecture is not None or adapter is not None:
             raise typer.BadParameter(
-                "--registered says what is on record, and takes only part of a name"
+                "--registered shows what is on record, and takes only part of a name"
             )
         _list_registered(None if model_dir is None else str(model_dir))
     if fuzz:
-        if record or model_dir is not None or architecture is not None or steps is not None:
+        if model_dir is not None or architecture is not None or steps is not None:
             raise typer.BadParameter("--fuzz draws its models, and takes --minutes, --seed, --out")
         _fuzz(10.0 if minutes is None else minutes, seed or 0, out)
     if minutes is not None or seed is not None:
         raise typer.BadParameter("--minutes and --seed go with --fuzz")
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
-    if resident_kernels and record:
-        raise typer.BadParameter("--resident-kernels checks one mode, and records nothing")
-    if record:
-        chosen = (slots, block_size) != (_POLICY.slots or MIN_SLOTS, _POLICY.block_size)
-        if architecture is None or steps is not None or out is not None or chosen:
-            raise typer.BadParameter(
-                "--record takes --architecture NAME (and --adapter KIND) alone: the registry "
-                "sets the modes"
-            )
-        _record(architecture, adapter)
-
     with readable_errors(_OPTIONS):
         # Inside the gate a policy that cannot work would count as a failure of streaming.
         StreamingPolicy(slots=slots, block_size=block_size)
@@ -135,28 +119,20 @@ def check(
 
 
 def _list_registered(part: str | None) -> NoReturn:
-    """Print what is on record, and say by the exit code whether it is fresh."""
-    quieten_libraries()
+    """Print what is on record."""
     from poros.gates.registry import read_registry
-    from poros.gates.registry_table import render
 
     with readable_errors():
-        raise typer.Exit(0 if render(read_registry(), part) else NOT_HELD)
-
-
-def _record(architecture: str, adapter: str | None) -> NoReturn:
-    """Check in every mode of the registry, and write the record there."""
-    quieten_libraries()
-    from poros.gates.registry import read_registry
-    from poros.gates.report import render
-    from poros.gates.sweep import make_record
-
-    with readable_errors():
-        record = make_record(architecture, adapter=adapter, on_report=render)
-        # Read after the runs: another command may have recorded something meanwhile.
-        read_registry().including(record).write()
-    typer.echo(f"recorded: {record.key} {record.outcome} {record.reason or ''}".rstrip())
-    raise typer.Exit(0 if record.outcome == "exact" else NOT_HELD)
+        lines = list(read_registry().lines(part))
+    for line in lines:
+        typer.echo(line)
+    if not lines:
+        typer.echo(
+            f"nothing on record has {quoted(part)} in its name, so it is untested: it trains "
+            "behind a warning and the self-check; if transformers knows it, `poros check "
+            "--architecture NAME` tries it"
+        )
+    raise typer.Exit(0 if lines else NOT_HELD)
 
 
 def _fuzz(minutes: float, seed: int, out: Path | None) -> NoReturn:

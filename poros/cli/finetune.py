@@ -4,11 +4,11 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
-from poros.cli.shared import quieten_libraries, readable_errors
+from poros.cli.shared import AllowUntested, quieten_libraries, readable_errors
 from poros.recipes.recipe import Recipe, settings
 from poros.recipes.values import FALSE, TRUE
 
@@ -21,6 +21,7 @@ def finetune(
     dpo: bool,
     dry_run: bool,
     print_recipe: bool,
+    allow_untested: None,
     **said: str | bool | None,
 ) -> None:
     """Train an adapter: poros finetune MODEL DATA, or poros finetune recipe.yaml.
@@ -127,6 +128,8 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     for name, about in switches.items():
         flag = "--" + name.replace("_", "-")
         parameters.append(_parameter(name, bool, typer.Option(flag, help=about), False))
+    gone, option = get_args(AllowUntested)
+    parameters.append(_parameter("allow_untested", gone, option))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command

@@ -28,6 +28,19 @@ LimitOption = Annotated[
 ]
 
 
+def _refuse_allowing(given: bool | None) -> None:
+    from poros.config import ALLOW_IS_GONE
+
+    if given is not None:
+        raise typer.BadParameter(ALLOW_IS_GONE)
+
+
+AllowUntested = Annotated[
+    bool | None,
+    typer.Option("--allow-untested/--no-allow-untested", hidden=True, callback=_refuse_allowing),
+]
+"""An option that is gone, with an error that says so."""
+
 DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
     **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),

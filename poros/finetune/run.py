@@ -224,7 +224,7 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
         number = base.config.get_text_config(decoder=True).num_hidden_layers
         room = {"slots": max(2, number), "keep_last": number}
         room |= {"stream_embedding": False, "stream_head": False}
-    return poros.prepare(model, **room, device=device, allow_unvalidated=chosen.allow_untested)
+    return poros.prepare(model, **room, device=device)
 
 
 def _load_finished(trainer: "Trainer", checkpoint: Path) -> None:

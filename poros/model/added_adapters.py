@@ -20,12 +20,11 @@ from torch import nn
 from poros.errors import PreparedModelError, UnvalidatedArchitectureError
 from poros.layer.streamed import is_streamed, streamed_layer
 from poros.model.adapter_kinds import adapter_kinds
-from poros.model.inspect import validated_adapters
 from poros.slots.schedule import Phase
 
 
 def require_proven(layer: nn.Module, known: Collection[str]) -> None:
-    """Raise if a kind of adapters has come to ``layer`` that nobody has proved or allowed.
+    """Raise if a kind of adapters has come to ``layer`` that no check covers.
 
     Args:
         layer: A decoder layer.
@@ -34,16 +33,22 @@ def require_proven(layer: nn.Module, known: Collection[str]) -> None:
     Raises:
         UnvalidatedArchitectureError: If so.
     """
+    from poros.gates.registry import read_registry
+
     kinds = adapter_kinds(layer)
-    if kinds.keys() <= {*known, "lora"}:
+    new = kinds.keys() - {*known, "lora"}
+    if not new:
         return
-    for kind in sorted(kinds.keys() - set(known) - validated_adapters() - {"lora"}):
-        raise UnvalidatedArchitectureError(
-            f"expected adapters of kinds that stream exactly, found {kinds[kind]}, which came "
-            "after poros.prepare and which no gate has shown to be exact. Delete the adapter, or "
-            "call poros.restore(model) and prepare it again with allow_unvalidated=True: then the "
-            "first step is checked with it"
-        )
+    registry = read_registry()
+    for kind in sorted(new):
+        record = registry.adapter(kind)
+        if record.outcome != "exact":
+            raise UnvalidatedArchitectureError(
+                f"expected adapters of kinds that stream exactly, found {kinds[kind]}, which came "
+                f"after poros.prepare and is {record.outcome} on record ({record.reason}). Delete "
+                "the adapter, or call poros.restore(model) and prepare it again: then it is "
+                "refused, or the first step is checked with it"
+            )
 
 
 class Initialisation:

@@ -218,7 +218,7 @@ class Attachment:
         ``restore`` brings it to where the base goes then, wherever PEFT has put it.
 
         Raises:
-            UnvalidatedArchitectureError: If nobody has proved a kind of adapters that came.
+            UnvalidatedArchitectureError: If no check covers a kind of adapters that came.
         """
         require_proven(layer, self._kinds)
         if is_streamed(layer) and not streamed_layer(layer).is_compiled:

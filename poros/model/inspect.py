@@ -5,7 +5,6 @@ checkpointable layers, adapters are what PEFT's tuner layers say they added, and
 that is frozen inside a layer moves.
 """
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,8 +30,6 @@ from poros.layout import is_small
 from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds
 from poros.model.foreign import refuse_foreign_quantization
 from poros.nf4 import is_4bit, is_params4bit, is_plain
-
-logger = logging.getLogger(__name__)
 
 _WRAPPERS = (
     "DataParallel",
@@ -63,6 +60,8 @@ class Inventory:
     """Those that stay in host memory."""
     head: Head | None
     """The head, if its loss is sliced or it stays in host memory."""
+    untested: str
+    """What of the family and the kinds no gate has run, as text; "" if nothing."""
 
     def by_layer(self) -> list[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]]:
         """What stays of each layer, and what streams."""
@@ -75,12 +74,18 @@ class Inventory:
         return f"{self.layers_name}.{index}"
 
 
-def take_inventory(model: nn.Module, policy: StreamingPolicy) -> Inventory:
+def take_inventory(
+    model: nn.Module, policy: StreamingPolicy, *, goes_by_records: bool = True
+) -> Inventory:
     """Check every precondition and list what moves. Changes nothing.
+
+    Args:
+        model: What is to be prepared.
+        policy: How.
+        goes_by_records: Whether the registry has a say; it has none in the gate that writes it.
 
     Raises:
         UnsupportedModelError: If the model cannot be streamed exactly; the message says why.
-        UnvalidatedArchitectureError: If only the proof is missing.
     """
     _refuse_wrapped(model)
     base = _base_model(model)
@@ -92,25 +97,13 @@ def take_inventory(model: nn.Module, policy: StreamingPolicy) -> Inventory:
     _check_kinds(layers_name, kinds)
     tied = _check_adapters(layers_name, layers)
     frozen = find_frozen(model, layers_name, layers, policy.block_size)
-    _check_validated(base, kinds, policy.allow_unvalidated)
+    untested = _check_records(base, kinds) if goes_by_records else ""
     head = choose_head(model, base, policy.loss, policy.stream_head)
     kept = head.users if head is not None and head.is_on_host else ()
     embeddings = choose_embeddings(model, layers, policy.stream_embedding, kept)
-    return Inventory(base, layers_name, layers, *frozen, tied, kinds.keys(), embeddings, head)
-
-
-def validated_model_types() -> frozenset[str]:
-    """Values of ``config.model_type`` of which every variant on record streams exactly."""
-    from poros.gates.registry import read_registry
-
-    return read_registry().exact_model_types()
-
-
-def validated_adapters() -> frozenset[str]:
-    """Kinds of adapters that stream exactly wherever the gate has tried them."""
-    from poros.gates.registry import read_registry
-
-    return read_registry().exact_adapters()
+    return Inventory(
+        base, layers_name, layers, *frozen, tied, kinds.keys(), embeddings, head, untested
+    )
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -350,28 +343,44 @@ def _check_streamable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _check_validated(
-    base: PreTrainedModel, kinds: Mapping[str, AdapterKind], allow_unvalidated: bool
-) -> None:
+def _check_records(base: PreTrainedModel, kinds: Mapping[str, AdapterKind]) -> str:
+    """Refuse what is refused on record; name what is untested."""
+    from poros.gates.registry import read_registry
+
+    registry = read_registry()
     name = base.config.model_type
-    # The records of architectures were made with LoRA.
-    beside = kinds.keys() - {"lora"}
-    others = [kinds[kind] for kind in sorted(beside - validated_adapters())] if beside else []
-    unproven = [f"architecture {name!r}"] if name not in validated_model_types() else []
-    commands = [f"`poros check --architecture {name}`"] if unproven else []
-    for kind in others:
-        unproven.append(f"adapters of kind {kind}")
-        commands.append(_command(name, kind.name))
-    if not unproven:
-        return
-    what = " with ".join(unproven)
-    if not allow_unvalidated:
+    found = [(f"architecture {name!r}", name, f"`poros check --architecture {name}`")]
+    records = [registry.family(name)]
+    for kind in sorted(kinds.keys() - {"lora"}):  # families are recorded with LoRA
+        found.append((f"adapters of kind {kinds[kind]}", kind, _command(name, kind)))
+        records.append(registry.adapter(kind))
+    untested = []
+    for (what, key, command), record in zip(found, records, strict=True):
+        if record.is_refused:
+            raise UnsupportedModelError(
+                f"expected what streams exactly, found {what}, refused on record (`poros check "
+                f"--registered {key}`): {record.reason}. Train it without poros.prepare"
+            )
+        if record.outcome != "exact":
+            untested.append(f"{what} ({command} does)")
+    return " and ".join(untested)
+
+
+def require_checked(unchecked: str) -> None:
+    """Refuse to train what neither a gate nor the self-check covers.
+
+    Args:
+        unchecked: What that is; "" if nothing.
+
+    Raises:
+        UnvalidatedArchitectureError: If there is something, and gradients are enabled.
+    """
+    if unchecked and torch.is_grad_enabled():
         raise UnvalidatedArchitectureError(
-            f"no gate has shown that {what} streams exactly (`poros check --registered` "
-            f"lists what does). Run {' and '.join(commands)}; if it reports 0 differing bits, "
-            "pass allow_unvalidated=True"
+            "expected a check of what is trained: the self-check, or an exact record of the family "
+            f'and its adapters, found self_check="off" and that no gate has run {unchecked}. '
+            'Prepare it with self_check="strict", or run it under torch.no_grad()'
         )
-    logger.warning("poros: no gate has shown that %s streams exactly; you allowed it", what)
 
 
 def _command(architecture: str, kind: str) -> str:
@@ -379,10 +388,7 @@ def _command(architecture: str, kind: str) -> str:
 
     if kind in KINDS:
         return f"`poros check --architecture {architecture} --adapter {kind}`"
-    return (
-        f"both your training and its self-check on a small model (the gate cannot attach {kind}; "
-        f"it knows {', '.join(KINDS)})"
-    )
+    return f"the self-check of your first step alone (the gate cannot attach {kind})"
 
 
 def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -24,7 +24,7 @@ from poros.layer.staying import SmallTensors
 from poros.layer.streamed import StreamedLayer, is_streamed, streamed_layer
 from poros.model.adoption import host_store
 from poros.model.attach import Attachment
-from poros.model.inspect import Inventory
+from poros.model.inspect import Inventory, require_checked
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
@@ -97,6 +97,7 @@ class Runtime:
         self._layers = [weakref.ref(layer) for layer in inventory.layers]
         self.blocks = inventory.blocks
         self._findings: Callable[[], dict[str, Any]] = nothing_checked
+        self.unchecked = ""
         self._num_resizes = 0
         self.num_together = 1
         self.accumulation: Any = None
@@ -307,15 +308,15 @@ class Runtime:
         self.head.check_with(watch_rows)
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Make room for a micro-batch, before the model computes anything of it.
+        """``require_checked``, and room for a micro-batch before the model computes any of it.
 
         Args:
             args, kwargs: Of the model's forward.
 
         Raises:
-            VRAMBudgetError: If a given budget is below what such a step needs; the room is what it
-                was.
+            VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
         """
+        require_checked(self.unchecked)
         in_place = self.context.in_place
         if in_place is not None and (other := in_place()) is not None and not other.begins:
             return  # this micro-batch is on its way already

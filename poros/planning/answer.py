@@ -236,16 +236,14 @@ def standing_of(model_type: str) -> Standing:
     """What the registry says of a family; whatever is not on record is untested."""
     from poros.gates.registry import read_registry
 
-    registry = read_registry()
-    records = [each for each in registry.records.values() if each.model_type == model_type]
-    if model_type in registry.exact_model_types():
+    record = read_registry().family(model_type)
+    if record.outcome == "exact":
         return Standing("exact", "not one bit differs from a resident run, on record")
-    command = f"`poros check --architecture {model_type}`"
-    if not records:
-        return Standing("untested", f"nothing is on record; {command} tries it")
-    record = next(each for each in records if each.outcome != "exact")
-    word = "untested" if record.outcome == "untested" else "refused"
-    return Standing(word, str(record.reason))
+    if record.is_refused:
+        return Standing("refused", str(record.reason))
+    return Standing(
+        "untested", f"{record.reason}; `poros check --architecture {model_type}` tries it"
+    )
 
 
 class _Forecaster:

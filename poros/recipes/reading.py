@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from poros.config import ALLOW_IS_GONE
 from poros.errors import RecipeError, quoted
 from poros.recipes.recipe import SECTIONS, Recipe, Setting, settings
 from poros.recipes.values import UnexpectedValueError
@@ -265,6 +266,9 @@ def _unknown(draft: Draft, node: "Node", name: str, known: Iterable[str], sectio
     key = f"{section}.{shown}" if section else shown
     near = get_close_matches(name, list(known), n=1, cutoff=0.6)
     full = [each for each, _ in settings() if each.split(".")[1] == name]
+    if name == "allow_untested":
+        draft.problem(key, ALLOW_IS_GONE, _at(draft, node))
+        return
     if near:
         remedy = f"did you mean {near[0]}?"
     elif name in _ELSEWHERE:

@@ -56,9 +56,6 @@ class ModelPart:
         "--host-budget",
         "Host memory for the base; the rest stays in the store.",
     )
-    allow_untested: bool = _setting(
-        False, switch(), "--allow-untested", "Train an architecture that no check has covered yet."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

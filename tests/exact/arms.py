@@ -158,7 +158,7 @@ def narrow_slices(patch: pytest.MonkeyPatch) -> None:
 
 def streamed(model: Model, **policy: Any) -> Model:
     """Prepared, also if its architecture is not promised; with the loss of plain transformers."""
-    usual = {"device": "cpu", "allow_unvalidated": True, **AS_PLAIN}
+    usual = {"device": "cpu", **AS_PLAIN}
     return poros.prepare(model, **{**usual, **policy})
 
 

@@ -26,7 +26,7 @@ from tests.support import same_bits
 
 Model = Any
 POLICY: Any = {
-    **{"device": "cpu", "slots": 2, "self_check": "off", "allow_unvalidated": True},
+    **{"device": "cpu", "slots": 2, "self_check": "off"},
     **{"loss": "chunked", "stream_head": True, "share_dense": True},
 }
 CONTEXTS: dict[str, tuple[Any, str]] = {

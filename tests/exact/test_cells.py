@@ -27,7 +27,6 @@ from poros.layer.rng import RngStash
 from poros.layer.side_outputs import SideOutputs
 from poros.layer.streamed import is_streamed
 from poros.layout import BlockLayout
-from poros.model.inspect import validated_model_types
 from poros.self_check.compare import Difference
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
@@ -201,10 +200,6 @@ def require_streamed(cell: Cell, model: Model, streams: Any, warnings: list[str]
     clamp = f"poros: slots={slots} is more than the {num_blocks} blocks; using {num_blocks}"
     clamps = [each for each in warnings if "slots=" in each]
     assert clamps == ([clamp] if slots > num_blocks else [])
-
-
-def test_the_validated_architectures_are_the_tested_ones() -> None:
-    assert set(tiny.ARCHITECTURES.values()) <= set(validated_model_types())
 
 
 def test_resident_runs_repeat_and_other_seeds_differ(residents: Residents) -> None:

@@ -184,7 +184,7 @@ def test_check_architecture_passes_the_policy_on() -> None:
     assert seen.pop("device") == report.settings["device"]
     # The other arm is plain transformers.
     compared = {"loss": "reference", "adapter_kernels": "fused"}
-    assert seen == {"allow_unvalidated": True, "block_size": 2, **compared}
+    assert seen == {"block_size": 2, **compared}
     assert report.settings["policy"] == {"block_size": 2}
 
 

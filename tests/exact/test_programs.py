@@ -172,7 +172,7 @@ BY_THE_SIDE = ("hidden states of", "router logits of", "an adapter below", "stat
     "row", [pytest.param(row, id=row.name) for row in ROWS if row.name.startswith(BY_THE_SIDE)]
 )
 def test_side_channels_under_adversarial_streams_are_exact(row: Row, residents: Residents) -> None:
-    prepare = partial(AdversarialPrepare(), device="cpu", allow_unvalidated=True, **STRICT)
+    prepare = partial(AdversarialPrepare(), device="cpu", **STRICT)
     assert residents.compare(row.subject, row.program, prepare) == {}
 
 

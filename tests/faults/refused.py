@@ -14,7 +14,6 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import (
     CartridgeConfig,
     LoraConfig,
-    PolyConfig,
     PrefixTuningConfig,
     PveraConfig,
     VBLoRAConfig,
@@ -26,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from poros.errors import PorosError, UnsupportedModelError, UnvalidatedArchitectureError
+from poros.errors import PorosError, UnsupportedModelError
 from poros.gates import tiny
 from tests.snapshots import build, layers_of
 
@@ -202,15 +201,7 @@ CASES = {
             base(), VBLoRAConfig(target_modules=["k_proj"], num_vectors=8, vector_length=8)
         ),
         r"vblora \(PEFT's VBLORA, Linear4?b?i?t?\)",
-        r"`poros check --architecture qwen2 --adapter vblora`.*allow_unvalidated=True",
-        error=UnvalidatedArchitectureError,
-    ),
-    "a kind that the gate cannot attach": Case(
-        lambda: get_peft_model(base(), PolyConfig(target_modules=["k_proj"], r=4)),
-        r"poly \(PEFT's POLY, Linear\)",
-        "the gate cannot attach poly.*allow_unvalidated=True",
-        error=UnvalidatedArchitectureError,
-        works=False,
+        "refused on record.*--registered vblora.*without poros.prepare",
     ),
     "a variant of LoRA": Case(
         lambda: get_peft_model(
@@ -218,8 +209,7 @@ CASES = {
             LoraConfig(target_modules=["k_proj"], velora_config=VeloraConfig(num_groups=8)),
         ),
         r"velora \(PEFT's LORA, VeloraLinearVariant\)",
-        "--adapter velora`",
-        error=UnvalidatedArchitectureError,
+        "refused on record.*--registered velora",
     ),
     "a generator of its own": Case(
         lambda: get_peft_model(

@@ -79,7 +79,7 @@ MODELS: dict[str, Make] = {
 
 
 def prepared(model: Model, **overrides: Any) -> Model:
-    return prepare_plain(model, allow_unvalidated=True, **overrides)
+    return prepare_plain(model, **overrides)
 
 
 def order_of_hooks(model: Model, around: Callable[[], Any] = no_context) -> list[str]:

@@ -78,7 +78,7 @@ def residents() -> Residents:
 def check_cell(residents: Residents, cell: Cell, **policy: int) -> None:
     prepare = AdversarialPrepare()
     with prepare.watching() if cell.watched else nullcontext():
-        model = prepare(cell.build(), allow_unvalidated=True, **policy)
+        model = prepare(cell.build(), **policy)
         found = train(model, cell.batches(), cell.spec())
     assert_same_run(residents.of(cell), found)
     runtime = poros.runtime(model)

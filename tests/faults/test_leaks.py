@@ -71,7 +71,7 @@ def evaluate(model: Model, number: int) -> None:
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_as_much_is_held_after_twelve_steps_as_after_three(architecture: str) -> None:
     options = {"num_layers": 4, "hidden_size": 32} if "shared" in architecture else {}
-    model = prepare_plain(build(architecture, **options), allow_unvalidated=True)
+    model = prepare_plain(build(architecture, **options))
     with without_collector():
         earlier = weakref.WeakSet(calls())
         for once in (train, abandon, evaluate):

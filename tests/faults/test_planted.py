@@ -61,7 +61,7 @@ def built(fault: Fault) -> Any:
 
 
 def spoiled(fault: Fault, model: Any, prepare: AdversarialPrepare, **policy: Any) -> Any:
-    prepare(model, allow_unvalidated=True, **policy)
+    prepare(model, **policy)
     if fault.spoil is not None:
         fault.spoil(model, prepare.streams)
     return model
@@ -153,7 +153,7 @@ def test_a_wrong_prefetch_order_is_seen_by_the_counts_and_changes_no_bit(
 
 
 def test_a_caught_fault_leaves_a_model_that_comes_back_whole(monkeypatch: Patch) -> None:
-    model = AdversarialPrepare()(SHARED_STATES.build(), self_check="strict", allow_unvalidated=True)
+    model = AdversarialPrepare()(SHARED_STATES.build(), self_check="strict")
     with monkeypatch.context() as patch:
         publish_detached(patch)
         with pytest.raises(ParityError):

@@ -20,8 +20,8 @@ from poros.errors import (
     PolicyError,
     PreparedModelError,
     UnsupportedModelError,
-    UnvalidatedArchitectureError,
 )
+from poros.gates.registry import Registry
 from tests.faults.refused import CASES, changed, hook_a_module, merge_one, train_a_linear
 from tests.snapshots import (
     assert_same_run,
@@ -81,8 +81,7 @@ def test_a_model_is_refused_with_a_reason_and_left_untouched(name: str) -> None:
     # The builtin too, so that existing except clauses keep working.
     assert isinstance(caught.value, ValueError)
     message = str(caught.value)
-    is_unproven = case.error is UnvalidatedArchitectureError
-    assert is_unproven or ("expected" in message and "found" in message)
+    assert "expected" in message and "found" in message
     for pattern in (case.found, case.where, case.advice):
         assert re.search(pattern, message, re.DOTALL), f"{pattern!r} not in {message!r}"
     assert changes(before, look_at(model, case.has_plain_tensors)) == {}
@@ -118,11 +117,10 @@ OTHERS = {"olmo2": None, "gpt_neox": None, "gemma2": "eager"}
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_architectures_need_permission_then_warn_and_are_exact(
+def test_untested_architectures_warn_and_are_exact(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if the registry had no record of it.
-    monkeypatch.setattr("poros.model.inspect.validated_model_types", lambda: ("qwen2",))
+    monkeypatch.setattr("poros.gates.registry.read_registry", Registry)
 
     def make() -> Any:
         model = build(name, attn_implementation=OTHERS[name])
@@ -131,13 +129,10 @@ def test_other_architectures_need_permission_then_warn_and_are_exact(
         return model
 
     model = make()
-    before = picture(model)
-    with pytest.raises(UnvalidatedArchitectureError, match=f"`poros check --architecture {name}`"):
-        prepare_plain(model)
-    assert changes(before, picture(model)) == {}
     with caplog.at_level(logging.WARNING, "poros"):
-        prepare_plain(model, allow_unvalidated=True)
-    assert any(name in record.getMessage() for record in caplog.records)
+        prepare_plain(model)
+    command = f"`poros check --architecture {name}`"
+    assert any(command in record.getMessage() for record in caplog.records)
     assert_same_run(run(make()), run(model))
 
 
@@ -162,10 +157,6 @@ POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "no such device": ({"device": "cuda:99"}, "device: expected a usable.*found 'cuda:99'"),
     "not a device": ({"device": "gpu"}, "device: expected a usable.*found 'gpu'"),
     "meta device": ({"device": "meta"}, "device: expected a usable.*found 'meta'"),
-    "flag of a wrong type": (
-        {"allow_unvalidated": "yes"},
-        "allow_unvalidated: expected a bool.*'yes'",
-    ),
     "unknown check": ({"self_check": "sometimes"}, "self_check"),
     **{
         f"{field} {value!r}": ({field: value}, field)

@@ -24,7 +24,7 @@ from tests.support import prepare_plain
 
 
 def prepared(model: Any, self_check: str = "strict", **overrides: Any) -> Any:
-    return prepare_plain(model, self_check=self_check, allow_unvalidated=True, **overrides)
+    return prepare_plain(model, self_check=self_check, **overrides)
 
 
 def status(model: Any) -> str:

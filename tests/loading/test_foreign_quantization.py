@@ -54,7 +54,7 @@ MODULES = {
 def refused(model: Any, match: str) -> None:
     before = picture(model)
     with pytest.raises(UnsupportedModelError, match=match):
-        prepare_plain(model, allow_unvalidated=True)
+        prepare_plain(model)
     assert changes(before, picture(model)) == {}
 
 

@@ -17,7 +17,6 @@ from tests.snapshots import assert_same_run, batches, bits_of, build, run
 from tests.support import AdversarialPrepare, prepare_plain, same_bits
 
 ARCHITECTURES = ("mixtral", "qwen3_moe")
-ALLOWED = {"allow_unvalidated": True}
 # Some versions of transformers cannot weight router logits by the mask of a prompt.
 OPTIONS = {"max_new_tokens": 4, "do_sample": False, "output_router_logits": False}
 
@@ -48,7 +47,7 @@ def attach(base: Any) -> Any:
 def test_exact(architecture: str, dtype: torch.dtype, autocast: torch.dtype | None) -> None:
     expected = run(make(architecture, dtype=dtype), num_steps=3, autocast_dtype=autocast)
     assert all(bool(part.any()) for part in expected.steps[0].gradients.values())
-    model = prepare_plain(make(architecture, dtype=dtype), **ALLOWED)
+    model = prepare_plain(make(architecture, dtype=dtype))
     assert_same_run(expected, run(model, num_steps=3, autocast_dtype=autocast))
     assert poros.runtime(model).self_check["status"] == "passed"
 
@@ -57,12 +56,12 @@ def test_exact(architecture: str, dtype: torch.dtype, autocast: torch.dtype | No
 def test_exact_under_adversarial_streams(architecture: str) -> None:
     expected = run(make(architecture), num_steps=3)
     with AdversarialPrepare().watching() as prepare:
-        model = prepare(make(architecture), slots=2, **ALLOWED)
+        model = prepare(make(architecture), slots=2)
         assert_same_run(expected, run(model, num_steps=3))
 
 
 def test_control_another_expert_adapter_shows() -> None:
-    model = prepare_plain(make("mixtral"), **ALLOWED)
+    model = prepare_plain(make("mixtral"))
     edited = next(
         part for name, part in model.named_parameters() if part.requires_grad and "experts" in name
     )
@@ -87,13 +86,13 @@ def test_generation_and_disabled_adapters_are_exact(architecture: str) -> None:
 
     expected = outputs(make(architecture))
     assert not torch.equal(expected[0], expected[1])
-    found = outputs(prepare_plain(make(architecture), **ALLOWED))
+    found = outputs(prepare_plain(make(architecture)))
     assert all(same_bits(*pair) for pair in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path: Path) -> None:
-    resident, streamed = make(architecture), prepare_plain(make(architecture), **ALLOWED)
+    resident, streamed = make(architecture), prepare_plain(make(architecture))
     for name, model in (("resident", resident), ("streamed", streamed)):
         run(model)
         model.save_pretrained(tmp_path / name)
@@ -109,9 +108,9 @@ def test_saved_adapters_are_read_back_by_plain_peft(architecture: str, tmp_path:
 def test_restore_gives_the_bytes_back() -> None:
     model = make("mixtral")
     before = bits_of(model)
-    poros.restore(prepare_plain(model, **ALLOWED))
+    poros.restore(prepare_plain(model))
     assert bits_of(model) == before
-    prepare_plain(model, **ALLOWED)
+    prepare_plain(model)
     run(model)
     frozen = {name for name, part in model.named_parameters() if not part.requires_grad}
     poros.restore(model)
@@ -120,7 +119,7 @@ def test_restore_gives_the_bytes_back() -> None:
 
 
 def test_a_write_to_another_frozen_tensor_is_still_noticed() -> None:
-    model = prepare_plain(make("mixtral"), **ALLOWED)
+    model = prepare_plain(make("mixtral"))
     layers = model.get_base_model().model.layers
 
     def write(module: Any, args: Any, output: Any) -> None:
@@ -133,7 +132,7 @@ def test_a_write_to_another_frozen_tensor_is_still_noticed() -> None:
 
 
 def test_an_adapter_on_experts_added_while_prepared_is_never_silent() -> None:
-    model = prepare_plain(build("mixtral", dropout=0.0), **ALLOWED)
+    model = prepare_plain(build("mixtral", dropout=0.0))
     config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     model.add_adapter("experts", config)
     model.set_adapter("experts")

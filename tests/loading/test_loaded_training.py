@@ -137,7 +137,7 @@ def test_training_is_exact_and_nothing_is_copied(
     prepare = AdversarialPrepare()
     with prepare.watching():
         how: Any = prepare_plain if size == 9 else prepare
-        how(model, block_size=size, device="cpu", allow_unvalidated=True)
+        how(model, block_size=size, device="cpu")
         is_split = is_on_disk and cell.num_resident % size
         assert adopted(model, size) == [
             not (is_split and block == cell.num_resident // size) for block in range(num_blocks)

@@ -93,7 +93,7 @@ def planned(source: Any, cell: dict[str, Any], **options: Any) -> Any:
 
 def prepare(model: Any, cell: dict[str, Any], **options: Any) -> Any:
     layout = {name: cell[name] for name in LAYOUT}
-    return poros.prepare(model, allow_unvalidated=True, slots=cell["slots"], **layout, **options)
+    return poros.prepare(model, slots=cell["slots"], **layout, **options)
 
 
 def optimizer_of(name: str, trained: Any) -> Any:

@@ -90,14 +90,14 @@ def test_check_of_a_kind_of_adapter(adapter: str, exit_code: int, verdict: str) 
 def test_check_fails_when_a_streamed_bit_is_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    prepare = poros.api.prepare
+    prepare_with = poros.api.prepare_with
 
-    def broken(model: Any, **policy: Any) -> Any:
-        model = prepare(model, **{**policy, "self_check": "off"})
+    def broken(model: Any, policy: StreamingPolicy, **options: Any) -> Any:
+        model = prepare_with(model, policy.override(self_check="off"), **options)
         poros.runtime(model).host_slab(1)[0] ^= 1
         return model
 
-    monkeypatch.setattr(poros.api, "prepare", broken)
+    monkeypatch.setattr(poros.api, "prepare_with", broken)
     out = tmp_path / "report.json"
     result = poros_command(*TWO_STEPS, "--out", str(out))
     assert result.exit_code == 1, result.output
@@ -106,10 +106,10 @@ def test_check_fails_when_a_streamed_bit_is_wrong(
 
 
 def test_check_fails_when_the_streamed_run_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(model: Any, **policy: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise poros.SlotStateError("deliberate")
 
-    monkeypatch.setattr(poros.api, "prepare", broken)
+    monkeypatch.setattr(poros.api, "prepare_with", broken)
     result = poros_command(*TWO_STEPS)
     assert result.exit_code == 1
     assert "FAILED: qwen2" in text(result) and "deliberate" in text(result)

@@ -51,6 +51,7 @@ _HOME = {
     "DataFormatError": "poros.errors",
     "RunFolderError": "poros.errors",
     "MissingPackageError": "poros.errors",
+    "OptimizerError": "poros.errors",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from poros.errors import DataFormatError as DataFormatError
     from poros.errors import HostMemoryError as HostMemoryError
     from poros.errors import MissingPackageError as MissingPackageError
+    from poros.errors import OptimizerError as OptimizerError
     from poros.errors import ParityError as ParityError
     from poros.errors import PolicyError as PolicyError
     from poros.errors import PorosError as PorosError
@@ -90,6 +92,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module("poros.optim")
     if name not in _HOME:
         raise AttributeError(f"module 'poros' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

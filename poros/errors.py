@@ -91,5 +91,9 @@ class RunFolderError(PorosError, RuntimeError):
     """A folder holds a run that is finished, in progress, or another than the recipe's."""
 
 
+class OptimizerError(PorosError, ValueError):
+    """An optimizer of Poros cannot work with these settings or in this loop; no weight was changed."""
+
+
 class MissingPackageError(PorosError, ImportError):
     """A package that an optional feature needs is not installed."""

@@ -1,0 +1,44 @@
+"""FLORA in a Trainer: accumulation and clipping are the optimizer's, not the Trainer's."""
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from poros.errors import OptimizerError
+from poros.optim.flora import Flora
+
+
+class FloraCallback(TrainerCallback):
+    """Copies ``TrainingArguments`` into the Trainer's ``Flora`` when training begins.
+
+    The optimizer gets ``gradient_accumulation_steps`` and ``max_grad_norm``. The Trainer's own
+    clipping, which would see no gradient, is turned off: its log shows a norm of 0, and
+    ``Flora.grad_norm`` has the estimate. The Trainer divides its loss, so the optimizer does not.
+
+        Trainer(model, args, optimizers=(Flora(...), None), callbacks=[FloraCallback()])
+
+    Raises:
+        OptimizerError: From ``trainer.train()``, before the first step: if the optimizer is another
+            one or was given other values than the arguments have, or if they ask for fp16.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        flora = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))
+        if not isinstance(flora, Flora):
+            raise OptimizerError(f"optimizers: expected a poros.optim.Flora, found {flora!r}")
+        steps, clip = args.gradient_accumulation_steps, args.max_grad_norm or 0.0
+        ours = {"accumulation": (flora.accumulation, 1, steps), "fp16": (args.fp16, False)}
+        ours["loss_is_averaged"] = (flora.loss_is_averaged, True)
+        if clip and flora.has_settled_clipping:
+            ours["max_grad_norm"] = (flora.max_grad_norm, clip)
+        for name, (found, *allowed) in ours.items():
+            if found not in allowed:
+                raise OptimizerError(
+                    f"{name}: expected {allowed[-1]!r}, as the Trainer has it or needs it, found "
+                    f"{found!r}; leave it out"
+                )
+        flora.accumulation, flora.has_settled_clipping = steps, True
+        flora.max_grad_norm = clip or flora.max_grad_norm
+        args.max_grad_norm = 0.0

@@ -222,7 +222,7 @@ def test_accumulation_follows_algorithm_1(base: str, is_averaged: bool) -> None:
 
 
 def test_momentum_follows_algorithm_2() -> None:
-    """Nine updates over three projections; gradients given to the base optimizer, against float64."""
+    """Nine updates over three projections: what the base optimizer is given, against float64."""
     momentum, kappa = 0.9, 3
     layer = nn.Linear(M, N, bias=False)
     optimizer = Flora(
@@ -240,6 +240,7 @@ def test_momentum_follows_algorithm_2() -> None:
         optimizer.step()
     hook.remove()
     held, epoch = torch.zeros(N, RANK, dtype=torch.float64), 0
+    before = torch.empty(0)
     for number, gradient in enumerate(gradients):
         a = Projection(QUANTILES, RANK, M, 0, 0, number // kappa, Stream.MOMENTUM)
         matrix = whole(a).double()
@@ -247,7 +248,7 @@ def test_momentum_follows_algorithm_2() -> None:
             held, epoch = held @ before @ matrix.T, number // kappa
         held = momentum * held + (1 - momentum) * gradient.double() @ matrix.T
         torch.testing.assert_close(given[number].double(), held @ matrix, atol=1e-4, rtol=1e-4)
-        before = matrix  # noqa: F841
+        before = matrix
 
 
 def recorder(given: list[torch.Tensor]) -> Callable[..., None]:
@@ -387,8 +388,8 @@ def test_zero_grad_forgets_the_cycle() -> None:
     assert optimizer.state_num_bytes()["accumulation"] == 0
 
 
-# Layers, and percent of the buffer of a naive accumulation at rank 256, embeddings not projected, by
-# the right side and by the left: the sum of n x 256 (m x 256) over matrices, and everything else.
+# Layers, and percent of the buffer of a naive accumulation at rank 256, embeddings not projected,
+# by the right side and by the left: n x 256 (m x 256) of each matrix, and everything else.
 SHARES = {
     "t5-small": (6, 55.81, 55.81),
     "gpt2": (12, 45.02, 48.81),
@@ -503,7 +504,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "too many micro-batches": (too_many, "accumulation="),
     "closure": (with_closure, "closure"),
     "clipping undecided": (undecided, "FloraCallback"),
-    "another rank's state": (other_state, "rank=8"),
+    "another rank's state": (other_state, "saved run with 8"),
     "another model's state": (other_model, "parameters"),
 }
 

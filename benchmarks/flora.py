@@ -8,15 +8,15 @@ model that Table 1 starts from, the other half for the arms, every tenth file he
 64 tokens from the 192 before them, GPT-2 each token of 256. What is compared is the loss on held-out
 text, not ROUGE or BLEU.
 
-- ``accumulation`` (Table 1): from the model trained here first, batch 1, 16 micro-batches an update.
-  *None* updates after each micro-batch.
+- ``accumulation`` (Table 1): from the model trained here first, 16 micro-batches of one row an
+  update. *None* updates after each micro-batch.
 - ``momentum`` (Table 2): from scratch, batch 4, momentum 0.9, kappa 1000. *None* has no momentum.
 
 The base optimizer is Adafactor. *Naive* and *LoRA* run through the same optimizer with nothing
-projected; LoRA trains embeddings, norms and biases beside its adapters, as the paper's does. Learning
-rates are swept for Naive and for LoRA of the middle rank, each on runs of half the length; Naive's
-is taken for None and FLORA. ``memory`` repeats the lowest rank over AdamW, whose state is as large
-as the weights.
+projected; LoRA trains embeddings, norms and biases beside its adapters, as the paper's does.
+Learning rates are swept for Naive and for LoRA of the middle rank, each on runs of a third of the
+length; Naive's is taken for None and FLORA. ``memory`` repeats the lowest rank over AdamW, whose
+state is as large as the weights.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def jobs_of(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dic
     for number, model in enumerate(options.models):
         device = number % torch.cuda.device_count()
         for setting in ("accumulation", "momentum"):
-            updates = options.updates if setting == "accumulation" else options.updates * 8
+            updates = options.updates if setting == "accumulation" else options.momentum_updates
             common = {"model": model, "setting": setting, "device": device, "seed": options.seed}
             common |= {"folder": str(options.folder)}
             for lr in options.rates:
@@ -232,8 +232,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+", default=["t5-small", "gpt2"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
-    parser.add_argument("--updates", type=int, default=150, help="of 16 rows; momentum: x 8, of 4")
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2])
+    parser.add_argument("--updates", type=int, default=60, help="of 16 micro-batches")
+    parser.add_argument("--momentum-updates", type=int, default=1100, help="of 4 rows")
     parser.add_argument("--first-updates", type=int, default=500)
     parser.add_argument("--files", type=int, default=600, help="of a package, at most about")
     parser.add_argument("--workers", type=int, default=12)
@@ -254,7 +255,8 @@ def main(argv: list[str] | None = None) -> int:
         ]
         for start in starts:
             start.result()
-        for row in pool.map(run_arm, sweep):
+        for done in as_completed([pool.submit(run_arm, job) for job in sweep]):
+            row = done.result()
             save(options.out, {**row, "is_sweep": True})
             key = (row["model"], row["setting"], row["arm"])
             best[key] = min(best.get(key, (math.inf, 0.0)), (row["best loss"], row["lr"]))
@@ -262,8 +264,8 @@ def main(argv: list[str] | None = None) -> int:
             if "lr" not in job:
                 kind = "LoRA" if job["arm"] == "LoRA" else "Naive"
                 job["lr"] = best[job["model"], job["setting"], kind][1]
-        for row in pool.map(run_arm, sorted(arms, key=lambda job: -job["updates"])):
-            save(options.out, row)
+        for done in as_completed([pool.submit(run_arm, job) for job in arms]):
+            save(options.out, done.result())
     return 0
 
 

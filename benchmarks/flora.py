@@ -5,8 +5,8 @@
 After Tables 1 and 2 of the paper (Hao, Cao and Mou, ICML 2024), with models of its sizes but with
 text that is here: the docstrings of installed packages, one half of the packages for training the
 model that Table 1 starts from, the other half for the arms, every tenth file held out. T5 predicts
-64 tokens from the 192 before them, GPT-2 each token of 256. What is compared is the loss on held-out
-text, not ROUGE or BLEU.
+64 tokens from the 192 before them, GPT-2 each token of 256. What is compared is the loss on text
+held out, not ROUGE or BLEU.
 
 - ``accumulation`` (Table 1): from the model trained here first, 16 micro-batches of one row an
   update. *None* updates after each micro-batch.
@@ -74,7 +74,7 @@ def make_data(folder: Path, most_files: int) -> None:
             ids = torch.tensor([i for text in chosen for i in tokenizer.encode(text).ids])
             rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-            torch.save(rows[order], folder / f"{part}_{name}.pt")
+            torch.save(rows[order].to(torch.int16), folder / f"{part}_{name}.pt")
 
 
 def make_model(name: str, seed: int) -> Any:
@@ -90,9 +90,11 @@ def make_model(name: str, seed: int) -> Any:
 
 
 def loss_of(name: str, model: Any, rows: torch.Tensor) -> torch.Tensor:
-    rows = rows.cuda()
+    rows = rows.cuda().long()
     if name == "t5-small":
-        loss: torch.Tensor = model(input_ids=rows[:, :-TARGET], labels=rows[:, -TARGET:]).loss
+        loss: torch.Tensor = model(
+            input_ids=rows[:, :-TARGET], labels=rows[:, -TARGET:].contiguous()
+        ).loss
     else:
         loss = model(input_ids=rows, labels=rows).loss
     return loss
@@ -236,14 +238,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--updates", type=int, default=60, help="of 16 micro-batches")
     parser.add_argument("--momentum-updates", type=int, default=1100, help="of 4 rows")
     parser.add_argument("--first-updates", type=int, default=500)
-    parser.add_argument("--files", type=int, default=600, help="of a package, at most about")
+    parser.add_argument("--files", type=int, default=3000, help="of a package, at most about")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/flora"))
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each run")
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
-    make_data(options.folder, options.files)
+    if not (options.folder / "arms_held_out.pt").exists():
+        make_data(options.folder, options.files)
     context = multiprocessing.get_context("spawn")
     os.environ["OMP_NUM_THREADS"] = "1"
     sweep, arms = jobs_of(options)

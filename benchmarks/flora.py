@@ -22,6 +22,7 @@ state is as large as the weights.
 import argparse
 import ast
 import contextlib
+import gc
 import importlib.util
 import json
 import math
@@ -126,6 +127,8 @@ def first_model(name: str, folder: Path, updates: int) -> None:
 
 def run_arm(job: dict[str, Any]) -> dict[str, Any]:
     """One arm from its first to its last update."""
+    gc.collect()  # of the run before in this process
+    torch.cuda.empty_cache()
     torch.cuda.set_device(job["device"])
     torch.set_num_threads(1)
     folder, name = Path(job["folder"]), job["model"]

@@ -92,7 +92,7 @@ class RunFolderError(PorosError, RuntimeError):
 
 
 class OptimizerError(PorosError, ValueError):
-    """An optimizer of Poros cannot work with these settings or in this loop; no weight was changed."""
+    """An optimizer cannot work with these settings or in this loop; no weight was changed."""
 
 
 class MissingPackageError(PorosError, ImportError):

@@ -94,7 +94,7 @@ class Flora(torch.optim.Optimizer):
             sqrt(1 + (m + 1) / rank)). None or 0: no clipping.
         weight_decay: Of the base optimizer.
         stochastic_rounding: Rounds updates of bfloat16 weights to either neighbour at random, so
-            that small updates are not lost. None: wherever there are such weights.
+            that small updates are not lost. None: yes, and a line of log says so.
         allow_divergence: Take a ``kappa`` at which momentum is expected to diverge.
 
     Raises:
@@ -129,8 +129,7 @@ class Flora(torch.optim.Optimizer):
         _expect(base in ("adafactor", "adamw"), "base", "'adafactor' or 'adamw'", base)
         _expect(side in ("right", "left"), "side", "'right' or 'left'", side)
         for key, value in {"rank": rank, "accumulation": accumulation, "kappa": kappa}.items():
-            is_count = isinstance(value, int) and value >= 1
-            _expect(is_count, key, "a whole number of 1 or more", value)
+            _expect(value >= 1, key, "a whole number of 1 or more", value)
         _expect(0 <= seed < 2**63, "seed", "a whole number from 0 to 2**63 - 1", seed)
         has_decay = momentum is None or 0 < momentum < 1
         _expect(has_decay, "momentum", "None or a decay between 0 and 1", momentum)
@@ -149,14 +148,12 @@ class Flora(torch.optim.Optimizer):
         self.has_settled_clipping = max_grad_norm is not _UNSET
         self.grad_norm: float | None = None
         """Of the last update before clipping, estimated; None without clipping."""
-        self.stochastic_rounding = stochastic_rounding
-        if stochastic_rounding is None:
-            self.stochastic_rounding = any(each.dtype == torch.bfloat16 for _, each in named)
-            if self.stochastic_rounding:
-                _logger.info(
-                    "bfloat16 weights are rounded stochastically; stochastic_rounding=False rounds "
-                    "to nearest and loses updates below 1/512 of a weight"
-                )
+        self.stochastic_rounding = stochastic_rounding is not False
+        if stochastic_rounding is None and any(each.dtype == torch.bfloat16 for _, each in named):
+            _logger.info(
+                "bfloat16 weights are rounded stochastically; stochastic_rounding=False rounds to "
+                "nearest and loses updates below 1/512 of a weight"
+            )
         self._quantiles: dict[torch.device, torch.Tensor] = {}
         self._matrices = [
             _Matrix(name, number, each, name in widths, *self._base_of(each, weight_decay))
@@ -326,11 +323,10 @@ class Flora(torch.optim.Optimizer):
 
 
 def _hook(owner: "weakref.ref[Flora]", matrix: _Matrix) -> Callable[[torch.Tensor], None]:
+    @torch.no_grad()
     def compress(_: torch.Tensor) -> None:
-        optimizer = owner()
-        if optimizer is not None:
-            with torch.no_grad():
-                optimizer._add(matrix)
+        if (optimizer := owner()) is not None:
+            optimizer._add(matrix)
 
     return compress
 

@@ -33,7 +33,7 @@ def _tile(
     a, b, c, d = tl.philox(seed, counter.to(tl.uint32), words[0], words[1], words[2])
     base = out + at.to(tl.int64) * 8
     for number in tl.static_range(4):
-        word = a if number == 0 else (b if number == 1 else (c if number == 2 else d))
+        word = a if number == 0 else b if number == 1 else c if number == 2 else d
         low = tl.load(quantiles + (word & 0xFFFF).to(tl.int32), mask=inside, other=0.0)
         high = tl.load(quantiles + (word >> 16).to(tl.int32), mask=inside, other=0.0)
         tl.store(base + 2 * number, low * scale, mask=inside)

@@ -32,7 +32,7 @@ LAYERS = [
     {"graphs", "streams"},
     {"host"},
     {"slots"},
-    {"kernels"},
+    {"kernels", "optim"},
     {"layer", "head"},
     {"model"},
     {"accumulation"},

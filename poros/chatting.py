@@ -40,6 +40,7 @@ class Chat:
         seed: int = 0,
     ) -> None:
         from peft import PeftModel
+
         if not 0 <= temperature < float("inf"):
             raise PolicyError(f"--temperature: expected 0 or above, found {temperature}")
         self._tokenizer: Any = read_tokenizer(_with_tokenizer(adapter, base))

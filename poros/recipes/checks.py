@@ -188,6 +188,9 @@ def _check_training(draft: Draft, recipe: Recipe) -> None:
         )
     if "training.beta" in said and training.method != "dpo":
         draft.problem("training.beta", "expected method dpo with beta, found sft; remove it")
+    for key in ("training.label_smoothing", "training.z_loss"):
+        if key in said and training.method != "sft":
+            draft.problem(key, f"expected method sft, found {training.method}; remove it")
     is_free = training.optimizer.startswith("schedule_free")
     if is_free and "training.schedule" in said and training.schedule != "constant":
         draft.problem(

@@ -15,7 +15,8 @@ def require_attention(name: str) -> None:
     """
     from transformers import AttentionInterface
 
-    known = ["eager", *AttentionInterface().valid_keys()]
+    # Those with a bar are for generation alone.
+    known = ["eager", *(each for each in AttentionInterface().valid_keys() if "|" not in each)]
     if name not in known:
         raise RecipeError(
             f"model.attention: expected one of {', '.join(sorted(known))}, found {quoted(name)}; "

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
-from poros.finetune.panel import duration
 from poros.finetune.data import Rows
+from poros.finetune.panel import duration
 from poros.finetune.tokens import IGNORED, Tokens
 from poros.recipes.recipe import Recipe
 

@@ -28,6 +28,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from poros.accumulation.trainer import BlockMajorMixin
 from poros.finetune.attention import takes_cu_seqlens
 from poros.head.regularized import RegularizedLoss
+from poros.model.stats import attention_of
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -207,8 +208,7 @@ def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
     # All rows of a micro-batch become one.
     length = row_length * recipe.training.batch_size
     collate = DataCollatorForLanguageModeling(pad, padding_free=True, pad_to_multiple_of=length)
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    return _PackedRows(collate, has_cu_seqlens=takes_cu_seqlens(attention))
+    return _PackedRows(collate, has_cu_seqlens=takes_cu_seqlens(attention_of(model)))
 
 
 def _arguments(

@@ -161,7 +161,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "full folder": (("model", "rows.jsonl", "--out", "model"), "'config.json' in it", "--out"),
     "file for a folder": (("model", "rows.jsonl", "--out", "rows.jsonl"), "Not a dir", "--out"),
     "inside a file": (("model", "rows.jsonl", "--out", "rows.jsonl/a/b"), "Not a dir", "--out"),
-    "not to be written": (("model", "rows.jsonl", "--out", "/proc/a"), "--out: expected", "another"),
+    "not to be written": (("model", "rows.jsonl", "--out", "/proc/a"), "--out: exp", "another"),
     "store": (("model", "rows.jsonl", "--store", "rows.jsonl"), "--store: expected", "another"),
     "store in a file": (
         ("model", "rows.jsonl", "--store", "rows.jsonl/a"), "--store: expected", "another",

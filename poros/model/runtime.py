@@ -28,7 +28,7 @@ from poros.model.inspect import Inventory, require_checked
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
 from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
-from poros.model.stats import attention_of, collect, described, held_num_bytes, nothing_checked
+from poros.model.stats import collect, described, held_num_bytes, nothing_checked
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
@@ -272,13 +272,8 @@ class Runtime:
         Streams:
             Reads counters on the host, and events; waits for nothing.
         """
-        return collect(
-            self,
-            self._streams.timings(),
-            host_num_bytes=self._matrices_num_bytes,
-            num_resizes=self._num_resizes,
-            attention=attention_of(self._model()),
-        )
+        model, timings = self._model(), self._streams.timings()
+        return collect(self, model, timings, self._matrices_num_bytes, self._num_resizes)
 
     def __repr__(self) -> str:
         return described(self, self._model())

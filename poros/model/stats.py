@@ -16,20 +16,19 @@ if TYPE_CHECKING:
 
 def collect(
     runtime: "Runtime",
+    model: nn.Module | None,
     timings: Timings,
-    *,
     host_num_bytes: int,
     num_resizes: int,
-    attention: str | None,
 ) -> dict[str, Any]:
     """What ``Runtime.stats`` returns.
 
     Args:
         runtime: Of the model.
+        model: If it is still there.
         timings: Of the copies of blocks.
         host_num_bytes: Frozen bytes in host memory besides blocks and head.
         num_resizes: How often blocks got other slots.
-        attention: See ``attention_of``.
 
     Returns:
         Of copies: ``num_loads`` (block copies queued), ``num_hits`` (visits of a block that was
@@ -92,7 +91,7 @@ def collect(
         "num_left_out_adapters": tally.num_left_out if tally is not None else 0,
         "num_replayed_visits": captures.num_replays if captures is not None else 0,
         "num_eager_visits": sum(eager.values()),
-        "attention": attention,
+        "attention": attention_of(model),
         "num_groups": grouped.num_groups if grouped is not None else 0,
         "fallbacks": host.fallbacks
         + offloader.fallbacks

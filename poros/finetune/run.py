@@ -11,7 +11,7 @@ import torch
 
 import poros
 from poros.devices import default_device, usable_device
-from poros.errors import PorosError, quoted
+from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
 from poros.finetune import screen
 from poros.finetune.adapters import adapter_config, require_targets
 from poros.finetune.attention import require_attention
@@ -145,7 +145,12 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
     source = str(Path(chosen.source).expanduser())
     config = configuration(*find_config(source), options)
     if options or recipe.adapter.target_modules != "all-linear":
-        require_targets(recipe, meta_model(config, None, DTYPES[chosen.dtype]))
+        try:
+            base = meta_model(config, None, DTYPES[chosen.dtype])
+        except UnsupportedModelError as error:
+            named = "" if chosen.attention is None else "model.attention (--attention): "
+            raise RecipeError(f"{named}{error}") from error
+        require_targets(recipe, base)
     return config
 
 

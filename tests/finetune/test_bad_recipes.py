@@ -162,6 +162,10 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "file for a folder": (("model", "rows.jsonl", "--out", "rows.jsonl"), "Not a dir", "--out"),
     "inside a file": (("model", "rows.jsonl", "--out", "rows.jsonl/a/b"), "Not a dir", "--out"),
     "not to be written": (("model", "rows.jsonl", "--out", "/proc/a"), "--out: exp", "another"),
+    "home of nobody": (("model", "rows.jsonl", "--out", "~nobody-here/a"), "--out:", "leave it"),
+    "rows of nobody": (
+        ("model", "rows.jsonl", "--validation", "~nobody-here/a"), "--validation:", "0.0",
+    ),
     "store": (("model", "rows.jsonl", "--store", "rows.jsonl"), "--store: expected", "another"),
     "store in a file": (
         ("model", "rows.jsonl", "--store", "rows.jsonl/a"), "--store: expected", "another",

@@ -1,6 +1,7 @@
 """What is shown: the screen before a run, the panel and the lines while it trains, the recipes."""
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,10 +141,16 @@ def test_one_target_module_is_a_name(model: Path, data: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("sdpaa", "expected one of eager"), ("me/kernel", "found 'me/kernel'")],
+    [
+        ("sdpaa", "expected one of eager"),
+        ("me/kernel", "found 'me/kernel'"),
+        ("flash_attention_2", "--attention.*installed"),
+    ],
 )
 def test_unknown_attention(name: str, what: str, model: Path, data: Path, tmp_path: Path) -> None:
     """A kernel of the hub is code of a stranger."""
+    if find_spec("flash_attn") and "flash" in name:
+        pytest.skip("flash attention is installed")
     common = {"model__source": model, "data__source": data / "text.jsonl"}
     with pytest.raises(RecipeError, match=what):
         dry(**common, model__attention=name, output__folder=tmp_path / "run")

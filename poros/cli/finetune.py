@@ -22,6 +22,7 @@ def finetune(
     dry_run: bool,
     print_recipe: bool,
     allow_untested: None,
+    show: int | None,
     **said: str | bool | None,
 ) -> None:
     """Train an adapter: poros finetune MODEL DATA, or poros finetune recipe.yaml.
@@ -50,10 +51,10 @@ def finetune(
             typer.echo(recipe.as_yaml(), nl=False)
             return
         require_packages()
-        _run(recipe, is_dry=dry_run)
+        _run(recipe, is_dry=dry_run, num_shown=show or 0)
 
 
-def _run(recipe: Recipe, *, is_dry: bool) -> None:
+def _run(recipe: Recipe, *, is_dry: bool, num_shown: int) -> None:
     from poros.finetune.data import read_data
     from poros.finetune.resuming import look_at
 
@@ -73,7 +74,8 @@ def _run(recipe: Recipe, *, is_dry: bool) -> None:
 
     console = Console()
     try:
-        adapter = finetune(recipe, Data(train, validation, digests), run, console, is_dry=is_dry)
+        data = Data(train, validation, digests)
+        adapter = finetune(recipe, data, run, console, is_dry=is_dry, num_shown=num_shown)
     except Interrupted as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(128 + stopped.signal) from stopped
@@ -130,6 +132,8 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         parameters.append(_parameter(name, bool, typer.Option(flag, help=about), False))
     gone, option = get_args(AllowUntested)
     parameters.append(_parameter("allow_untested", gone, option))
+    about = "Print that many rows with what is learnt in [[double brackets]], and stop."
+    parameters.append(_parameter("show", int | None, typer.Option("--show", min=1, help=about)))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command

@@ -1,7 +1,12 @@
 """The PEFT configuration that a recipe asks for."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from poros.errors import RecipeError, quoted
+from poros.loaders.settings import said
+from poros.planning.meta_model import with_adapters
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -14,6 +19,8 @@ def adapter_config(recipe: Recipe) -> "PeftConfig":
 
     adapter = recipe.adapter
     targets = adapter.target_modules
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = (targets,)  # PEFT takes a text for a pattern of whole names
     return LoraConfig(
         r=adapter.rank,
         lora_alpha=recipe.alpha,
@@ -23,3 +30,44 @@ def adapter_config(recipe: Recipe) -> "PeftConfig":
         use_rslora=adapter.kind == "rslora",
         task_type="CAUSAL_LM",
     )
+
+
+def require_targets(recipe: Recipe, base: Any) -> None:
+    """Refuse target modules that the model does not have, or that PEFT has no adapter for.
+
+    Args:
+        recipe: Names the modules.
+        base: The model, on the meta device. It is edited.
+
+    Raises:
+        RecipeError: If one of the names matches nothing, or something without an adapter.
+    """
+    config: Any = adapter_config(recipe)
+    targets = config.target_modules
+    if isinstance(targets, str):
+        return
+    names = [name for name, _ in base.named_modules()]
+    missing = [
+        target
+        for target in sorted(targets)
+        if not any(name == target or name.endswith(f".{target}") for name in names)
+    ]
+    if missing:
+        known = {
+            name.rpartition(".")[2]
+            for name, each in base.named_modules()
+            if isinstance(each, nn.Linear)
+        }
+        raise RecipeError(
+            "adapter.target_modules: expected names of modules of the model, found "
+            f"{quoted(', '.join(missing))}, which match none; there are "
+            f"{', '.join(sorted(known))} (--target-modules)"
+        )
+    try:
+        with_adapters(base, {"default": config})
+    except (ValueError, TypeError, NotImplementedError) as error:  # of PEFT
+        raise RecipeError(
+            f"adapter.target_modules: expected modules that get a {recipe.adapter.kind} adapter, "
+            f"found {', '.join(sorted(targets))}: {said(error)}; name linear layers "
+            "(--target-modules)"
+        ) from error

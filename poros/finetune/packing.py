@@ -1,15 +1,19 @@
 """Documents that share a row: whether a model keeps them apart, and putting them together.
 
 A packed row has no attention mask but positions that begin anew with each document. From these
-transformers makes the mask that keeps documents apart, for models that build their masks its way.
+transformers makes the mask that keeps documents apart, for models that build their masks its way;
+attention implementations that need no mask get the documents' ends (cu_seqlens).
 Others see across: those with states that pass from token to token (Mamba), with positions of their
 own (ALiBi), with masks of their own. Which is which is not looked up but tried, on a small random
 model with the settings of the real one.
 """
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from poros.finetune.attention import takes_cu_seqlens
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -22,18 +26,20 @@ _ROUNDING = 1e-4
 document's doing: experts sum up tokens in groups, whose sizes change with the routing of others."""
 
 
-def keeps_apart(config: "PreTrainedConfig") -> bool:
+def keeps_apart(config: "PreTrainedConfig", attention: str | None = None) -> bool:
     """Whether no document of a packed row has an influence on another.
 
     Args:
         config: Of a causal language model. What cannot be built small counts as if it did not.
+        attention: The implementation it trains with; None is transformers' choice. Flash attention
+            does not run on the CPU: the default is tried in its place.
     """
     from poros.loaders.build import quiet
 
     with torch.random.fork_rng(devices=[]), quiet():
         torch.default_generator.manual_seed(0)
         try:
-            model = _small(config)
+            model = _small(config, None if "flash" in str(attention) else attention)
         except Exception:  # of a configuration that the library does not know how to shrink
             return False
         return is_kept_apart(model)
@@ -45,13 +51,18 @@ def is_kept_apart(model: Any) -> bool:
     ids = torch.arange(3, 3 + sum(_LENGTHS))[None] * 7 % (vocab_size - 3) + 3
     positions = torch.cat([torch.arange(length) for length in _LENGTHS])[None]
     start = 0
+    options: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+    if takes_cu_seqlens(model.config._attn_implementation):
+        ends = torch.tensor((0, *accumulate(_LENGTHS)), dtype=torch.int32)
+        options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        options |= {"max_length_q": max(_LENGTHS), "max_length_k": max(_LENGTHS)}
     model.eval()
     with torch.no_grad():
-        before = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        before = model(input_ids=ids, **options).logits
         for length in _LENGTHS:
             changed = ids.clone()
             changed[0, start : start + length] = (ids[0, start : start + length] + 1) % vocab_size
-            after = model(input_ids=changed, position_ids=positions, use_cache=False).logits
+            after = model(input_ids=changed, **options).logits
             differs = ((after - before).abs() > _ROUNDING).any(-1)[0]
             differs_inside = differs[start : start + length].clone()
             differs[start : start + length] = False
@@ -61,7 +72,7 @@ def is_kept_apart(model: Any) -> bool:
     return True
 
 
-def _small(config: "PreTrainedConfig") -> Any:
+def _small(config: "PreTrainedConfig", attention: str | None = None) -> Any:
     """A small random model of the same kind."""
     from transformers import AutoModelForCausalLM
 
@@ -78,7 +89,9 @@ def _small(config: "PreTrainedConfig") -> Any:
     if kinds and getattr(small, "layer_types", None):
         num_layers = len(small.layer_types)
         small.layer_types = [kinds[layer % len(kinds)] for layer in range(num_layers)]
-    return AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        small, dtype=torch.float32, attn_implementation=attention
+    )
 
 
 def pack(dataset: "Dataset", row_length: int) -> "Dataset":

@@ -11,9 +11,10 @@ import torch
 
 import poros
 from poros.devices import default_device, usable_device
-from poros.errors import PorosError, RecipeError, quoted
+from poros.errors import PorosError, RecipeError, UnsupportedModelError, quoted
 from poros.finetune import screen
-from poros.finetune.adapters import adapter_config
+from poros.finetune.adapters import adapter_config, require_targets
+from poros.finetune.attention import require_attention
 from poros.finetune.data import Rows
 from poros.finetune.packing import keeps_apart, pack
 from poros.finetune.panel import Panel
@@ -22,14 +23,17 @@ from poros.finetune.screen import Size
 from poros.finetune.stopping import Marking, Stopping
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import make_trainer, num_steps
+from poros.loaders.settings import configuration
+from poros.loaders.source import find_config
 from poros.nf4 import DTYPES
+from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
 from poros.telemetry import log_streaming
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from rich.console import Console
-    from transformers import PreTrainedTokenizerBase, Trainer
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer
 
 
 class Data(NamedTuple):
@@ -59,6 +63,7 @@ def finetune(
     console: "Console",
     *,
     is_dry: bool = False,
+    num_shown: int = 0,
 ) -> Path | None:
     """Train an adapter, or go on with a run that was interrupted.
 
@@ -68,6 +73,7 @@ def finetune(
         run: Its folder, looked at.
         console: Where to tell what happens.
         is_dry: Stop before the base is loaded; nothing is written.
+        num_shown: Rows to print with what is learnt marked; then stop, unless ``is_dry``.
 
     Returns:
         The folder of the adapter, or None for a dry run.
@@ -77,6 +83,9 @@ def finetune(
         of a run that was never interrupted; on the same machine, software and number of threads.
 
     Raises:
+        CheckpointFormatError: If the model's configuration or its tokenizer cannot be read.
+        RecipeError: If target modules or the attention are not there.
+        UnsupportedModelError: If the model, or its tokenizer, needs code of its own.
         DataFormatError: If rows cannot be rendered by the chat template, or nothing can be learnt.
         VRAMBudgetError: If a step does not fit.
         RunFolderError: If another process trains in the folder.
@@ -84,11 +93,15 @@ def finetune(
     """
     device = _device(recipe)
     asked = recipe
-    recipe, notes = _suited(recipe)
+    recipe, notes = _suited(recipe, _configuration(recipe))
     with _quiet_datasets():
         tokenizer = load_tokenizer(recipe, data.train.form)
         tokens = tokenize(data.train, tokenizer, recipe)
         held_out = data.validation and tokenize(data.validation, tokenizer, recipe)
+        if num_shown:
+            screen.show_rows(console, num_shown, data.train, tokens, tokenizer)
+            if not is_dry:
+                return None
         row_length = _row_length(recipe, tokens)
         train = _dataset(recipe, tokens, row_length)
         validation = held_out and _dataset(recipe, held_out, row_length)
@@ -105,7 +118,7 @@ def finetune(
     if run.checkpoint is not None:
         notes.append(f"going on after step {run.step} of {size.num_steps}")
     plan = screen.planned(recipe, size, adapter_config(recipe), device)
-    screen.show(console, recipe, plan, size, tokens, notes)
+    screen.show(console, recipe, plan, size, tokens, tokenizer, notes)
     if is_dry:
         return None
     with opened(run, asked, data.digests):
@@ -122,24 +135,33 @@ def _device(recipe: Recipe) -> torch.device:
     return device
 
 
-def _suited(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe as far as the model goes: its positions, whether it can be packed; and notes."""
-    from transformers import AutoConfig
+def _configuration(recipe: Recipe) -> "PreTrainedConfig":
+    """The model's, after a look at whether it has what the recipe names."""
+    chosen = recipe.model
+    options = {}
+    if chosen.attention is not None:
+        require_attention(chosen.attention)
+        options["attn_implementation"] = chosen.attention
+    source = str(Path(chosen.source).expanduser())
+    config = configuration(*find_config(source), options)
+    if options or recipe.adapter.target_modules != "all-linear":
+        try:
+            base = meta_model(config, None, DTYPES[chosen.dtype])
+        except UnsupportedModelError as error:
+            named = "" if chosen.attention is None else "model.attention (--attention): "
+            raise RecipeError(f"{named}{error}") from error
+        require_targets(recipe, base)
+    return config
 
-    source = recipe.model.source
-    try:
-        config = AutoConfig.from_pretrained(str(Path(source).expanduser()))
-    except (OSError, ValueError) as error:
-        raise RecipeError(
-            f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
-            f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
-        ) from error
+
+def _suited(recipe: Recipe, config: "PreTrainedConfig") -> tuple[Recipe, list[str]]:
+    """The recipe as far as the model goes: its positions, whether it can be packed; and notes."""
     data, notes = recipe.data, []
     most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(most, int) and most < data.max_length:
         notes.append(f"rows are cut at the model's {most} positions")
         data = replace(data, max_length=max(most - most % data.pad_to, min(most, data.pad_to)))
-    if recipe.is_packed and not keeps_apart(config):
+    if recipe.is_packed and not keeps_apart(config, recipe.model.attention):
         notes.append(
             f"rows are not packed: in a {config.model_type} documents of one row would see each "
             "other, as was tried on a small one"
@@ -209,7 +231,10 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
     from transformers import set_seed
 
     chosen, memory = recipe.model, recipe.memory
-    options: dict[str, Any] = {"store": chosen.store, "host_budget": chosen.host_budget}
+    store = chosen.store and str(Path(chosen.store).expanduser())
+    options: dict[str, Any] = {"store": store, "host_budget": chosen.host_budget}
+    if chosen.attention is not None:
+        options["attn_implementation"] = chosen.attention
     if chosen.quantization != "nf4":
         options["quantization"] = None if chosen.quantization == "none" else chosen.quantization
     if chosen.dtype != "bfloat16":

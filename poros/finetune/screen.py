@@ -1,20 +1,29 @@
 """What is printed before a run trains: does it fit, what goes where, how many steps, how long."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
+from poros.finetune.data import Rows
 from poros.finetune.panel import duration
-from poros.finetune.tokens import Tokens
+from poros.finetune.tokens import IGNORED, Tokens
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
     from peft import PeftConfig
     from rich.console import Console
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
 
     from poros.planning.formula import MemoryPlan
+
+
+_SHORT = 160
+"""Characters of a prompt or an answer in the row that is shown."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,7 @@ def show(
     plan: "MemoryPlan | str",
     size: Size,
     tokens: Tokens,
+    tokenizer: "PreTrainedTokenizerBase",
     notes: list[str],
 ) -> None:
     """Print one screen."""
@@ -124,12 +134,17 @@ def show(
     table.add_column(overflow="fold")
     training, adapter = recipe.training, recipe.adapter
     kept = "dense" if recipe.model.quantization == "none" else recipe.model.quantization
-    table.add_row("model", f"{recipe.model.source}, {kept}, computing in {recipe.model.dtype}")
+    attention = f", attention {recipe.model.attention}" if recipe.model.attention else ""
+    table.add_row(
+        "model", f"{recipe.model.source}, {kept}, computing in {recipe.model.dtype}{attention}"
+    )
     table.add_row(
         "adapter",
         f"{adapter.kind}, rank {adapter.rank}, alpha {recipe.alpha:g}, on {_targets(recipe)}",
     )
     table.add_row("data", _data_line(recipe, size, tokens))
+    for name, text in _marked(tokens, 0, tokenizer, console.encoding, _SHORT):
+        table.add_row(name, text)
     rows = training.batch_size * training.accumulation
     table.add_row(
         "training",
@@ -141,6 +156,72 @@ def show(
     for note in notes:
         table.add_row("note", note)
     console.print(table, highlight=False, markup=False)
+
+
+def show_rows(
+    console: "Console",
+    number: int,
+    rows: Rows,
+    tokens: Tokens,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> None:
+    """Print the first rows as tokens make them, what is learnt in double brackets."""
+    for row in range(min(number, len(tokens.lengths))):
+        place = rows.place(tokens.numbers[row])
+        console.print(f"{place}: {tokens.lengths[row]} tokens", markup=False, highlight=False)
+        for name, text in _marked(tokens, row, tokenizer, console.encoding):
+            console.print(f"{name}: ", text, sep="", soft_wrap=True, highlight=False)
+
+
+def _marked(
+    tokens: Tokens,
+    row: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    encoding: str,
+    limit: int | None = None,
+) -> Iterator[tuple[str, "Text"]]:
+    """The texts of a row, with marks; every stretch of them cut to a limit."""
+    columns = {name: list(rows[row]) for name, rows in tokens.columns.items()}
+    if "labels" in columns:
+        # The first token has nothing before it to be predicted from.
+        learnt = [False, *(label != IGNORED for label in columns["labels"][1:])]
+        yield "row", _text(columns["input_ids"], learnt, tokenizer, encoding, limit)
+        return
+    prompt = columns["prompt_ids"]
+    for name in ("chosen", "rejected"):
+        answer = columns[f"{name}_ids"]
+        learnt = [False] * len(prompt) + [True] * len(answer)
+        yield name, _text(prompt + answer, learnt, tokenizer, encoding, limit)
+
+
+def _text(
+    ids: Sequence[int],
+    learnt: Sequence[bool],
+    tokenizer: "PreTrainedTokenizerBase",
+    encoding: str,
+    limit: int | None,
+) -> "Text":
+    from rich.text import Text
+
+    text, start = Text(), 0
+    for is_learnt, group in groupby(range(len(ids)), key=learnt.__getitem__):
+        *_, last = group
+        # Some tokenizers leave out a blank that a text begins with.
+        before, upto = (
+            str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
+            for end in (start, last + 1)
+        )
+        start = last + 1
+        part = upto[len(before) :]
+        if limit is not None and len(part) > limit:
+            part = f"{part[: limit // 2]}...{part[-limit // 2 :]}"
+        # No row of data can move the cursor, or turn the direction of writing.
+        part = "".join(
+            each if each.isprintable() else each.encode("unicode_escape").decode() for each in part
+        )
+        part = part.encode(encoding, "backslashreplace").decode(encoding)
+        text.append(f"[[{part}]]" if is_learnt else part, "bold green" if is_learnt else "")
+    return text
 
 
 def _targets(recipe: Recipe) -> str:

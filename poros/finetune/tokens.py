@@ -20,6 +20,7 @@ from poros.errors import DataFormatError, quoted
 from poros.finetune.data import Rows
 from poros.finetune.forms import Form
 from poros.finetune.templates import NAMED
+from poros.loaders.tokenizer import read_tokenizer
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Tokens:
         columns: For SFT ``input_ids`` and ``labels``, for DPO ``prompt_ids``, ``chosen_ids`` and
             ``rejected_ids``; each a list of rows.
         lengths: Tokens of each row; of a pair those of the longer one.
+        numbers: Of the rows of data that they were made of.
         num_tokens: Of all rows, without padding.
         num_learnt: Tokens with a label.
         num_cut: Rows that were longer than allowed.
@@ -47,6 +49,7 @@ class Tokens:
 
     columns: "dict[str, list[array[int]]]" = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     num_tokens: int = 0
     num_learnt: int = 0
     num_cut: int = 0
@@ -76,20 +79,13 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
     """The model's tokenizer, with the template that the recipe names.
 
     Raises:
-        DataFormatError: If there is none, or it has no template for messages, or lacks tokens that
-            the template is made of.
+        CheckpointFormatError: If there is none.
+        DataFormatError: If it has no template for messages, or lacks tokens that the template is
+            made of.
+        UnsupportedModelError: If it is defined by code of its own.
     """
-    from transformers import AutoTokenizer
-
     source = recipe.model.source
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(source).expanduser()))
-    except Exception as error:
-        said = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
-        raise DataFormatError(
-            f"model.source: expected a tokenizer beside the model {quoted(source)}, found none to "
-            f"load: {said}; copy tokenizer.json and tokenizer_config.json there"
-        ) from error
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(source)
     name = recipe.data.chat_template
     if name in NAMED:
         template = NAMED[name]
@@ -138,14 +134,17 @@ def tokenize(rows: Rows, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe) -
     for number, row in enumerate(rows.rows):
         try:
             make(tokens, row)
+        except DataFormatError as error:
+            wrong.append(f"{rows.place(number)}: {error}")
         except Exception as error:  # of a template, which may raise whatever it likes
             said = quoted(str(error) or type(error).__name__, is_bare=True, limit=300)
             wrong.append(
                 f"{rows.place(number)}: expected a row that the chat template can render, found: "
                 f"{said}; mend the row, or take another template (--chat-template)"
             )
-            if len(wrong) == _MOST_SHOWN:
-                break
+        if len(wrong) == _MOST_SHOWN:
+            break
+        tokens.numbers += [number] * (len(tokens.lengths) - len(tokens.numbers))
     if wrong:
         raise DataFormatError("\n".join(wrong))
     if not tokens.lengths:
@@ -245,13 +244,23 @@ class _Work:
         """Tokens of a text, and which of them begin in one of its spans.
 
         transformers' own mask goes on to the end of the row where a span ends in a character that
-        belongs to no token.
+        belongs to no token. Blanks may have been trimmed off both ends of a token's place.
+
+        Raises:
+            DataFormatError: If a token begins before a span and ends in it.
         """
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = [
-            int(any(start <= first < end for start, end in spans) and first < last)
-            for first, last in found["offset_mapping"]
-        ]
+        mask = []
+        for first, last in found["offset_mapping"]:
+            if any(first < start < last for start, _ in spans):
+                raise DataFormatError(
+                    "expected answers that begin with a token of their own, found the token "
+                    f"{quoted(text[first:last], limit=60)}, which begins in the prompt and would "
+                    "not be learnt; remove blanks at the start of the answer, take another "
+                    "template (--chat-template), or learn every token (--loss-on all)"
+                )
+            place = first if first < last else first - 1
+            mask.append(int(any(start <= place < end for start, end in spans)))
         return found["input_ids"], mask
 
     def _spans(

@@ -20,11 +20,15 @@ import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_pt_utils import LabelSmoother
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin
+from poros.finetune.attention import takes_cu_seqlens
+from poros.head.regularized import RegularizedLoss
+from poros.model.stats import attention_of
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -133,12 +137,12 @@ class _PackedRows:
     """Puts packed rows together: documents side by side, all rows of one length."""
 
     collate: DataCollatorForLanguageModeling
-    is_attention_only: bool
+    has_cu_seqlens: bool
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = self.collate(rows)
-        if self.is_attention_only:
-            # Their shapes differ from batch to batch, and only flash attention reads them.
+        if not self.has_cu_seqlens:
+            # Their shapes differ from batch to batch, and this attention does not read them.
             for name in _VARLEN:
                 found.pop(name, None)
         return found
@@ -189,6 +193,10 @@ def make_trainer(
             trainer.ref_model = None
         else:
             trainer = Sft(model, data_collator=_collator(recipe, model, pad, row_length), **options)
+            smoothing, z_loss = recipe.training.label_smoothing, recipe.training.z_loss
+            if smoothing or z_loss:
+                own = LabelSmoother(epsilon=smoothing) if smoothing else None
+                trainer.label_smoother = RegularizedLoss(own, z_loss or 0.0)
     trainer.recipe = recipe
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -200,8 +208,7 @@ def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
     # All rows of a micro-batch become one.
     length = row_length * recipe.training.batch_size
     collate = DataCollatorForLanguageModeling(pad, padding_free=True, pad_to_multiple_of=length)
-    is_flash = "flash" in str(getattr(model.config, "_attn_implementation", ""))
-    return _PackedRows(collate, is_attention_only=not is_flash)
+    return _PackedRows(collate, has_cu_seqlens=takes_cu_seqlens(attention_of(model)))
 
 
 def _arguments(

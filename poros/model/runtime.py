@@ -272,12 +272,8 @@ class Runtime:
         Streams:
             Reads counters on the host, and events; waits for nothing.
         """
-        return collect(
-            self,
-            self._streams.timings(),
-            host_num_bytes=self._matrices_num_bytes,
-            num_resizes=self._num_resizes,
-        )
+        model, timings = self._model(), self._streams.timings()
+        return collect(self, model, timings, self._matrices_num_bytes, self._num_resizes)
 
     def __repr__(self) -> str:
         return described(self, self._model())

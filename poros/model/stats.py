@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 
 
 def collect(
-    runtime: "Runtime", timings: Timings, *, host_num_bytes: int, num_resizes: int
+    runtime: "Runtime",
+    model: nn.Module | None,
+    timings: Timings,
+    host_num_bytes: int,
+    num_resizes: int,
 ) -> dict[str, Any]:
     """What ``Runtime.stats`` returns.
 
     Args:
         runtime: Of the model.
+        model: If it is still there.
         timings: Of the copies of blocks.
         host_num_bytes: Frozen bytes in host memory besides blocks and head.
         num_resizes: How often blocks got other slots.
@@ -51,6 +56,9 @@ def collect(
         that were replayed from a recording, and that ran although visits are recorded.
 
         ``num_groups``: groups of micro-batches that went through the blocks together.
+
+        ``attention``: the attention implementation of transformers that the layers call, such as
+        ``sdpa`` or ``flash_attention_2``.
 
         ``fallbacks``: one line each.
     """
@@ -83,6 +91,7 @@ def collect(
         "num_left_out_adapters": tally.num_left_out if tally is not None else 0,
         "num_replayed_visits": captures.num_replays if captures is not None else 0,
         "num_eager_visits": sum(eager.values()),
+        "attention": attention_of(model),
         "num_groups": grouped.num_groups if grouped is not None else 0,
         "fallbacks": host.fallbacks
         + offloader.fallbacks
@@ -91,6 +100,15 @@ def collect(
         + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]
         + [f"micro-batches ran one after the other: {reason}" for reason in alone],
     }
+
+
+def attention_of(model: nn.Module | None) -> str | None:
+    """The attention implementation that a model of transformers calls; None if it has none."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    found: str | None = getattr(config, "_attn_implementation", None)
+    return found
 
 
 def described(runtime: "Runtime", model: nn.Module | None) -> str:

@@ -47,6 +47,12 @@ class ModelPart:
         "--dtype",
         "In which the base computes, and what of it is not quantized.",
     )
+    attention: str | None = _setting(
+        None,
+        text(),
+        "--attention",
+        "Of transformers: sdpa, eager, flash_attention_2, ...; its choice if not given.",
+    )
     store: str | None = _setting(
         None, text(), "--store", "Folder that keeps the quantized base for the next run."
     )
@@ -151,6 +157,12 @@ class TrainingPart:
         "LoRA+: ratio of the rates of B and A, about 16.",
     )
     beta: float = _setting(0.1, real(0, is_above=True), "--beta", "Of DPO: nearness to the base.")
+    label_smoothing: float | None = _setting(
+        None, real(0, 0.9), "--label-smoothing", "Share of the target that all tokens get."
+    )
+    z_loss: float | None = _setting(
+        None, real(0), "--z-loss", "Weight of the squared log of the softmax's denominator."
+    )
     seed: int = _setting(0, whole(0, 2**31 - 1), "--seed", "Of everything that is drawn.")
 
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from poros.config import LEAST_BUDGET, parse_num_bytes
@@ -39,7 +40,7 @@ class Kind:
         """
         try:
             return self.read(text)
-        except (ValueError, PolicyError):
+        except (ValueError, OverflowError, RuntimeError, PolicyError):
             raise UnexpectedValueError(f"expected {self.expects}, found {quoted(text)}") from None
 
 
@@ -107,14 +108,15 @@ def size() -> Kind:
 
 
 def text() -> Kind:
-    """Any text but an empty one."""
+    """Any text but an empty one, or a path in the home of nobody."""
+    return Kind("a text that is not empty, with ~NAME only for a user that is there", _text)
 
-    def read(text: str) -> str:
-        if not text.strip() or "\0" in text:
-            raise ValueError
-        return text
 
-    return Kind("a text that is not empty", read)
+def _text(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError
+    Path(text).expanduser()  # a RuntimeError if the user is not there
+    return text
 
 
 def words(*alone: str) -> Kind:
@@ -135,9 +137,7 @@ def share_or_source() -> Kind:
     def read(text: str) -> float | str:
         match = re.fullmatch(r"\s*([0-9.]+)\s*(%?)\s*", text)
         if match is None:
-            if not text.strip():
-                raise ValueError
-            return text
+            return _text(text)
         number = float(match[1]) / (100 if match[2] else 1)
         if not 0 <= number <= 0.5:
             raise ValueError

@@ -42,7 +42,7 @@ STATS = {
     *("offloaded_num_bytes", "h2d_ms", "h2d_gb_per_s", "stall_ms", "num_resizes"),
     *("num_index_transfers", "rows_num_bytes", "head_num_bytes"),
     *("num_fused_adapters", "num_unfused_adapters", "num_left_out_adapters"),
-    *("num_replayed_visits", "num_eager_visits", "num_groups"),
+    *("num_replayed_visits", "num_eager_visits", "attention", "num_groups"),
 }
 
 
@@ -263,7 +263,7 @@ def test_stats_have_the_documented_keys_and_plausible_values() -> None:
     model = prepare_plain(build())
     runtime = poros.runtime(model)
     start = runtime.stats()
-    assert set(start) == STATS
+    assert set(start) == STATS and start["attention"] == "sdpa"
     assert json.loads(json.dumps(start)) == start
     assert runtime.num_blocks == 3 and runtime.num_slots == 2
     slabs = [runtime.host_slab(block).numel() for block in range(3)]

@@ -22,6 +22,10 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("completions", {"adapter__kind": "dora", "training__steps": 3}),
     "lora+": ("text", {"training__lora_plus": 16, "training__steps": 3}),
     "schedule-free": ("text", {"training__optimizer": "schedule_free_adamw", "training__steps": 3}),
+    "smoothed": (
+        "text",
+        {"training__label_smoothing": 0.1, "training__z_loss": 0.01, "training__steps": 3},
+    ),
     "bfloat16 adapter": ("text", {"adapter__dtype": "bfloat16", "training__steps": 3}),
     "dense base": ("text", {"model__quantization": "none", "training__steps": 3}),
     "validation": (

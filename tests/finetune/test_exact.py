@@ -1,9 +1,12 @@
 """A streamed run gives the bits of the same recipe with the base resident."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 
+from poros.head.logits import LazyLogits
 from tests.finetune.arms import RECIPES, arm
 
 
@@ -16,6 +19,31 @@ def test_streamed_equals_resident(kind: str, model: Path, data: Path, tmp_path: 
     # The first rate of a warmup is 0, so the first two losses of DPO are alike.
     assert len(set(streamed.losses)) >= len(streamed.losses) - 1 >= 2
     assert "going on" not in streamed.said
+
+
+def test_smoothing_and_z_loss_read_no_logits(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: LazyLogits) -> None:
+        raise RuntimeError("expected nobody to read logits")
+
+    monkeypatch.setattr(LazyLogits, "computed", refuse)
+    losses = {
+        name: arm(model, data, tmp_path / name, "smoothed", memory__slots=2, **weights).losses[0]
+        for name, weights in {
+            "none": {"training__label_smoothing": 0, "training__z_loss": 0},
+            "smoothing": {"training__z_loss": 0},
+            "z": {"training__label_smoothing": 0},
+            "both": {},
+        }.items()
+    }
+    assert len(set(losses.values())) == 4
+    parts = losses["smoothing"] + losses["z"] - losses["none"]
+    assert losses["both"] == pytest.approx(parts, rel=1e-5)
+    # Random logits: nearly all tokens are as likely, so z is the log of their number, squared.
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    z = (losses["z"] - losses["none"]) / 0.01
+    assert z == pytest.approx(math.log(vocab_size) ** 2, rel=0.1)
 
 
 def test_control_another_seed_gives_other_bits(model: Path, data: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from poros.errors import DataFormatError
@@ -97,6 +98,42 @@ def test_only_the_assistant_is_learnt(template: str, data: Path, tmp_path: Path)
         said = [each["content"] for each in row["messages"] if each["role"] == "assistant"]
         end = "<|im_end|>" + ("\n" if template == "unmarked" else "")
         assert learnt == "".join(each + end for each in said)
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_an_answer_that_begins_inside_a_token_is_refused(
+    is_marked: bool, data: Path, tmp_path: Path
+) -> None:
+    """The blank before it belongs to its first token, which would not be learnt."""
+    template = NAMED["chatml"].text if is_marked else UNMARKED
+    template = template.replace("'\\n' }}\n{%- if", "': ' }}\n{%- if")
+    template = template.replace("assistant\\n", "assistant: ")
+    model = write_model(tmp_path / "model", template=template)
+    with pytest.raises(DataFormatError) as error:
+        made(model, data, "messages", data__chat_template="model")
+    lines = str(error.value).splitlines()
+    assert len(lines) == 30
+    assert "messages.jsonl:1: " in lines[0] and "the token ' while'" in lines[0]
+    assert "--chat-template" in lines[0] and "--loss-on all" in lines[0]
+    _, _, _, tokens = made(
+        model, data, "messages", data__chat_template="model", data__loss_on="all"
+    )
+    assert len(tokens.lengths) == 200
+
+
+def test_blanks_are_learnt_where_a_tokenizer_trims_them(model: Path, tmp_path: Path) -> None:
+    said = "  the   slot  "
+    turns = [{"role": "user", "content": " a "}, {"role": "assistant", "content": said}]
+    write_rows(tmp_path / "messages.jsonl", [{"messages": turns}])
+    recipe, found, tokenizer, tokens = made(model, tmp_path, "messages")
+    assert learnt(tokenizer, tokens) == said + "<|im_end|>"
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert learnt(tokenizer, tokenize(found, tokenizer, recipe)) == said + "<|im_end|>"
+
+
+def learnt(tokenizer: Any, tokens: Tokens) -> str:
+    (labels,) = tokens.columns["labels"]
+    return str(tokenizer.decode([each for each in labels if each != IGNORED]))
 
 
 def test_everything_is_learnt_if_it_is_asked_for(model: Path, data: Path) -> None:

@@ -1,14 +1,16 @@
 """What is shown: the screen before a run, the panel and the lines while it trains, the recipes."""
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors import safe_open
 
-from poros.errors import VRAMBudgetError
+from poros.errors import RecipeError, VRAMBudgetError
 from poros.finetune.data import read_data
 from poros.finetune.panel import Panel, duration
 from poros.finetune.resuming import look_at
@@ -16,7 +18,7 @@ from poros.finetune.run import Data, finetune
 from poros.finetune.screen import shown
 from poros.recipes.reading import read_recipe
 from tests.command import poros_command, text
-from tests.finetune.subjects import recipe_of
+from tests.finetune.subjects import recipe_of, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,6 +53,107 @@ def test_the_screen_before_a_run(model: Path, data: Path, tmp_path: Path) -> Non
         assert each in said, said
     said = dry(data__source=data / "text.jsonl", memory__resident=True, **common)
     assert "not streamed" in said
+
+
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ("messages", ["row: <|im_start|>user\\n\\x1b[2J\u540d\\u202e", "\\n[[ab\\nc<|im_end|>]]"]),
+        ("completions", ["row: \\x1b[2J\u540d\\u202e[[ab\\nc<eos>]]"]),
+        ("text", ["row: a[[b\\nc<eos>]]"]),
+        (
+            "preferences",
+            ["chosen: \\x1b[2J\u540d\\u202e[[ab\\nc<eos>]]", "rejected: ", "[[xyz<eos>]]"],
+        ),
+    ],
+)
+def test_rows_are_shown_with_what_is_learnt(
+    form: str, wanted: list[str], model: Path, tmp_path: Path
+) -> None:
+    """And no row can move the cursor."""
+    asked, answer = "\x1b[2J\u540d\u202e", "ab\nc"
+    row = {
+        "messages": {
+            "messages": [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": answer},
+            ]
+        },
+        "completions": {"prompt": asked, "completion": answer},
+        "text": {"text": answer},
+        "preferences": {"prompt": asked, "chosen": answer, "rejected": "xyz"},
+    }[form]
+    empty = {**row, "prompt": "the slot " * 60} if form == "completions" else row
+    write_rows(tmp_path / "rows.jsonl", [empty, row, row, row])
+    command = (
+        "finetune", str(model), str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "run"),
+        "--chat-template", "chatml", "--max-length", "64",
+        "--method", "dpo" if form == "preferences" else "sft",
+    )  # fmt: skip
+    result = poros_command(*command, "--show", "2")
+    assert result.exit_code == 0, result.output
+    said = text(result)
+    first = 2 if form == "completions" else 1
+    assert f"rows.jsonl:{first}: " in said and f"rows.jsonl:{first + 1}: " in said
+    assert "rows.jsonl:4" not in said and "steps of 8 rows" not in said
+    for each in wanted:
+        assert said.count(each) == 2, said
+    # The screen before a run has the first.
+    said = text(poros_command(*command, "--dry-run"))
+    assert "steps of 8 rows" in said
+    assert wanted[-1][wanted[-1].index("[[") :] in "".join(said.split())
+    assert not (tmp_path / "run").exists()
+
+
+TARGETS = {
+    "nothing": ("q_prj", "found 'q_prj'"),
+    "a part": ("q_proj,v_prj,k_prj", "found 'k_prj, v_prj'"),
+    "no adapter": ("q_proj,input_layernorm", "is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_target_modules_that_match_nothing(
+    case: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    targets, what = TARGETS[case]
+    result = poros_command(
+        "finetune", str(model), str(data / "text.jsonl"), "--target-modules", targets,
+        "--out", str(tmp_path / "run"), "--resident", "--dry-run",
+    )  # fmt: skip
+    assert result.exit_code == 2, result.output
+    assert what in result.output and "--target-modules" in result.output
+    assert ("q_proj, up_proj" in result.output) == (case != "no adapter")
+
+
+def test_one_target_module_is_a_name(model: Path, data: Path, tmp_path: Path) -> None:
+    """PEFT takes a text for a pattern of whole names, and finds nothing."""
+    from tests.finetune.subjects import run
+
+    source = {"model__source": model, "data__source": data / "text.jsonl"}
+    recipe = recipe_of(
+        **source, adapter__target_modules="q_proj", training__steps=1, output__folder=tmp_path / "r"
+    )
+    run(recipe)
+    with safe_open(tmp_path / "r" / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert all(".q_proj." in name for name in file.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("sdpaa", "expected one of eager"),
+        ("me/kernel", "found 'me/kernel'"),
+        ("flash_attention_2", "--attention.*installed"),
+    ],
+)
+def test_unknown_attention(name: str, what: str, model: Path, data: Path, tmp_path: Path) -> None:
+    """A kernel of the hub is code of a stranger."""
+    if find_spec("flash_attn") and "flash" in name:
+        pytest.skip("flash attention is installed")
+    common = {"model__source": model, "data__source": data / "text.jsonl"}
+    with pytest.raises(RecipeError, match=what):
+        dry(**common, model__attention=name, output__folder=tmp_path / "run")
 
 
 def test_the_steps_that_are_announced_are_those_that_are_trained(

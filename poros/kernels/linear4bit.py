@@ -71,17 +71,14 @@ def multiply(
 def times(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``nn.functional.linear`` without a graph: if it is nothing but a product, directly that.
+    """``nn.functional.linear`` without a graph, and never a view, which it gives of a bias.
 
-    Never a view, as ``linear`` of a bias gives one: autograd lets nobody write in place to a view
-    that a custom Function returns.
+    Autograd lets nobody write in place to a view that a custom Function returns.
     """
-    if bias is not None or not input.is_contiguous():
-        product = nn.functional.linear(input, weight, bias)
-    else:
-        product = input.view(-1, input.shape[-1]).mm(weight.t())
-    result: torch.Tensor = torch.ops.aten._unsafe_view(product, (*input.shape[:-1], len(weight)))
-    return result
+    product = nn.functional.linear(input, weight, bias)
+    if product._is_view():
+        product = torch.ops.aten._unsafe_view(product, product.shape)
+    return product
 
 
 def multiply_backward(gradient: torch.Tensor, weight: torch.Tensor, state: Any) -> torch.Tensor:

@@ -119,7 +119,8 @@ def row_norm_ref(
         gram = a.new_zeros(len(a), len(a), dtype=dtype)
         for part in _parts(dense, budget):
             own = a[:, part].to(dtype)
-            product.addmm_(dense[:, part].to(dtype), own.t())
+            # A copy: on a CPU such a product hangs on where a weight of float32 lies in memory.
+            product.addmm_(dense[:, part].to(dtype, copy=True), own.t())
             gram.addmm_(own, own.t())
         b = b.to(dtype)
         cross = product.mul_(b).sum(1)

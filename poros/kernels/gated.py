@@ -170,7 +170,7 @@ def _autocast_as(dtype: torch.dtype | None, device: torch.device) -> AbstractCon
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
-def saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     """What one of our nodes has kept for its backward, as it was.
 
     Raises:
@@ -185,7 +185,7 @@ def saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
             "poros.restore(model)"
         )
     try:
-        found: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        found: tuple[Any, ...] = ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise

@@ -24,6 +24,7 @@ from poros.kernels.product import product_of
 from poros.kernels.unformed import Unformed, forget
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
+_COMPILED = "compiled layers"
 
 
 class Tally:
@@ -93,6 +94,12 @@ class Tally:
         """Whether the result of that module need not be computed now."""
         return self._left_out is not None and forward.is_last and not forward.is_read
 
+    def note_compiled(self, modules: Iterable[nn.Module]) -> None:
+        """A compiled layer is called, in which PEFT's own modules run."""
+        adding = [each for each in modules if _is_known(each) and _lora_names(each)]
+        if adding:
+            self.unfused[_COMPILED] += len(adding)
+
     def note(self, forward: "_Forward", result: torch.Tensor) -> None:
         """``result`` of that module is without values."""
         if self._left_out is not None and isinstance(result, Unformed):
@@ -134,10 +141,12 @@ class _Forward(Forward):
         return type(self), (self._module(), self._tally, self._is_4bit)
 
     def run(self, module: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        lora: _Lora | str = "arguments besides the input"
         if torch.compiler.is_compiling():
-            lora = "compiled"
-        elif not args and not kwargs:
+            self._note_compiled()
+            compiled: torch.Tensor = self.own(module, input, *args, **kwargs)
+            return compiled
+        lora: _Lora | str = "arguments besides the input"
+        if not args and not kwargs:
             lora = _lora_of(module, input, self._tally.is_exact)
         if not isinstance(lora, _Lora):
             if lora:
@@ -178,6 +187,12 @@ class _Forward(Forward):
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_
+
+    @torch.compiler.assume_constant_result
+    def _note_compiled(self) -> bool:
+        """Once for each graph: a counter that the graph sees makes each step one of its own."""
+        self._tally.note_compiled([self._module()])
+        return True
 
     def _run_dora(
         self, module: Any, input: torch.Tensor, lora: _Lora, magnitude: torch.Tensor
@@ -234,14 +249,29 @@ def take_over(modules: Iterable[nn.Module], tally: Tally) -> None:
     Modules of other classes, and those whose forward somebody has set, are left alone.
     ``poros.kernels.forwards.hand_back`` undoes it.
     """
-    from peft.tuners.lora import Linear, Linear4bit
+    from peft.tuners.lora import Linear4bit
 
     def forward_of(module: nn.Module) -> Forward | None:
-        if type(module) in (Linear, Linear4bit) and has_own_forward(type(module)):
+        if _is_known(module):
             return _Forward(module, tally, is_4bit=type(module) is Linear4bit)
         return None
 
     replace(modules, forward_of)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether ``module`` is a LoRA module of PEFT that may run by our operators."""
+    from peft.tuners.lora import Linear, Linear4bit
+
+    return type(module) in (Linear, Linear4bit) and has_own_forward(type(module))
+
+
+def _lora_names(module: Any) -> list[str]:
+    """The adapters that add to the result of ``module``'s linear module."""
+    if module.disable_adapters or module.merged:
+        return []
+    all_a = module._modules[_CONTAINERS[0]]._modules
+    return [name for name in module.active_adapters if name in all_a]
 
 
 def _lora_of(module: Any, input: torch.Tensor, is_exact: bool) -> _Lora | str:
@@ -256,8 +286,8 @@ def _lora_of(module: Any, input: torch.Tensor, is_exact: bool) -> _Lora | str:
     # At each call of each projection: looked up in dictionaries, since modules take a call for it.
     parts = module._modules
     all_a, all_b, all_dropout = (parts[key]._modules for key in _CONTAINERS)
-    active = [name for name in module.active_adapters if name in all_a]
-    if module.disable_adapters or module.merged or not active:
+    active = _lora_names(module)
+    if not active:
         return ""
     if len(active) > 1:
         return "several active adapters"

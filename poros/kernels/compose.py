@@ -65,11 +65,6 @@ def compose(
     Exactness:
         The bits of ``compose_ref``, at every tier.
     """
-    if torch.compiler.is_compiling():
-        sum_, inner = torch.ops.poros.dora_compose(
-            result, base, lora, g, scaling, bias, wants_inner, tier
-        )
-        return sum_, inner if wants_inner else None
     if result.is_meta:
         made = [_empty(result, result.dtype) for _ in range(1 + wants_inner)]
         return made[0], made[1] if wants_inner else None
@@ -140,11 +135,6 @@ def compose_backward(
         The first two have the bits of ``compose_backward_ref``, at every tier. The third is a
         float32 sum in an order that depends on tier and shape alone.
     """
-    if torch.compiler.is_compiling():
-        of_base, of_lora, of_g = torch.ops.poros.dora_compose_backward(
-            gradient, g, scaling, inner, has_base, result_dtype, lora_dtype, tier
-        )
-        return of_base, of_lora, None if inner is None else of_g
     if gradient.is_meta:
         dtype = _computed_in(gradient, g, inner, result_dtype, lora_dtype)
         of_g = None if inner is None else g.new_empty(g.shape, dtype=dtype)
@@ -244,81 +234,3 @@ def _computed_in(*given: torch.Tensor | torch.dtype | None) -> torch.dtype:
 
 def _empty(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(like.shape, dtype=dtype, device=like.device)
-
-
-# For torch.compile, which does not look into them. Without it they are not used: their dispatch
-# takes longer than a small kernel. What is not wanted is an empty tensor.
-
-
-@torch.library.custom_op(
-    "poros::dora_compose",
-    mutates_args=(),
-    schema="(Tensor result, Tensor? base, Tensor lora, Tensor g, float scaling, Tensor? bias, "
-    "bool wants_inner, str? tier) -> (Tensor, Tensor)",
-)
-def _compose_op(
-    result: torch.Tensor,
-    base: torch.Tensor | None,
-    lora: torch.Tensor,
-    g: torch.Tensor,
-    scaling: float,
-    bias: torch.Tensor | None,
-    wants_inner: bool,
-    tier: Tier | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    sum_, inner = compose(result, base, lora, g, scaling, bias, wants_inner, tier)
-    return sum_, result.new_empty(0) if inner is None else inner
-
-
-@_compose_op.register_fake
-def _(
-    result: torch.Tensor,
-    base: torch.Tensor | None,
-    lora: torch.Tensor,
-    g: torch.Tensor,
-    scaling: float,
-    bias: torch.Tensor | None,
-    wants_inner: bool,
-    tier: Tier | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    inner = _empty(result, result.dtype) if wants_inner else result.new_empty(0)
-    return _empty(result, result.dtype), inner
-
-
-@torch.library.custom_op(
-    "poros::dora_compose_backward",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor g, float scaling, Tensor? inner, bool has_base, "
-    "ScalarType result_dtype, ScalarType lora_dtype, str? tier) -> (Tensor, Tensor, Tensor)",
-)
-def _backward_op(
-    gradient: torch.Tensor,
-    g: torch.Tensor,
-    scaling: float,
-    inner: torch.Tensor | None,
-    has_base: bool,
-    result_dtype: torch.dtype,
-    lora_dtype: torch.dtype,
-    tier: Tier | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dtypes = {"result_dtype": result_dtype, "lora_dtype": lora_dtype}
-    of_base, of_lora, of_g = compose_backward(
-        gradient, g, scaling, inner, has_base=has_base, tier=tier, **dtypes
-    )
-    return of_base, of_lora, g.new_empty(0) if of_g is None else of_g
-
-
-@_backward_op.register_fake
-def _(
-    gradient: torch.Tensor,
-    g: torch.Tensor,
-    scaling: float,
-    inner: torch.Tensor | None,
-    has_base: bool,
-    result_dtype: torch.dtype,
-    lora_dtype: torch.dtype,
-    tier: Tier | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dtype = _computed_in(gradient, g, inner, result_dtype, lora_dtype)
-    of_g = g.new_empty(0 if inner is None else g.shape, dtype=dtype)
-    return _empty(gradient, result_dtype), _empty(gradient, lora_dtype), of_g

@@ -20,7 +20,7 @@ from torch import nn
 from poros.kernels.compose import Tier, compose, compose_backward
 from poros.kernels.dequantize import dequantize
 from poros.kernels.forwards import has_own_forward
-from poros.kernels.gated import parts_of, refuse_second_order
+from poros.kernels.gated import parts_of, saved_tensors
 from poros.kernels.linear4bit import module_class, times
 from poros.kernels.lora import drop, drop_backward, dropout_of
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
@@ -228,14 +228,13 @@ class _Dora(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return (None,) * 8
-        refuse_second_order()
         with torch._C.DisableTorchFunctionSubclass():
             return (*_backward(ctx, gradient), None, None, None, None)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The gradients of input, B, A and the magnitude."""
-    b, a, hidden, mask, g, divisor, inner, *sources = ctx.saved_tensors
+    b, a, hidden, mask, g, divisor, inner, *sources = saved_tensors(ctx)
     how: Dora = ctx.how
     shape, dtype = ctx.input_form
     wants_input, wants_b, wants_a, wants_magnitude, *_ = ctx.needs_input_grad

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from poros.devices import runs_triton
-from poros.errors import UnsupportedModelError
+from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.autocast import autocast_dtype
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -108,8 +108,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if gradients[0] is None:
             return None, None, None
-        refuse_second_order()
-        gate, up = ctx.saved_tensors
+        gate, up = saved_tensors(ctx)
         if _takes_kernel(ctx.activation, gradients[0], gate, up):
             from poros.kernels import gated_gpu
 
@@ -171,13 +170,13 @@ def _autocast_as(dtype: torch.dtype | None, device: torch.device) -> AbstractCon
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
-def refuse_second_order() -> None:
-    """Raise in a backward that is to be differentiated itself.
-
-    Autograd's own check lets a gradient that needs none pass, and drops the second order.
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """What one of our nodes has kept for its backward, as it was.
 
     Raises:
-        UnsupportedModelError: If so.
+        UnsupportedModelError: If the backward is to be differentiated itself. Autograd's own check
+            lets a gradient that needs none pass, and drops the second order.
+        RematerializationError: If some of it was written to in place since.
     """
     if torch.is_grad_enabled():
         raise UnsupportedModelError(
@@ -185,3 +184,15 @@ def refuse_second_order() -> None:
             'gradients, which adapter kernels do not give; use adapter_kernels="peft", or '
             "poros.restore(model)"
         )
+    try:
+        found: tuple[Any, ...] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RematerializationError(
+            "expected the input of an adapted projection, gate and up of a feed-forward and the "
+            "adapters to be left alone between forward and backward, found one that was written to "
+            'in place. Write to a clone; or, if it runs with PEFT alone, use adapter_kernels="peft"'
+            f" or poros.restore(model). PyTorch says: {error}"
+        ) from error
+    return found

@@ -71,11 +71,14 @@ def multiply(
 def times(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``nn.functional.linear`` without a graph: if it is nothing but a product, directly that."""
-    if bias is not None or not input.is_contiguous():
-        return nn.functional.linear(input, weight, bias)
-    product = input.view(-1, input.shape[-1]).mm(weight.t())
-    return product.view(*input.shape[:-1], weight.shape[0])
+    """``nn.functional.linear`` without a graph, and never a view, which it gives of a bias.
+
+    Autograd lets nobody write in place to a view that a custom Function returns.
+    """
+    product = nn.functional.linear(input, weight, bias)
+    if product._is_view():
+        product = torch.ops.aten._unsafe_view(product, product.shape)
+    return product
 
 
 def multiply_backward(gradient: torch.Tensor, weight: torch.Tensor, state: Any) -> torch.Tensor:

@@ -119,7 +119,8 @@ def row_norm_ref(
         gram = a.new_zeros(len(a), len(a), dtype=dtype)
         for part in _parts(dense, budget):
             own = a[:, part].to(dtype)
-            product.addmm_(dense[:, part].to(dtype), own.t())
+            # A copy: on a CPU such a product hangs on where a weight of float32 lies in memory.
+            product.addmm_(dense[:, part].to(dtype, copy=True), own.t())
             gram.addmm_(own, own.t())
         b = b.to(dtype)
         cross = product.mul_(b).sum(1)
@@ -133,23 +134,13 @@ def assembled_ref(
     return _root((square + 2 * scaling * cross + scaling * scaling * gram).clamp_min(0))
 
 
-@torch.no_grad()
-def scale_of(magnitude: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale g of each row: DoRA's magnitude by the norm (equation 6).
+def divisor_of(norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """By what DoRA's magnitude is divided (equation 6): ``norm``, but not next to nothing.
 
     Args:
-        magnitude: Of ``norm``'s number of elements, in any dtype.
-        norm: As ``row_norm`` gave it.
+        norm: As ``row_norm`` gave it; a NaN stays one.
         dtype: Of the weight: it says which norm is the least to divide by.
-
-    Returns:
-        In the dtype and shape of ``norm``.
     """
-    return magnitude.to(norm.dtype).view(norm.shape) / divisor_of(norm, dtype)
-
-
-def divisor_of(norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """By what a magnitude is divided: ``norm``, but not by next to nothing; a NaN stays one."""
     return norm.clamp_min(1e-6 if dtype in (torch.bfloat16, torch.float16) else 1e-12)
 
 

@@ -171,12 +171,14 @@ class LayerBody:
         self._known = None
         if isinstance(self.own_forward, CompiledForward):
             self.own_forward.require_few_forms(args, kwargs)
+            if self.context.tally is not None:
+                self.context.tally.note_compiled(self._contents.adapter_modules)
         return self.own_forward(self._layer(), *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the layer's own forward, as ``nn.Module.compile`` does for a resident layer.
 
-        From then on it runs PEFT's modules and bitsandbytes' kernels.
+        From then on it runs PEFT's modules, which ``stats`` counts, and bitsandbytes' kernels.
 
         Raises:
             UnsupportedModelError: If the layer has dropout.

@@ -8,7 +8,7 @@ for both to stay below it: training at any length, or training and evaluation at
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -86,13 +86,24 @@ def refuse_outer_graph(name: str) -> None:
             frame.f_code.co_name == "compile_wrapper"
             and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
         ):
-            raise PreparedModelError(
-                f"{name}: expected layers to be compiled one by one, found a forward inside "
-                "torch.compile of the whole model (TrainingArguments(torch_compile=True)?). A "
-                "resident run would compile its layers too, a streamed one would not; call "
-                "layer.compile() for every decoder layer after poros.prepare, and nothing else"
-            )
+            _refuse_graph(name)
         frame = frame.f_back
+
+
+def refuse_tracing(name: str) -> None:
+    """Raise if the compiler traces the caller and gradients are wanted: before it compiles much."""
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        _refuse_graph(name)
+
+
+@torch.compiler.disable
+def _refuse_graph(name: str) -> NoReturn:
+    raise PreparedModelError(
+        f"{name}: expected layers to be compiled one by one, found a forward inside torch.compile "
+        "of the whole model (TrainingArguments(torch_compile=True)?). A resident run would compile "
+        "its layers too, a streamed one would not; call layer.compile() for every decoder layer "
+        "after poros.prepare, and nothing else"
+    )
 
 
 def _refuse_dropout(layer: nn.Module, name: str) -> None:

@@ -25,6 +25,7 @@ from poros.host.store import HostStore, attached_store
 from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back
 from poros.kernels.use import take_over
+from poros.layer.compiled import refuse_tracing
 from poros.layer.frozen import FrozenTensor, constant_parts
 from poros.layer.staying import SmallTensors
 from poros.layer.streamed import (
@@ -200,9 +201,12 @@ class Attachment:
         ancestors = _ancestors(model, self._layers_name)
         # The innermost module that is called: whoever goes around the outer ones calls it too.
         holder = ancestors[-2][1] if len(ancestors) > 1 else model
-        handle = holder.register_forward_pre_hook(
-            lambda _, args, kwargs: begin(args, kwargs), with_kwargs=True
-        )
+
+        def begin_pass(holder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            refuse_tracing(type(holder).__name__)
+            begin(args, kwargs)
+
+        handle = holder.register_forward_pre_hook(begin_pass, with_kwargs=True)
         self._undo.callback(handle.remove)
         self._switch_off(model, ancestors)
         self._hide_from_ddp(model)

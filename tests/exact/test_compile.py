@@ -15,6 +15,8 @@ import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
+from tests.exact.adapter_arms import adapted, differences, step
+from tests.exact.arms import Bases
 from tests.snapshots import layers_of
 from tests.support import prepare_plain
 
@@ -154,11 +156,19 @@ def test_compiling_what_holds_the_layers_is_refused() -> None:
 def test_a_graph_around_the_layers_is_refused() -> None:
     batch = tiny.make_batches(1, num_tokens=8, padded=False)[0]
     model = prepare_plain(build(0.0)).train()
-    outer = torch.compile(model, backend="eager")
-    with pytest.raises(PreparedModelError, match="whole model"):
-        outer(**batch)
-    with pytest.raises(PreparedModelError, match="whole model"):
-        torch.compile(lambda: model(**batch).loss, backend="eager")()
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    outer = torch.compile(model, backend=backend)
+    of_a_function = torch.compile(lambda: model(**batch).loss, backend=backend)
+    for run_once in (lambda: outer(**batch), of_a_function):
+        with pytest.raises(PreparedModelError, match="whole model"):
+            run_once()
+    # Before the compiler, which takes minutes for a large model, has worked on anything.
+    assert compiled == []
     torch._dynamo.reset()
     # Under no_grad there is nothing to compare, and without a graph nothing to refuse.
     with torch.no_grad():
@@ -172,3 +182,31 @@ def test_compiling_layers_with_dropout_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="dropout"):
         compile_layers(model)
     assert compare_trajectories(run(build(0.05)), run(model)) == []
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_compiled_layers_run_peft_s_modules_and_stats_say_so(use_dora: bool, bases: Bases) -> None:
+    model = adapted(bases, quantize=False, use_dora=use_dora)
+    poros.prepare(model, loss="reference")
+    compile_layers(model, backend="eager")
+    for _ in range(2):
+        step(model)
+    stats = poros.runtime(model).stats()
+    # Of two layers, seven projections, in forward and recomputation; the check is not counted.
+    assert (stats["num_fused_adapters"], stats["num_unfused_adapters"]) == (0, 2 * 2 * 2 * 7)
+    assert stats["fallbacks"] == ["adapters ran as PEFT has them: compiled layers"]
+    torch._dynamo.reset()
+
+
+def test_adapter_kernels_do_not_make_a_compiled_layer_compile_anew(bases: Bases) -> None:
+    """A counter that a graph looks at would: up to the limit, and from then on nothing is."""
+    model = adapted(bases, quantize=False)
+    plain = step(model)
+    torch._dynamo.reset()
+    counters.clear()
+    poros.use_adapter_kernels(model)
+    compile_layers(model, backend="eager")
+    found = [step(model) for _ in range(3)]
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not any(differences(plain, each) for each in found)
+    torch._dynamo.reset()

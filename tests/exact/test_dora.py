@@ -82,7 +82,14 @@ def test_streamed_equals_resident(
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(
     "options",
-    [{"adapters": BF16}, {"use_rslora": True}, {"r": 1}, {"r": 96}, {"lora_dropout": 0.1}],
+    [
+        {"adapters": BF16},
+        {"use_rslora": True},
+        {"r": 1},
+        {"r": 96},
+        {"lora_dropout": 0.1},
+        {"quantize": False},
+    ],
     ids=str,
 )
 def test_no_choice_of_dora_changes_a_bit(

@@ -11,9 +11,9 @@ from poros.kernels import row_norm_gpu
 from poros.kernels.compose import compose, compose_backward, compose_backward_ref, compose_ref
 from poros.kernels.row_norm import (
     assembled_ref,
+    divisor_of,
     row_norm,
     row_norm_ref,
-    scale_of,
     square_of_rows,
     square_of_rows_ref,
 )
@@ -320,7 +320,7 @@ def test_a_captured_graph_replays_all_of_it(
 
     def run() -> list[torch.Tensor | None]:
         norm = row_norm(dense, square, a, b, SCALING)
-        g = scale_of(magnitude, norm, dtype).float()
+        g = magnitude / divisor_of(norm, dtype)
         sum_, inner = compose(result, None, lora, g, SCALING, wants_inner=True)
         how: dict[str, Any] = {"has_base": False, "result_dtype": dtype, "lora_dtype": of_lora}
         return [norm, g, sum_, inner, *compose_backward(gradient, g, SCALING, inner, **how)]

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, LoraRuntimeConfig, get_peft_model
 
 import poros
+from poros.gates import tiny
 from poros.kernels.adapters import Tally
 from poros.kernels.compose import TIER_VARIABLE
 from poros.kernels.forwards import hand_back
@@ -105,3 +107,31 @@ def test_nothing_is_as_large_as_the_weight_but_one_weight(dropout: float, tmp_pa
     hand_back(model.modules())
     assert ours < of_gradients + 2 * largest + 16 * 2**20
     assert theirs > ours + 3 * largest
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_peft_s_offload_initialises_as_a_base_on_the_gpu_does(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The same packed bytes; each weight is rounded once when it is made dense."""
+    config = tiny.small_config("qwen2", num_layers=2, hidden_size=256)
+    tiny.write_checkpoint(config, tmp_path / "checkpoint", dtype=dtype)
+    found = []
+    for is_offloaded in (True, False):
+        base = tiny.load_base(tmp_path / "checkpoint", dtype=dtype)
+        base = base if is_offloaded else base.to("cuda")
+        runtime = LoraRuntimeConfig(ephemeral_gpu_offload=is_offloaded)
+        options = {"target_modules": "all-linear", "use_dora": True, "runtime_config": runtime}
+        torch.manual_seed(0)
+        model = get_peft_model(base, LoraConfig(r=8, **options))
+        found.append({name: each.detach() for name, each in model.named_parameters()})
+    offloaded, resident = found
+    names = [name for name in offloaded if "lora_" in name]
+    assert len(names) == 2 * 7 * 3
+    for name in names:
+        assert offloaded[name].device.type == "cpu"
+        expected = resident[name].cpu()
+        if "magnitude" in name:
+            assert ((offloaded[name] - expected).abs() <= 2**-8 * expected).all(), name
+        else:
+            assert same(offloaded[name], expected), name

@@ -394,44 +394,6 @@ def test_on_the_meta_device_tensors_have_their_form(tier: Any) -> None:
             assert (each.shape, each.dtype) == (expected.shape, expected.dtype)
 
 
-@pytest.mark.parametrize("wants_inner", [False, True], ids=["", "inner"])
-def test_compiles_into_one_graph(wants_inner: bool) -> None:
-    seen = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        seen.extend(str(node.target) for node in graph.graph.nodes)
-        from torch._dynamo.backends.debugging import aot_eager
-
-        return aot_eager(graph, inputs)
-
-    for given in forms(tensors((6, 8), BF16)):
-        torch._dynamo.reset()
-
-        gradient = arriving(given["result"])
-        compiled = torch.compile(both, fullgraph=True, backend=backend)
-        found = compiled(given, gradient, None, wants_inner)
-        expected = both(given, gradient, None, wants_inner)
-        assert all(map(same, found, expected))
-    assert any("dora_compose" in name for name in seen)
-    assert any("dora_compose_backward" in name for name in seen)
-
-
-@pytest.mark.parametrize("has_inner", [False, True])
-def test_operators_are_what_they_say(has_inner: bool) -> None:
-    given = tensors((4, 8), FP32)
-    values = [given[name] for name in ("result", "base", "lora", "g")]
-    utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.poros.dora_compose, (*values, 0.5, None, has_inner, None), test_utils=utils
-    )
-    inner = given["base"] if has_inner else None
-    torch.library.opcheck(
-        torch.ops.poros.dora_compose_backward,
-        (given["result"], given["g"], 0.5, inner, False, FP32, BF16, None),
-        test_utils=utils,
-    )
-
-
 def test_references_agree_with_autograd_through_themselves() -> None:
     """``compose_backward_ref`` is what autograd makes of ``compose_ref``."""
     given = forms(tensors((5, 9), FP64, FP64))[0]

@@ -88,7 +88,9 @@ def test_equals_what_peft_computes(
 ) -> None:
     how = added(dtypes[2], dropout, **kind)
     given = tensors(*dtypes[:2], bias)
-    assert differing(outcome(add_lora, given, how), outcome(add_lora_ref, given, how)) == []
+    expected = outcome(add_lora_ref, given, how)
+    assert differing(outcome(add_lora, given, how), expected) == []
+    assert lora.sum_dtype(*dtypes[:2], how) == expected[0].dtype
 
 
 @pytest.mark.parametrize("frozen", range(4), ids=["result", "input", "A", "B"])

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from poros.kernels import row_norm as module
 from poros.kernels.row_norm import (
     assembled_ref,
+    divisor_of,
     row_norm,
     row_norm_ref,
-    scale_of,
     square_of_rows,
     square_of_rows_ref,
 )
@@ -363,8 +363,7 @@ def test_on_the_meta_device_tensors_have_their_form() -> None:
         dense, a, b = (each.to("meta") for each in tensors((7, 9), 2, dtype))
         square = square_of_rows(dense)
         norm = row_norm(dense, square, a, b, SCALING)
-        g = scale_of(torch.empty(7, device="meta"), norm, dtype)
-        for each in (square, norm, g):
+        for each in (square, norm, divisor_of(norm, dtype)):
             assert each.is_meta and each.shape == (7,) and each.dtype == expected
 
 
@@ -376,18 +375,9 @@ def test_of_no_rows(way: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "least"), [(FP32, 1e-12), (FP64, 1e-12), (BF16, 1e-6), (FP16, 1e-6)]
 )
-def test_the_scale_of_each_row(dtype: torch.dtype, least: float) -> None:
+def test_what_the_magnitude_of_each_row_is_divided_by(dtype: torch.dtype, least: float) -> None:
     norm = torch.tensor([2.0, 0.0, float("nan"), float("inf")])
-    magnitude = torch.tensor([3.0, 1.0, 1.0, 1.0], dtype=BF16).requires_grad_()
-    g = scale_of(magnitude, norm, dtype)
-    assert g.dtype == FP32 and not g.requires_grad
-    assert g[0] == 1.5 and g[1] == torch.ones(()) / torch.tensor(least)
-    assert g[2].isnan() and g[3] == 0
-    assert scale_of(magnitude, norm.double(), dtype).dtype == FP64
-
-
-def test_at_the_start_every_scale_is_one() -> None:
-    """B is zero and the magnitude is the norm, as DoRA begins."""
-    dense, a, b = tensors((70, 200), 16, BF16)
-    norm = found_norm(dense, a, torch.zeros_like(b))
-    assert scale_of(norm, found_norm(dense, a, torch.zeros_like(b)), BF16).tolist() == [1.0] * 70
+    divisor = divisor_of(norm, dtype)
+    assert divisor.dtype == FP32 and divisor_of(norm.double(), dtype).dtype == FP64
+    assert divisor[0] == 2 and divisor[1] == torch.tensor(least)
+    assert divisor[2].isnan() and divisor[3].isinf()

@@ -48,6 +48,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a number": lambda tensor: torch.tensor(tensor.sum().item()),
     "its writing": lambda tensor: tensor.mul_(3),
     "a sum in place": lambda tensor: tensor.add_(1),
+    "a part of it in place": lambda tensor: (tensor[:, -1].add_(1), tensor.detach())[1],
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES = 450
+MAX_LINES = 600
 
 # A package, or a file beside the packages, may import its own layer and those before it. Files of
 # one package may import each other; circles are refused apart.

@@ -16,72 +16,7 @@ from poros.errors import RematerializationError
 from tests.exact.adapter_arms import Found, adapted, differences, step
 from tests.exact.arms import Bases
 from tests.exact.recorded import record_on_tapes
-
-Model = Any
-BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def scale(module: Any, given: Any, result: torch.Tensor) -> None:
-    result.mul_(1.5)
-
-
-def steer(module: Any, given: Any, result: torch.Tensor) -> None:
-    """As steering vectors and patches of activations are added."""
-    result[:, -1] += torch.linspace(-1, 1, result.shape[-1]).to(result)
-
-
-def on(*names: str, hook: Callable[..., Any]) -> Callable[[Model], None]:
-    def register(model: Model) -> None:
-        for name, module in model.named_modules():
-            if name.endswith(names):
-                module.register_forward_hook(hook)
-
-    return register
-
-
-def within(write: Callable[..., None]) -> Callable[[Model], None]:
-    """Written by the layer's own code, to its last sum: values that a recomputation leaves out."""
-
-    def change(model: Model) -> None:
-        for layer in model.base_model.model.model.layers:
-            kind = type(layer)
-
-            class Writing(kind):  # type: ignore[misc, valid-type]
-                def forward(self, *args: Any, **kwargs: Any) -> Any:
-                    result = super().forward(*args, **kwargs)
-                    write(self, args, result)
-                    return result
-
-            Writing.__name__ = kind.__name__
-            layer.__class__ = Writing
-
-    return change
-
-
-def nothing(model: Model) -> None:
-    pass
-
-
-ALL = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Which model, its adapters, what is done to it before it is trained, and whether its visits can be
-# recorded then.
-PROGRAMS: dict[str, tuple[str, dict[str, Any], Callable[[Model], None], bool]] = {
-    "falcon": ("falcon", {}, nothing, True),
-    "falcon with DoRA": ("falcon", {"use_dora": True}, nothing, True),
-    "scaled": ("qwen2", {}, on(*ALL, hook=scale), False),
-    "steered": ("qwen2", {}, on(*ALL, hook=steer), False),
-    "with a bias": ("qwen2", {"lora_bias": True}, on(*ALL, hook=steer), False),
-    "with DoRA": ("qwen2", {"use_dora": True}, on(*ALL, hook=steer), False),
-    # 4-bit modules of bitsandbytes with a bias give views themselves.
-    "not adapted": ("qwen2", {"target_modules": ["k_proj"]}, on(*ALL[2:], hook=steer), False),
-    "feed-forward": ("qwen2", {}, on("mlp", hook=scale), False),
-    "fused projections": ("phi3", {}, on("qkv_proj", "gate_up_proj", hook=steer), False),
-    "layers": ("qwen2", {}, on("layers.0", "layers.1", hook=steer), True),
-    "all of what is left out": ("qwen2", {}, within(scale), True),
-    "a part of what is left out": ("qwen2", {}, within(steer), True),
-    "what is left out, with DoRA": ("qwen2", {"use_dora": True}, within(steer), True),
-}
-DTYPES = [(BF16, BF16), (BF16, FP32), (FP32, FP32)]
+from tests.exact.writing import DTYPES, PROGRAMS, Model, on
 
 
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import poros
-from tests.exact.test_in_place import DTYPES, PROGRAMS
+from tests.exact.writing import DTYPES, PROGRAMS
 from tests.gpu.models import gradients, model_of, same
 
 pytestmark = pytest.mark.gpu

@@ -76,7 +76,7 @@ class CheckpointFormatError(PorosError, ValueError):
 
 
 class StoreWriteError(PorosError, OSError):
-    """A store could not be written to disk; nothing was left there."""
+    """A store, a checkpoint or another result could not be written; no part of it was left."""
 
 
 class RecipeError(PorosError, ValueError):
@@ -88,7 +88,7 @@ class DataFormatError(PorosError, ValueError):
 
 
 class RunFolderError(PorosError, RuntimeError):
-    """A folder holds a run that is finished, in progress, or another than the recipe's."""
+    """A folder holds a run that is finished, in progress, damaged, or another than the recipe's."""
 
 
 class OptimizerError(PorosError, ValueError):

@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
-from poros.errors import PolicyError, quoted
+from poros.errors import PolicyError, PorosError, StoreWriteError, quoted
 
 
 def require_file(path: Path, option: str) -> None:
@@ -17,11 +20,20 @@ def require_file(path: Path, option: str) -> None:
         option: What the user calls it.
 
     Raises:
-        PolicyError: If it is a folder, or nothing can be written beside it.
+        PolicyError: If it is a folder, a pipe or a device, or nothing can be written beside it.
     """
-    if path.is_dir():
-        raise PolicyError(f"{option}: expected a file to write, found the folder {_shown(path)}")
-    require_folder(path.parent, option)
+    try:
+        is_other = path.exists() and not path.is_file()
+        parent = Path(os.path.realpath(path)).parent
+    except (OSError, ValueError) as error:
+        raise PolicyError(
+            f"{option}: expected a file to write, found {_shown(path)}: "
+            f"{quoted(getattr(error, 'strerror', None) or str(error), is_bare=True)}"
+        ) from error
+    if is_other:
+        found = "folder" if path.is_dir() else "device or pipe"
+        raise PolicyError(f"{option}: expected a file to write, found the {found} {_shown(path)}")
+    require_folder(parent, option)
 
 
 def require_folder(path: Path, option: str) -> None:
@@ -75,25 +87,70 @@ def require_empty_folder(path: Path, option: str) -> None:
     require_folder(path, option)
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write ``content``; a reader sees the old file or all of the new one."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+@contextmanager
+def writing(path: Path, errors: type[Exception] = OSError) -> Iterator[None]:
+    """Turn an error of the body into one that names what was to be written.
+
+    Args:
+        path: What is written.
+        errors: ``Exception`` where a library writes: safetensors, ``torch.save`` and tokenizers
+            each have other errors for a disk that is full.
+
+    Raises:
+        StoreWriteError: If one comes. What the body has left is the body's to remove.
+    """
+    try:
+        yield
+    except PorosError:
+        raise
+    except errors as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise StoreWriteError(
+            f"{quoted(str(path), is_bare=True, limit=1000)}: expected to write it, found: "
+            f"{quoted(reason, is_bare=True)}{_free(path)}; make room or mend the permissions, and "
+            "start the same command again"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text``; a reader sees the old file or all of the new one."""
-    with NamedTemporaryFile(
-        "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
-    ) as part:
+    """Write ``text``; a reader sees the old file or all of the new one. Links are followed.
+
+    Raises:
+        StoreWriteError: If it cannot be written; nothing of it is left, and an old file stays.
+    """
+    target = Path(os.path.realpath(path))
+    with (
+        writing(path),
+        NamedTemporaryFile(
+            "w",
+            dir=target.parent,
+            prefix=target.name,
+            suffix=".part",
+            encoding="utf-8",
+            delete=False,
+        ) as part,
+    ):
         try:
             part.write(text)
             part.flush()
             os.fsync(part.fileno())
             os.chmod(part.name, 0o644)
-            os.replace(part.name, path)
+            os.replace(part.name, target)
         except BaseException:
             os.unlink(part.name)
             raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """As ``write_text``, of ``content`` as JSON."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def _free(path: Path) -> str:
+    try:
+        return f" ({shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free)"
+    except OSError:
+        return ""
 
 
 def _shown(path: Path) -> str:

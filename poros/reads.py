@@ -1,11 +1,28 @@
-"""Parts of open files in memory: read into memory that is there, or mapped."""
+"""Files opened for reading; parts of them read into memory that is there, or mapped."""
 
 import mmap
 import os
+import stat
 import sys
+from pathlib import Path
+from typing import BinaryIO
 
 _AT_ONCE_NUM_BYTES = 64 * 2**20
 _MAP_NORESERVE = 0x4000  # Linux on its 64-bit machines; mmap names it from Python 3.13 on
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; links are followed.
+
+    A pipe is not waited for, and a device not opened, which can itself have an effect.
+
+    Raises:
+        OSError: If the system reports an error.
+        ValueError: If it is no regular file, or the name cannot be one.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("no regular file")
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def read_into(descriptor: int, target: memoryview, offset: int) -> int:

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from poros import __version__
 from poros.api import runtime
 from poros.model.runtime import Runtime
+from poros.output import writing
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -123,8 +124,9 @@ class _Telemetry(TrainerCallback):
     def _write(self, event: dict[str, Any]) -> None:
         if self._events is None:
             return
-        with self._events.open("a") as file:
-            file.write(json.dumps({**event, "time": time.time()}, default=str) + "\n")
+        line = json.dumps({**event, "time": time.time()}, default=str) + "\n"
+        with writing(self._events), self._events.open("a") as file:
+            file.write(line)
 
 
 def spans(trace: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """``poros report``: a page about a run."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -17,14 +16,12 @@ def report(
 ) -> None:
     """Draw a run as one HTML page: loss, memory, the two streams of a step, the wire, versions."""
     with readable_errors():
-        from poros.output import require_file
+        from poros.output import require_file, write_text
         from poros.reporting.events import read_run
         from poros.reporting.page import page
 
         found = read_run(run)
         target = out or run / "report.html"
         require_file(target, "--out")
-        part = target.with_name(f".{target.name}.part")
-        part.write_text(page(found), encoding="utf-8")
-        os.replace(part, target)
+        write_text(target, page(found))
     typer.echo(f"report: {target}")

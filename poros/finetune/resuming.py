@@ -1,37 +1,48 @@
-"""The folder of a run: new, interrupted, or finished; and which of its checkpoints are whole.
+"""The folder of a run: new, interrupted, or finished; and where an interrupted one goes on.
 
-    run.json         what the run was started with: recipe, digests of its rows, versions
-    recipe.yaml      the recipe once more, for people and for `poros finetune`
-    events.jsonl     what was logged
-    checkpoint-N/    the Trainer's; whole.json in it lists its files, and is written last
-    adapter/         the result; there only once the run is finished
-
-Note: Whole checkpoints
-    The Trainer writes a checkpoint file by file, so a process that is killed leaves parts of one.
-    Only a checkpoint whose ``whole.json`` is there and names files of these sizes and digests is
-    gone on from. Since two are kept at least, one whole checkpoint is there while another is
-    written.
+run.json         what the run was started with: recipe, digests, versions
+recipe.yaml      the recipe once more, for people and for `poros finetune`
+events.jsonl     what was logged
+checkpoint-N/    the Trainer's, with whole.json, which lists its files
+adapter/         the result; there only once the run is finished
 """
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_128
-
-from poros.errors import RunFolderError, quoted
-from poros.output import require_folder, write_json
+from poros.errors import PorosError, RunFolderError, quoted
+from poros.finetune.checkpoints import (
+    STAGE,
+    damage_of,
+    is_set_aside,
+    numbered,
+    reason_of,
+    set_aside,
+    unreadable,
+)
+from poros.finetune.provenance import library_versions
+from poros.output import require_folder, write_json, write_text, writing
+from poros.reads import open_regular
 from poros.recipes.recipe import Recipe
 
-WHOLE = "whole.json"
+logger = logging.getLogger(__name__)
+
 _RECIPE, _RUN, _LOCK, _ADAPTER = "recipe.yaml", "run.json", ".lock", "adapter"
+_FORMAT = 2
+"""Of run.json: the first had no digests but those of rows, and no such number."""
+_BASE = "weights of model.source"
+_OTHER = "give another folder (--out)"
+_ROWS = {"train": "rows of data.source", "validation": "rows of data.validation"}
+"""What digests are called that are known before any library is loaded."""
 _MAY_CHANGE = (
     "output.folder",
     "output.keep",
@@ -52,11 +63,15 @@ class RunFolder:
         path: Of the folder.
         checkpoint: The newest whole one, to go on from; None for a run that begins.
         step: Of that checkpoint.
+        damaged: Checkpoints that are newer and not whole, and what is wrong with each.
+        notes: What a user has to know before the run goes on.
     """
 
     path: Path
     checkpoint: Path | None = None
     step: int = 0
+    damaged: tuple[tuple[Path, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def adapter(self) -> Path:
@@ -69,65 +84,149 @@ class RunFolder:
         return self.path / "events.jsonl"
 
 
-def look_at(recipe: Recipe, digests: dict[str, str]) -> RunFolder:
+def look_at(
+    recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str] | None = None
+) -> RunFolder:
     """What lies where a recipe wants to write. Nothing is written.
 
     Args:
         recipe: With its output folder.
-        digests: Of the rows, by what they are for.
+        digests: Of what the run is made of, by name, as far as they are known.
+        machine: What it computes on, by name, if that is known.
 
     Raises:
-        RunFolderError: If a finished run lies there, or one of another recipe or other rows, or
-            something else.
+        RunFolderError: If a finished run lies there, or one of another recipe or made of something
+            else, or something that is no run; or if what lies there cannot be read, or no
+            checkpoint of it is whole.
     """
     path = Path(recipe.output.folder or "").expanduser()
-    shown = quoted(str(path))
-    other = "give another folder (--out)"
-    if path.is_file():
-        raise RunFolderError(f"output.folder: expected a folder, found the file {shown}; {other}")
-    names = set(os.listdir(path)) - {_LOCK} if path.is_dir() else set()
-    names = {each for each in names if not re.fullmatch(rf"{re.escape(_RUN)}\w+\.part", each)}
+    names = _names(path)
     if not names:
         return RunFolder(path)
     if _RUN not in names:
         raise RunFolderError(
-            f"output.folder: expected a new or empty folder, or one of a run, found {shown} with "
-            f"{quoted(min(names), limit=60)} in it; {other}"
+            f"output.folder: expected a new or empty folder, or one of a run, found "
+            f"{quoted(str(path))} with {quoted(min(names), limit=60)} in it; {_OTHER}"
         )
     if _ADAPTER in names:
         raise RunFolderError(
             f"output.folder: expected a run to begin or to go on with, found a finished one: its "
-            f"adapter is {quoted(str(path / _ADAPTER))}; {other}, or remove this one"
+            f"adapter is {quoted(str(path / _ADAPTER))}; {_OTHER}, or remove this one"
         )
-    _require_same(path, recipe, digests, other)
-    step, checkpoint = max(_whole_checkpoints(path), default=(0, None))
-    return RunFolder(path, checkpoint, step)
+    notes = require_same(path, recipe, digests, machine or {})
+    damaged: list[tuple[Path, str]] = []
+    for step, checkpoint in numbered(path, names):
+        wrong = damage_of(checkpoint)
+        if wrong is None:
+            notes += [f"{each.name} is not whole ({why})" for each, why in damaged]
+            return RunFolder(path, checkpoint, step, tuple(damaged), tuple(notes))
+        damaged.append((checkpoint, wrong))
+    aside = [f"{name}: set aside before" for name in sorted(names) if is_set_aside(name)]
+    if damaged or aside:
+        lines = "\n".join([f"{each.name}: {why}" for each, why in damaged] + aside)
+        raise RunFolderError(
+            f"{quoted(str(path), is_bare=True)}: expected a whole checkpoint to go on from, found "
+            f"none:\n{lines}\n{_OTHER}; or bring one back from a copy; or remove them, to begin "
+            "again"
+        )
+    return RunFolder(path, notes=(*notes, "begun before, without a checkpoint: begins again"))
 
 
-def _require_same(path: Path, recipe: Recipe, digests: dict[str, str], other: str) -> None:
-    shown = quoted(str(path / _RUN), is_bare=True)
-    new = _flat(recipe.as_dict())
+def _names(path: Path) -> set[str]:
+    """What lies in a folder, without what a process leaves there that is killed as it begins."""
     try:
-        run = json.loads((path / _RUN).read_text(encoding="utf-8"))
-        old, old_digests = _flat(run["recipe"]), run["digests"]
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        found = set(os.listdir(path)) - {_LOCK}
+    except FileNotFoundError:
+        return set()
+    except NotADirectoryError as error:
+        raise RunFolderError(
+            f"output.folder: expected a folder, found the file {quoted(str(path))}; {_OTHER}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise RunFolderError(
+            f"output.folder: expected a folder to read, found {quoted(str(path))}: "
+            f"{quoted(reason_of(error), is_bare=True)}; {_OTHER}"
+        ) from error
+    return {name for name in found if not re.fullmatch(rf"{re.escape(_RUN)}\w+\.part", name)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """run.json, its form checked."""
+    shown = quoted(str(path / _RUN), is_bare=True)
+    try:
+        with open_regular(path / _RUN) as file:
+            run: dict[str, Any] = json.loads(file.read())
+        form = run.get("format", 1)
+        parts = (run["recipe"], *run["recipe"].values(), run["digests"], run["versions"])
+        if not all(isinstance(part, dict) for part in parts):
+            raise TypeError("a section that is none")
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         raise RunFolderError(
             f"{shown}: expected the recipe of an interrupted run, found one that cannot be read: "
-            f"{quoted(str(error), is_bare=True)}; {other}"
+            f"{quoted(reason_of(error), is_bare=True)}; {_OTHER}"
         ) from error
+    if form != _FORMAT:
+        raise RunFolderError(
+            f"{shown}: expected the run of a release that notes what rows and base are made of "
+            f"(format {_FORMAT}), found format {quoted(form, limit=40)}; end it with the release "
+            f"that began it, or {_OTHER}"
+        )
+    return run
+
+
+def require_same(
+    path: Path, recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str]
+) -> list[str]:
+    """Compare what a run was begun with, if one was, with what it is to go on with.
+
+    Args:
+        path: Of its folder.
+        recipe: To go on with.
+        digests: Of what it is made of, by name, as far as they are known.
+        machine: What it computes on, by name, as far as that is known.
+
+    Returns:
+        Lines about versions that differ.
+
+    Raises:
+        RunFolderError: If something differs that decides a bit, or run.json is damaged.
+    """
+    if not os.path.lexists(path / _RUN):
+        return []
+    run = _read(path)
+    old, new = _flat(run["recipe"]), _flat(recipe.as_dict())
     differing = [
         f"{key}: {quoted(old.get(key), limit=60)} then, {quoted(new.get(key), limit=60)} now"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in _MAY_CHANGE
     ]
-    if old_digests != digests:
-        differing.append("the rows: their files have changed since")
+    # A file of the tokenizer that is gone is missed once the others are known.
+    names = digests if digests.keys() <= {*_ROWS} else {*run["digests"], *digests} - {_BASE}
+    differing += _changed(run["digests"], digests, names)
     if differing:
-        lines = "\n".join(differing)
-        raise RunFolderError(
-            f"{shown}: expected the recipe of the interrupted run, found another:\n{lines}\n"
-            f"go on with what it was, or {other}"
-        )
+        raise _another(path, differing)
+    now = {**library_versions(), **machine}
+    return [
+        f"{name} {quoted(then, is_bare=True, limit=60)} began this run, {now[name]} goes on: its "
+        "bits may differ from those of a run that was not interrupted"
+        for name, then in sorted(run["versions"].items())
+        if name in now and then != now[name]
+    ]
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, str], names: Iterable[str]) -> Iterator[str]:
+    for name in sorted(names):
+        if old.get(name) != new.get(name):
+            how = "not there" if name not in new else "new" if name not in old else "another"
+            yield f"{_ROWS.get(name, name)}: {how} now"
+
+
+def _another(path: Path, differing: list[str]) -> RunFolderError:
+    lines = "\n".join(differing)
+    return RunFolderError(
+        f"{quoted(str(path / _RUN), is_bare=True)}: expected what the interrupted run was begun "
+        f"with, found something else:\n{lines}\ngo on with what it was, or {_OTHER}"
+    )
 
 
 def _flat(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -139,107 +238,137 @@ def _flat(recipe: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(run: RunFolder, recipe: Recipe, digests: dict[str, str]) -> Iterator[None]:
-    """Hold the folder of a run for as long as it trains; parts of checkpoints are removed.
+def opened(
+    recipe: Recipe, digests: Mapping[str, str], machine: Mapping[str, str], seen: RunFolder
+) -> Iterator[RunFolder]:
+    """Hold the folder of a run for as long as it trains, and look at it again.
+
+    Damaged checkpoints are renamed; what a killed process has left is removed.
+
+    Args:
+        recipe: With its output folder.
+        digests: Of all that the run is made of but its base.
+        machine: What it computes on.
+        seen: The folder as it was before: what has changed since is logged.
 
     Raises:
         PolicyError: If nothing can be written there.
-        RunFolderError: If another process holds it.
+        RunFolderError: If another process holds it; and as ``look_at``.
+        StoreWriteError: If the disk is full.
     """
-    require_folder(run.path, "output.folder")
-    with (run.path / _LOCK).open("w") as lock:
+    require_folder(seen.path, "output.folder")
+    with _locked(seen.path):
+        # While rows became tokens, another process may have trained here.
+        run = look_at(recipe, digests, machine)
+        for note in run.notes:
+            if note not in seen.notes:
+                logger.warning("poros: %s", note)
+        if run.step != seen.step:
+            logger.warning("poros: another process trained here; going on after step %d", run.step)
+        events = _events_before(run)
+        if not (run.path / _RUN).exists():
+            began = {
+                "format": _FORMAT,
+                "recipe": recipe.as_dict(),
+                "digests": dict(digests),
+                "versions": {**library_versions(), **machine},
+            }
+            write_json(run.path / _RUN, began)
+        write_text(run.path / _RECIPE, recipe.as_yaml())
+        for checkpoint, why in run.damaged:
+            aside = set_aside(checkpoint).name
+            what = "poros: %s is not whole (%s); it is %s now, and the run goes on after step %d"
+            logger.warning(what, checkpoint.name, why, aside, run.step)
+        with writing(run.path):
+            for left in (STAGE, f"{_ADAPTER}.part"):
+                if (run.path / left).exists():
+                    shutil.rmtree(run.path / left)
+        write_text(run.events, events)
+        yield run
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    # A pipe would be waited for without the flag.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    with writing(path / _LOCK):
+        lock = os.open(path / _LOCK, flags, 0o644)
+    try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            found = "in use by another process"
+            if not isinstance(error, BlockingIOError):
+                found = f"on a disk without locks ({reason_of(error)})"
             raise RunFolderError(
-                f"output.folder: expected a run that nobody else is at, found "
-                f"{quoted(str(run.path))} in use by another process; wait for it, or give another "
-                "folder (--out)"
+                f"output.folder: expected a run that nobody else is at, found {quoted(str(path))} "
+                f"{found}; wait for it, or {_OTHER}"
             ) from error
-        if not (run.path / _RUN).is_file():
-            began = {"recipe": recipe.as_dict(), "digests": digests, "versions": _versions()}
-            write_json(run.path / _RUN, began)
-        _write_text(run.path / _RECIPE, recipe.as_yaml())
-        whole = {checkpoint for _, checkpoint in _whole_checkpoints(run.path)}
-        for _, checkpoint in _checkpoints(run.path):
-            if checkpoint not in whole:
-                shutil.rmtree(checkpoint)
-        for left in run.path.glob(f"{_ADAPTER}.part*"):
-            shutil.rmtree(left)
         yield
+    finally:
+        os.close(lock)
 
 
-def mark_whole(checkpoint: Path) -> None:
-    """Note that a checkpoint has been written to its end."""
-    files = {
-        str(file.relative_to(checkpoint)): [file.stat().st_size, _digest(file)]
-        for file in sorted(checkpoint.rglob("*"))
-        if file.is_file() and file.name != WHOLE
-    }
-    write_json(checkpoint / WHOLE, files)
+def require_base(run: RunFolder, digest: str) -> None:
+    """Compare the base with that which the run was begun with, or note it if the run begins.
+
+    Raises:
+        RunFolderError: If it is another.
+    """
+    noted = _read(run.path)
+    digests = noted["digests"]
+    if run.checkpoint is None:
+        digests[_BASE] = digest
+        write_json(run.path / _RUN, noted)
+    elif digests.get(_BASE) != digest:
+        raise _another(run.path, list(_changed(digests, {_BASE: digest}, [_BASE])))
 
 
-def _checkpoints(path: Path) -> Iterator[tuple[int, Path]]:
-    for folder in path.glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-        if match and folder.is_dir():
-            yield int(match[1]), folder
+@contextmanager
+def going_on(run: RunFolder) -> Iterator[None]:
+    """Turn an error of the disk in the body, which reads a checkpoint, into one that names the run.
 
-
-def _whole_checkpoints(path: Path) -> Iterator[tuple[int, Path]]:
-    for step, folder in _checkpoints(path):
-        if _is_whole(folder):
-            yield step, folder
-
-
-def _is_whole(folder: Path) -> bool:
+    Raises:
+        RunFolderError: If one comes.
+    """
     try:
-        files = json.loads((folder / WHOLE).read_text(encoding="utf-8"))
-        return all(
-            (folder / name).stat().st_size == size and _digest(folder / name) == digest
-            for name, (size, digest) in files.items()
-        )
-    except (OSError, ValueError, AttributeError, TypeError):
-        return False
+        yield
+    except PorosError:
+        raise
+    except Exception as error:
+        if not _is_of_disk(error):
+            raise
+        raise unreadable(run.checkpoint or run.path, error) from error
 
 
-def _digest(file: Path) -> str:
-    digest = xxh3_128()
-    with file.open("rb") as stream:
-        while piece := stream.read(2**22):
-            digest.update(piece)
-    return digest.hexdigest()
+def _is_of_disk(error: Exception) -> bool:
+    """Whether an error is the system's, or one of a library that stands for such a one."""
+    from safetensors import SafetensorError
+
+    if isinstance(error, OSError):
+        return not isinstance(error, BrokenPipeError)  # of the terminal
+    of_torch = isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error)
+    return of_torch or isinstance(error, SafetensorError)
 
 
-def _write_text(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    names = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets")
-    for name in ("poros-runtime", *names):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def forget_after(run: RunFolder) -> None:
-    """Take out of the events what came after the checkpoint that a run goes on from."""
-    if not run.events.is_file():
-        return
-    kept = []
-    for line in run.events.read_text(encoding="utf-8", errors="replace").splitlines():
+def _events_before(run: RunFolder) -> str:
+    """The events up to the checkpoint that a run goes on from."""
+    kept, num_damaged = [], 0
+    try:
+        with open_regular(run.events) as file:
+            lines = file.read().decode("utf-8", "replace").split("\n")
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise unreadable(run.events, error) from error
+    for line in filter(str.strip, lines):
         try:
             event = json.loads(line)
-        except ValueError:
-            continue  # the process was killed as it wrote
-        if run.checkpoint is not None and event.get("step", 0) <= run.step:
-            kept.append(line + "\n")
-    _write_text(run.events, "".join(kept))
+            if run.checkpoint is not None and event.get("step", 0) <= run.step:
+                kept.append(line + "\n")
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            num_damaged += 1
+    if num_damaged:
+        what = "poros: lines of events.jsonl that are no events, and are left out: %d"
+        logger.warning(what, num_damaged)
+    return "".join(kept)

@@ -18,14 +18,16 @@ from poros.finetune.attention import require_attention
 from poros.finetune.data import Rows
 from poros.finetune.packing import keeps_apart, pack
 from poros.finetune.panel import Panel
-from poros.finetune.resuming import RunFolder, forget_after, opened
+from poros.finetune.provenance import base_digest, input_digests, machine
+from poros.finetune.resuming import RunFolder, going_on, opened, require_base, require_same
 from poros.finetune.screen import Size
-from poros.finetune.stopping import Marking, Stopping
+from poros.finetune.stopping import Stopping
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import make_trainer, num_steps
 from poros.loaders.settings import configuration
 from poros.loaders.source import find_config
 from poros.nf4 import DTYPES
+from poros.output import writing
 from poros.planning.meta_model import meta_model
 from poros.recipes.recipe import Recipe
 from poros.telemetry import log_streaming
@@ -88,7 +90,9 @@ def finetune(
         UnsupportedModelError: If the model, or its tokenizer, needs code of its own.
         DataFormatError: If rows cannot be rendered by the chat template, or nothing can be learnt.
         VRAMBudgetError: If a step does not fit.
-        RunFolderError: If another process trains in the folder.
+        RunFolderError: If another process trains in the folder, or the run in it cannot be gone on
+            with: it was begun with something else, or what it has written is damaged.
+        StoreWriteError: If a checkpoint or the adapter cannot be written; those before it are left.
         Interrupted: If SIGINT or SIGTERM came; a checkpoint was written.
     """
     device = _device(recipe)
@@ -97,7 +101,7 @@ def finetune(
     with _quiet_datasets():
         tokenizer = load_tokenizer(recipe, data.train.form)
         tokens = tokenize(data.train, tokenizer, recipe)
-        held_out = data.validation and tokenize(data.validation, tokenizer, recipe)
+        held_out = tokenize(data.validation, tokenizer, recipe) if data.validation else None
         if num_shown:
             screen.show_rows(console, num_shown, data.train, tokens, tokenizer)
             if not is_dry:
@@ -113,6 +117,10 @@ def finetune(
         num_steps=num_steps(len(train), recipe),
         num_validation=len(held_out.lengths) if held_out else 0,
     )
+    made_of = {**data.digests}
+    made_of |= input_digests(recipe, tokenizer, {"tokens": tokens, "held-out tokens": held_out})
+    same = require_same(run.path, asked, made_of, machine(device))
+    notes += dict.fromkeys([*run.notes, *same])
     if data.train.unused:
         notes.append(f"keys that nothing reads: {', '.join(data.train.unused)}")
     if run.checkpoint is not None:
@@ -121,8 +129,7 @@ def finetune(
     screen.show(console, recipe, plan, size, tokens, tokenizer, notes)
     if is_dry:
         return None
-    with opened(run, asked, data.digests):
-        forget_after(run)
+    with opened(asked, made_of, machine(device), run) as run:
         return _train(recipe, run, console, tokenizer, train, validation, row_length, device)
 
 
@@ -194,22 +201,23 @@ def _train(
     row_length: int,
     device: torch.device,
 ) -> Path:
-    model = _model(recipe, device)
+    model = _model(recipe, device, run)
     trainer = make_trainer(
         recipe, model, tokenizer, train, validation, run.path, row_length=row_length, device=device
     )
     log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
     total = num_steps(len(train), recipe)
     if run.checkpoint is not None and run.step >= total:
-        _load_finished(trainer, run.checkpoint)
+        with going_on(run):
+            _load_finished(trainer, run.checkpoint)
         _save(recipe, trainer, tokenizer, run)
         return run.adapter
     panel = Panel(console, total)
     stopping = Stopping()
-    for callback in (Marking(), stopping, panel):
+    for callback in (stopping, panel):
         trainer.add_callback(callback)
     try:
-        with stopping.listening():
+        with stopping.listening(), going_on(run):
             trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     finally:
         panel.close()
@@ -225,7 +233,7 @@ def _train(
     return run.adapter
 
 
-def _model(recipe: Recipe, device: torch.device) -> Any:
+def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     """The base with a new adapter, prepared or resident."""
     from peft import get_peft_model
     from transformers import set_seed
@@ -240,6 +248,7 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
     if chosen.dtype != "bfloat16":
         options["dtype"] = DTYPES[chosen.dtype]
     base = poros.load(str(Path(chosen.source).expanduser()), device=device, **options)
+    require_base(run, base_digest(base))
     base.config.use_cache = False
     set_seed(recipe.training.seed)  # of the adapter's first weights
     model = get_peft_model(base, adapter_config(recipe))
@@ -275,12 +284,14 @@ def _save(
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()  # schedule-free: the weights to use are not those that are trained
     part = run.adapter.with_name(f"{run.adapter.name}.part")
-    if part.exists():
-        shutil.rmtree(part)
-    trainer.accelerator.unwrap_model(trainer.model).save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    (part / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
-    part.rename(run.adapter)
+    try:
+        with writing(run.adapter, Exception):
+            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(part)
+            tokenizer.save_pretrained(part)
+            (part / "recipe.yaml").write_text(recipe.as_yaml(), encoding="utf-8")
+            part.rename(run.adapter)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager

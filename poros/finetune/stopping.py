@@ -1,27 +1,16 @@
-"""What happens between steps: checkpoints are marked as whole, and a signal ends a run in order."""
+"""A signal ends a run between two steps, in order."""
 
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback
 
-from poros.finetune.resuming import mark_whole
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Marking(TrainerCallback):
-    """Marks each checkpoint once all of it is written."""
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called behind the last file of a checkpoint."""
-        mark_whole(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 class Stopping(TrainerCallback):

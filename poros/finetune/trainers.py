@@ -27,6 +27,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from poros.accumulation.trainer import BlockMajorMixin
 from poros.finetune.attention import takes_cu_seqlens
+from poros.finetune.checkpoints import StagedCheckpoints
 from poros.head.regularized import RegularizedLoss
 from poros.model.stats import attention_of
 from poros.recipes.recipe import Recipe
@@ -46,7 +47,7 @@ OPTIMIZERS = {
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-class _Own:
+class _Own(StagedCheckpoints):
     """What both trainers share."""
 
     recipe: Recipe

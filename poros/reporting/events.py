@@ -1,15 +1,32 @@
-"""The events of a run, read back; whatever a kill has cut off is left out, and said."""
+"""Reads a run's event log. Lines that are damaged are skipped and reported."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from poros.errors import RunFolderError, quoted
+from poros.reads import open_regular
 
 Event = Mapping[str, Any]
+
+_SMALLEST, _LARGEST = 1e-30, 1e30
+"""Of a number that is drawn, besides 0: sums, differences and quotients of such are finite."""
+_LATEST, _LAST_STEP = 2**36, 2**40
+_NUMBERS = (
+    "budget",
+    "h2d_num_bytes",
+    "host_num_bytes",
+    "num_eager_visits",
+    "num_groups",
+    "num_hits",
+    "num_loads",
+    "num_replayed_visits",
+    "num_resizes",
+    "vram_budget",
+)
+_NEEDED = {"log": ("step", "loss"), "evaluation": ("step",), "step": ("step", "spans")}
 
 
 @dataclass
@@ -23,7 +40,8 @@ class Run:
         evaluations: Likewise.
         step: The recorded step, if one was.
         end: The last one's counters, if it has ended in order.
-        is_cut: Whether the last line was cut off.
+        damaged: Numbers of the lines that were no events, which are left out.
+        is_cut: Whether the last line was one of them: a process was killed as it wrote.
         recipe: As it was written, if there is one.
     """
 
@@ -33,6 +51,7 @@ class Run:
     evaluations: list[Event] = field(default_factory=list)
     step: Event | None = None
     end: Event | None = None
+    damaged: list[int] = field(default_factory=list)
     is_cut: bool = False
     recipe: str = ""
 
@@ -49,52 +68,86 @@ class Run:
 
 def finite(events: Sequence[Event], key: str) -> list[tuple[float, float]]:
     """Step and value of each event that has a finite number of that name."""
-    return [
-        (float(each["step"]), float(each[key]))
-        for each in events
-        if isinstance(each.get(key), int | float) and math.isfinite(each[key])
-    ]
+    return [(float(each["step"]), float(each[key])) for each in events if _is_number(each.get(key))]
 
 
 def read_run(path: Path) -> Run:
     """The events of the run in a folder.
 
     Raises:
-        RunFolderError: If there are none, or a line is none.
+        RunFolderError: If there is no file of events, or no event in it that begins a run.
     """
     file = path / "events.jsonl"
     try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
+        with open_regular(file) as stream:
+            lines = stream.read().split(b"\n")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise RunFolderError(
             f"RUN: expected the folder of a run, with events.jsonl, found "
-            f"{quoted(str(path), is_bare=True)}: {error.strerror or error}"
+            f"{quoted(str(path), is_bare=True)}: {quoted(reason, is_bare=True)}"
         ) from error
     run = Run(path.resolve().name)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            event = json.loads(line)
-            kind = event["event"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                run.is_cut = True
-                break
-            raise RunFolderError(
-                f"{file}:{number}: expected an event in JSON, found "
-                f"{quoted(line[:60].decode('utf-8', 'replace'))}; remove the line"
-            ) from error
-        _take(run, kind, event)
+            _take(run, _checked(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            run.damaged.append(number)
+            run.is_cut = number == len(lines)
     if not run.starts:
-        raise RunFolderError(f"{file}: expected the events of a run, found none that begins it")
-    recipe = path / "recipe.yaml"
-    if recipe.is_file():
-        run.recipe = recipe.read_text(encoding="utf-8", errors="replace")
+        raise RunFolderError(
+            f"{quoted(str(file), is_bare=True)}: expected the events of a run, found none that "
+            f"begins it and {len(run.damaged)} damaged lines"
+        )
+    try:
+        with open_regular(path / "recipe.yaml") as stream:
+            run.recipe = stream.read().decode("utf-8", "replace")
+    except (OSError, ValueError):
+        pass  # a page has its use without
     return run
 
 
-def _take(run: Run, kind: object, event: Event) -> None:
+def _checked(event: Any) -> Event:
+    """An event as it was read, if all that a page reads of it has the right form.
+
+    Raises:
+        ValueError: If not; or a builtin error that means the same.
+    """
+    plan, check = event.get("plan") or {}, event.get("check") or {}
+    numbers = [value for key, value in (*plan.items(), *event.items()) if key in _NUMBERS]
+    numbers += plan.get("terms", {}).values()
+    texts = [event["event"], event.get("device"), check.get("status")]
+    texts += [*event.get("versions", {}).values(), *event.get("fallbacks", [])]
+    for span in event.get("spans", []):
+        numbers += [span["start_ms"] + 0.0, span["ms"] + 0.0]
+        texts += [span["name"] + "", span["stream"] + ""]
+    needed = [event[key] for key in _NEEDED.get(event["event"], ())]
+    step, moment, loss = event.get("step", 0), event.get("time", 0), event.get("loss", 0.0)
+    if not (
+        None not in needed
+        and all(value is None or _is_number(value) for value in numbers)
+        and all(value is None or isinstance(value, str) for value in texts)
+        and isinstance(event.get("fallbacks", []), list)
+        and isinstance(step, int)
+        and 0 <= step < _LAST_STEP
+        and 0 <= moment < _LATEST
+        and (isinstance(loss, float) or _is_number(loss))  # which may be no number
+    ):
+        raise ValueError("a value of another form")
+    return event
+
+
+def _is_number(value: object) -> bool:
+    """Whether it can be drawn."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value == 0 or _SMALLEST < abs(value) < _LARGEST
+
+
+def _take(run: Run, event: Event) -> None:
+    kind = event["event"]
     if kind == "start":
         run.starts.append(event)
         run.end = None
@@ -105,5 +158,5 @@ def _take(run: Run, kind: object, event: Event) -> None:
     elif kind in ("log", "evaluation"):
         into = run.logs if kind == "log" else run.evaluations
         while into and into[-1]["step"] >= event["step"]:
-            into.pop()  # a run that went on has done these steps again
+            into.pop()  # a resumed run repeats these steps
         into.append(event)

@@ -104,7 +104,7 @@ def page(run: Run) -> str:
         kinds=_KINDS,
         version=run.starts[-1].get("versions", {}).get("poros", "?"),
     )
-    return text
+    return text.encode("utf-8", "replace").decode()  # JSON can hold halves of characters
 
 
 def verdict(run: Run) -> str:
@@ -137,8 +137,13 @@ def verdict(run: Run) -> str:
         parts.append("Its first step was checked and gave the bits of a resident run.")
     elif check.get("status"):
         parts.append(f"The check of its first step says: {check['status']}.")
+    damaged = [str(number) for number in run.damaged]
     if run.is_cut:
+        damaged.pop()
         parts.append("The last line of its events was cut off, and is left out.")
+    if damaged:
+        lines = ", ".join(damaged[:10]) + (" and others" if len(damaged) > 10 else "")
+        parts.append(f"Lines of its events that are damaged, and are left out: {lines}.")
     return " ".join(parts)
 
 

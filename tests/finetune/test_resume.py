@@ -3,20 +3,23 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from poros.errors import PorosError, RunFolderError
+from poros.errors import RunFolderError
 from poros.finetune import run as running
-from poros.finetune.panel import Panel
 from poros.finetune.resuming import look_at
 from poros.finetune.run import Interrupted
+from poros.finetune.templates import NAMED
 from poros.recipes.recipe import Recipe
-from tests.finetune.subjects import Trained, recipe_of, rows, run, write_rows
+from tests.finetune.breaking import Broken, at_step, break_at
+from tests.finetune.subjects import Trained, recipe_of, rows, run, write_model, write_rows
 from tests.loading.checkpoints import run_python
 
 NUM_STEPS, SAVE_EVERY = 7, 2
@@ -51,33 +54,6 @@ def expected(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run(recipe_of(**options_for(model, data, tmp_path_factory.mktemp("whole") / "run")))
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Any) -> None:
-    """Do something once a step has been logged."""
-    genuine = Panel.on_log
-
-    def on_log(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        genuine(self, args, state, control, **kwargs)
-        if state.global_step == step:
-            act()
-
-    monkeypatch.setattr(Panel, "on_log", on_log)
-
-
-class Broken(RuntimeError):
-    pass
-
-
-def break_at(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, step: int) -> None:
-    """Leave a run that ended at a step, as if its process had gone."""
-
-    def act() -> None:
-        raise Broken
-
-    with monkeypatch.context() as patch, pytest.raises(Broken):
-        at_step(patch, step, act)
-        run(recipe)
-
-
 def checkpoints(recipe: Recipe) -> set[str]:
     return {each.name for each in Path(recipe.output.folder or "").glob("checkpoint-*")}
 
@@ -103,11 +79,16 @@ def test_going_on_gives_the_same_bits(
 
 @pytest.mark.parametrize("damage", ["cut", "unmarked", "changed"])
 def test_a_checkpoint_that_is_not_whole_is_passed_over(
-    damage: str, options: dict[str, Any], expected: Trained, monkeypatch: pytest.MonkeyPatch
+    damage: str,
+    options: dict[str, Any],
+    expected: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     recipe = recipe_of(**options)
     break_at(monkeypatch, recipe, 5)
     newest = Path(options["output__folder"]) / "checkpoint-4"
+    (newest / "notes.txt").write_text("a user's own")
     state = newest / "optimizer.pt"
     if damage == "cut":
         os.truncate(state, state.stat().st_size // 2)
@@ -119,7 +100,10 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
         state.write_bytes(content)
     found = run(recipe)
     assert "going on after step 2 of 7" in found.said
+    assert "checkpoint-4 is not whole" in found.said and "checkpoint-4.broken" in caplog.text
     assert found.adapter == expected.adapter
+    aside = newest.with_name("checkpoint-4.broken")
+    assert (aside / "notes.txt").read_text() == "a user's own"
 
 
 def test_a_signal_ends_a_run_with_a_checkpoint(
@@ -175,7 +159,7 @@ def test_what_may_change_between_and_what_may_not(
             run(recipe_of(**{**options, **change}))
         assert what in str(caught.value)
     write_rows(own, rows("completions", 199))
-    with pytest.raises(RunFolderError, match="files have changed"):
+    with pytest.raises(RunFolderError, match=r"rows of data\.source: another now"):
         run(recipe)
     write_rows(own, rows("completions"))
     with (folder / ".lock").open("w") as lock:
@@ -189,32 +173,153 @@ def test_what_may_change_between_and_what_may_not(
         look_at(recipe, {})
 
 
-def test_a_damaged_note_of_what_was_started(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_another_run_that_ends_while_rows_become_tokens(
+    options: dict[str, Any], expected: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both have looked at an empty folder."""
     recipe = recipe_of(**options)
-    break_at(monkeypatch, recipe, 3)
-    (Path(options["output__folder"]) / "run.json").write_text("{")
-    with pytest.raises(PorosError, match="cannot be read"):
+    folder = Path(options["output__folder"])
+    genuine = running.tokenize
+
+    def overtaken_by(act: Any) -> None:
+        def tokenize(*arguments: Any) -> Any:
+            monkeypatch.setattr(running, "tokenize", genuine)
+            act()
+            return genuine(*arguments)
+
+        monkeypatch.setattr(running, "tokenize", tokenize)
+
+    overtaken_by(lambda: break_at(monkeypatch, recipe, 5))
+    assert run(recipe).adapter == expected.adapter
+    shutil.rmtree(folder)
+    overtaken_by(lambda: run(recipe))
+    with pytest.raises(RunFolderError, match="finished one: its adapter is"):
+        run(recipe)
+    assert (folder / "adapter" / "adapter_model.safetensors").read_bytes() == expected.adapter
+    assert events(recipe) == list(range(1, NUM_STEPS + 1))
+
+
+TEMPLATE = NAMED["chatml"].text
+
+
+class Begun(NamedTuple):
+    """A run of messages that ended at its third step, and what it was begun with."""
+
+    recipe: Recipe
+    model: Path
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def begun(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("begun")
+    (folder / "own.jinja").write_text(TEMPLATE)
+    model = write_model(folder / "model", layers=2)
+    options = options_for(model, data, folder / "run") | {
+        "data__source": data / "messages.jsonl",
+        "data__chat_template": folder / "own.jinja",
+        "training__steps": 4,
+        "training__accumulation": 1,
+    }
+    recipe = recipe_of(**options)
+    with pytest.MonkeyPatch.context() as patch:
+        break_at(patch, recipe, 3)
+    return Begun(recipe, model, folder)
+
+
+def other_weights(file: Path) -> None:
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, file, {"format": "pt"})
+
+
+def more(text: str) -> Any:
+    return lambda file: file.write_text((file.read_text() if file.exists() else "") + text)
+
+
+def without_digests(file: Path) -> None:
+    noted = json.loads(file.read_text())
+    digests = {"train": noted["digests"]["train"]}
+    old = {"recipe": noted["recipe"], "digests": digests, "versions": noted["versions"]}
+    file.write_text(json.dumps(old))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "named"),
+    [
+        ("own.jinja", more("{# #}"), "chat template: another now"),
+        ("model/tokenizer.json", more(" "), "tokenizer.json: another now"),
+        ("model/tokenizer_config.json", more("\n"), "tokenizer_config.json: another now"),
+        ("model/merges.txt", more("a b"), "merges.txt: new now"),
+        ("model/config.json", more(" "), "config.json: another now"),
+        ("model/model.safetensors", other_weights, "weights of model.source: another now"),
+        ("run/run.json", without_digests, "end it with the release that began it"),
+    ],
+)
+def test_what_a_run_is_made_of(file: str, change: Any, named: str, begun: Begun) -> None:
+    path = begun.folder / file
+    before = path.read_bytes() if path.exists() else None
+    kept = checkpoints(begun.recipe)
+    change(path)
+    try:
+        with pytest.raises(RunFolderError, match="give another folder") as caught:
+            run(begun.recipe)
+        assert named in str(caught.value)
+        assert checkpoints(begun.recipe) == kept
+    finally:
+        path.unlink() if before is None else path.write_bytes(before)
+
+
+def test_other_versions_are_said(
+    begun: Begun, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = begun.folder / "run" / "run.json"
+    noted = json.loads(file.read_text())
+    noted["versions"] |= {"torch": "2.0.0", "device": "a card"}
+    file.write_text(json.dumps(noted))
+    found = run(begun.recipe)
+    assert "torch 2.0.0 began this run" in found.said and "a card" in found.said
+    assert "going on after step 2 of 4" in found.said
+
+
+def test_rows_that_become_other_tokens(
+    begun: Begun, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all files as they were: a template that asks for the time."""
+    (tmp_path / "own.jinja").write_text("{{ strftime_now('%f') }}" + TEMPLATE)
+    recipe = recipe_of(
+        **options_for(begun.model, data, tmp_path / "run")
+        | {
+            "data__source": data / "messages.jsonl",
+            "data__chat_template": tmp_path / "own.jinja",
+            "data__loss_on": "all",
+        }
+    )
+    break_at(monkeypatch, recipe, 2)
+    with pytest.raises(RunFolderError, match="\ntokens: another now\n"):
         run(recipe)
 
 
 KILLED = """
 from tests.finetune.kills import main
 import sys
-sys.argv = ["kills", "--rounds", "{rounds}", "--seed", "5", "--kind", "{kind}"]
+sys.argv = ["kills", "--rounds", "{rounds}", "--seed", "5", *{more}]
 sys.exit(main())
 """
+HINDERED = ["--hindered"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "rounds"),
+    ("more", "rounds"),
     [
-        ("packed", 1),
-        *(pytest.param(each, 10, marks=pytest.mark.slow) for each in ("padded", "dpo")),
+        ([], 1),
+        (HINDERED, 2),
+        *(pytest.param(["--kind", each], 10, marks=pytest.mark.slow) for each in ("padded", "dpo")),
+        pytest.param(HINDERED, 20, marks=pytest.mark.slow),
     ],
 )
-def test_runs_that_are_killed(kind: str, rounds: int) -> None:
-    ran = run_python(KILLED.format(rounds=rounds, kind=kind))
+def test_runs_that_are_killed(more: list[str], rounds: int) -> None:
+    ran = run_python(KILLED.format(rounds=rounds, more=more))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.splitlines()[-1] == f"{rounds} of {rounds}"

@@ -86,12 +86,13 @@ def test_a_cut_last_line_is_left_out_and_said(run: Path, tmp_path: Path) -> None
     assert page(found)
 
 
-def test_damage_elsewhere_names_the_line(run: Path, tmp_path: Path) -> None:
+def test_damage_elsewhere_is_left_out_and_the_lines_are_named(run: Path, tmp_path: Path) -> None:
     whole = [json.dumps(each) for each in events(run)]
-    folder = write(tmp_path / "run", [whole[0], "{garbage", *whole[1:]])
-    with pytest.raises(RunFolderError, match=r"events\.jsonl:2"):
-        read_run(folder)
-    assert poros_command("report", str(folder)).exit_code == 2
+    folder = write(tmp_path / "run", [whole[0], "{garbage", *whole[1:], whole[-1][:9]])
+    found = read_run(folder)
+    assert found.damaged == [2, len(whole) + 2] and found.logs == read_run(run).logs
+    assert "damaged, and are left out: 2." in verdict(found) and "cut off" in verdict(found)
+    assert poros_command("report", str(folder)).exit_code == 0
 
 
 @pytest.mark.parametrize("content", [None, ""])

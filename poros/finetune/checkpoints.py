@@ -1,0 +1,158 @@
+"""Checkpoints of a run: how one is written, and whether it is as it was written.
+
+Note: Parts
+    The Trainer writes a checkpoint file by file. It does so in a hidden folder, and the checkpoint
+    gets its name once ``whole.json``, which has size and digest of each file, is beside the others.
+    A process that is killed therefore leaves no part of one under the name of a checkpoint: what
+    has the name and is not whole was damaged later.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from xxhash import xxh3_128
+
+from poros.errors import RunFolderError, quoted
+from poros.output import write_json, writing
+from poros.reads import open_regular
+
+WHOLE = "whole.json"
+STAGE = ".checkpoint.part"
+"""The folder in which a checkpoint is written, or an old one is removed."""
+_NEEDED = {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "optimizer.pt",
+    "rng_state.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+}
+"""Without one of these the Trainer goes on with other bits, or not at all."""
+
+
+def numbered(run: Path, names: Iterable[str] | None = None) -> list[tuple[int, Path]]:
+    """Step and path of each checkpoint, whole or not, the newest first.
+
+    Args:
+        run: The folder of the run.
+        names: What lies in it, if that is known.
+
+    Raises:
+        OSError: If the folder cannot be read.
+    """
+    found = os.listdir(run) if names is None else names
+    matches = (re.fullmatch(r"checkpoint-(\d+)", name) for name in found)
+    return sorted(((int(each[1]), run / each[0]) for each in matches if each), reverse=True)
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint; None if it is whole.
+
+    Raises:
+        RunFolderError: If that cannot be said, because the system reports an error.
+    """
+    file = checkpoint / WHOLE
+    try:
+        with open_regular(file) as stream:
+            files = json.loads(stream.read())
+        missing = sorted(_NEEDED - files.keys())
+        if missing:
+            return f"{WHOLE} does not list {', '.join(missing)}"
+        for name, (size, digest) in files.items():
+            file = checkpoint / name
+            with open_regular(file) as stream:
+                if os.fstat(stream.fileno()).st_size != size or _digest(stream) != digest:
+                    return f"{quoted(name, is_bare=True)} is not as it was written"
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{quoted(file.name, is_bare=True)} is missing"
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        return f"{quoted(file.name, is_bare=True)}: {quoted(str(error), is_bare=True, limit=80)}"
+    return None
+
+
+def unreadable(path: Path, error: Exception) -> RunFolderError:
+    """What to raise where the system does not give what lies in a run's folder."""
+    return RunFolderError(
+        f"{quoted(str(path), is_bare=True)}: expected to read it, found: "
+        f"{quoted(reason_of(error), is_bare=True)}; nothing was moved or removed: mend the disk or "
+        "the permissions, and start the same command again"
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, without number and path."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, with all that is in it, and return its new path."""
+    number, target = 1, checkpoint.with_name(f"{checkpoint.name}.broken")
+    while os.path.lexists(target):
+        number += 1
+        target = checkpoint.with_name(f"{checkpoint.name}.broken{number}")
+    with writing(target):
+        checkpoint.rename(target)
+    return target
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether ``set_aside`` gives such names."""
+    return re.fullmatch(r"checkpoint-\d+\.broken\d*", name) is not None
+
+
+class StagedCheckpoints:
+    """Mixin of a Trainer: a checkpoint gets its name once all of it is written.
+
+    It stands before the Trainer among the bases of a class.
+
+    Raises:
+        StoreWriteError: When a checkpoint cannot be written. Nothing of it is left; those before it
+            are.
+    """
+
+    args: Any
+    state: Any
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._stage)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run = Path(self.args.output_dir)
+        target = run / f"checkpoint-{self.state.global_step}"
+        try:
+            with writing(target, Exception):
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                _mark_whole(self._stage / target.name)
+                (self._stage / target.name).rename(target)
+                # Only now is an older one not needed any more.
+                for _, old in numbered(run)[self.args.save_total_limit :]:
+                    old.rename(self._stage / old.name)
+        finally:
+            shutil.rmtree(self._stage, ignore_errors=True)
+
+    @property
+    def _stage(self) -> Path:
+        return Path(self.args.output_dir) / STAGE
+
+
+def _mark_whole(checkpoint: Path) -> None:
+    files = {}
+    for path in sorted(each for each in checkpoint.rglob("*") if each.is_file()):
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            files[str(path.relative_to(checkpoint))] = [size, _digest(stream)]
+    write_json(checkpoint / WHOLE, files)
+
+
+def _digest(stream: BinaryIO) -> str:
+    digest = xxh3_128()
+    while piece := stream.read(2**22):
+        digest.update(piece)
+    return digest.hexdigest()

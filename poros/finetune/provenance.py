@@ -1,0 +1,119 @@
+"""What decides the bits of a run besides its recipe: files, tokens, the base; and versions.
+
+A run that is gone on with has to find all of it as it was. Rows of tokens are compared as well as
+what they are made with, so that nothing between them goes unseen: a release of a library, a
+template that asks for the date.
+"""
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xxhash import xxh3_128
+
+from poros.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from poros.finetune.tokens import Tokens
+
+_LIBRARIES = (
+    "poros-runtime",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "peft",
+    "trl",
+    "bitsandbytes",
+    "accelerate",
+    "datasets",
+)
+_IDLE = ("LICEN", "NOTICE", "USE_POLICY", "chat_template", "additional_chat_templates")
+"""Beginnings of the names of files that decide no token; a template is compared as it is used."""
+
+
+def input_digests(
+    recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", tokens: "Mapping[str, Tokens | None]"
+) -> dict[str, str]:
+    """Digests of what rows of tokens are made with, and of the rows.
+
+    Args:
+        recipe: With the source of model and tokenizer.
+        tokenizer: As it is used, with its template.
+        tokens: Rows of tokens by name; None where there are none.
+
+    Returns:
+        Digests by the name that an error is to call each.
+
+    Raises:
+        CheckpointFormatError: If a file cannot be read.
+    """
+    from poros.loaders.extras import read_extras
+    from poros.loaders.limits import Limits
+    from poros.loaders.source import CONFIG, find_config
+
+    folder, texts = find_config(str(Path(recipe.model.source).expanduser()))
+    files = {CONFIG: texts[CONFIG], **read_extras(folder, Limits())}
+    found = {
+        name: xxh3_128(text).hexdigest()
+        for name, text in files.items()
+        if not name.startswith(_IDLE)
+    }
+    template = json.dumps(tokenizer.chat_template, sort_keys=True)
+    found["chat template"] = xxh3_128(template.encode()).hexdigest()
+    return found | {name: _of_tokens(each) for name, each in tokens.items() if each is not None}
+
+
+def _of_tokens(tokens: "Tokens") -> str:
+    digest = xxh3_128()
+    for name, rows in sorted(tokens.columns.items()):
+        digest.update(f"{name} {len(rows)}\n".encode())
+        for row in rows:
+            digest.update(len(row).to_bytes(8, "little"))
+            digest.update(row.tobytes())
+    return digest.hexdigest()
+
+
+def base_digest(model: "PreTrainedModel") -> str:
+    """The digest of every parameter and buffer of a base in host memory, packed as it is.
+
+    Whatever changes a bit of it is seen: other bytes of the checkpoint, another release of
+    bitsandbytes, a store that was made elsewhere.
+    """
+    from poros.digests import digest, num_threads
+    from poros.nf4 import part_tensors
+
+    parts: dict[str, Any] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        parts |= part_tensors(name, tensor, with_constants=True)
+    with ThreadPoolExecutor(num_threads()) as pool:
+        digests = pool.map(lambda each: digest(each.detach().cpu().contiguous()), parts.values())
+        found = xxh3_128()
+        for name, each in zip(parts, digests, strict=True):
+            found.update(f"{name}\n".encode() + each)
+    return found.hexdigest()
+
+
+def library_versions() -> dict[str, str]:
+    """Installed versions of what a run computes with, by the name of the distribution."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine(device: "torch.device") -> dict[str, str]:
+    """What a run computes on: the device, and on a CPU the number of threads."""
+    import torch
+
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device)}
+    return {"device": device.type, "threads": str(torch.get_num_threads())}

@@ -1,0 +1,415 @@
+"""Files of a run's folder that are damaged: its continuation and its report.
+
+Every cell of {file} x {damage} x {command} ends in an error of Poros or in the result of a run that
+nothing has happened to, and within a time in which nothing waits for a pipe.
+"""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from poros.errors import PorosError, RunFolderError, StoreWriteError
+from poros.finetune.checkpoints import damage_of
+from poros.finetune.resuming import look_at, opened
+from tests.command import poros_command
+from tests.finetune import kills
+from tests.finetune.breaking import at_step, break_at
+from tests.finetune.subjects import recipe_of, run, write_model
+
+MOST_SECONDS = 20
+Damage = Callable[[Path], object]
+
+
+class Interrupted(NamedTuple):
+    """A run of four steps that ended at the third, with checkpoints of the first two."""
+
+    folder: Path
+    options: dict[str, Any]
+    adapter: bytes
+    """That of a run that was not interrupted."""
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Interrupted]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("interrupted")
+    options = {
+        "model__source": write_model(folder / "model", layers=2),
+        "data__source": data / "completions.jsonl",
+        "data__max_length": 64,
+        "data__pad_to": 16,
+        "adapter__rank": 2,
+        "adapter__dropout": 0.1,
+        "training__steps": 4,
+        "training__accumulation": 1,
+        "memory__slots": 2,
+        "output__save_every": 1,
+    }
+    adapter = run(recipe_of(**options, output__folder=folder / "whole")).adapter
+    with pytest.MonkeyPatch.context() as patch:
+        break_at(patch, recipe_of(**options, output__folder=folder / "run"), 3)
+    yield Interrupted(folder / "run", options, adapter)
+
+
+@pytest.fixture
+def copy(interrupted: Interrupted, tmp_path: Path) -> Path:
+    return shutil.copytree(interrupted.folder, tmp_path / "run")
+
+
+class Waiting(BaseException):
+    """No error that a command could catch."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_waits() -> Iterator[None]:
+    """What waits for a pipe takes no time of the processor, and is woken."""
+
+    def wake(number: int, frame: object) -> None:
+        raise Waiting("expected an end within the time, found it waiting")
+
+    before = signal.signal(signal.SIGALRM, wake)
+    signal.alarm(6 * MOST_SECONDS)  # of a machine with others on it
+    begin = time.process_time()
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    assert time.process_time() - begin < MOST_SECONDS
+
+
+def written(content: bytes | str) -> Damage:
+    return lambda file: file.write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 1] = b"\x15"
+    file.write_bytes(content)
+
+
+def a_folder(file: Path) -> None:
+    file.unlink()
+    (file / "more").mkdir(parents=True)
+
+
+def a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def a_loop(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+ANY: dict[str, Damage] = {
+    "empty": written(b""),
+    "cut": cut,
+    "flipped": flipped,
+    "zeros": written(bytes(500)),
+    "missing": Path.unlink,
+    "a folder": a_folder,
+    "a pipe": a_pipe,
+    "a loop": a_loop,
+}
+JSON: dict[str, Damage] = {
+    **ANY,
+    "no object": written("[1, 2]"),
+    "null": written("null"),
+    "an empty object": written("{}"),
+    "deep": written("[" * 100_000),
+    "a huge number": written('{"a": ' + "9" * 5000 + "}"),
+    "not UTF-8": written(b'{"a": "\xff\xfe"}'),
+    "half a character": written('{"a": "\\ud800"}'),
+}
+
+
+def changed(*keys: str, to: object) -> Damage:
+    """Another value somewhere in a JSON file."""
+
+    def change(file: Path) -> None:
+        content = inner = json.loads(file.read_text())
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = to
+        file.write_text(json.dumps(content))
+
+    return change
+
+
+RUN = {
+    **JSON,
+    "a recipe of text": changed("recipe", to="text"),
+    "a section of text": changed("recipe", "model", to="text"),
+    "digests of numbers": changed("digests", to=[1]),
+    "versions of numbers": changed("versions", to=5),
+    "a version that is none": changed("versions", "torch", to={"a": 1}),
+    "no base": changed("digests", "weights of model.source", to=None),
+    "another format": changed("format", to="2"),
+}
+LISTED = {
+    **JSON,
+    "a path for a size": changed("optimizer.pt", to="x"),
+    "an endless file": changed("/dev/zero", to=[0, "0"]),
+    "a name that is none": changed("\0", to=[0, "0"]),
+    "a name that is too long": changed("a" * 5000, to=[0, "0"]),
+}
+"""Of whole.json."""
+
+
+def event(**values: object) -> Damage:
+    """One more line of events."""
+    line = json.dumps({"event": "log", "step": 9, "loss": 1.0, "time": 1.0, **values})
+    return lambda file: file.write_text(f"{file.read_text()}{line}\n")
+
+
+NO_LINE = {
+    "a list": [1],
+    "text": "text",
+    "a number that is huge": 10**400,
+    "no number": float("nan"),
+    "an object": {"a": {"b": 1}},
+}
+EVENTS = {
+    **JSON,
+    "a line of garbage": lambda file: file.write_text("{\n" + file.read_text()),
+    **{
+        f"{key}: {name}": event(**{key: value})
+        for key in (
+            "event",
+            "step",
+            "loss",
+            "plan",
+            "budget",
+            "time",
+            "spans",
+            "check",
+            "versions",
+            "fallbacks",
+            "num_tokens",
+            "device",
+        )
+        for name, value in NO_LINE.items()
+    },
+    "an end of text": event(event="end", check="text", h2d_num_bytes="many"),
+    "an end of no time": event(event="end", time=1e300, fallbacks="text"),
+    "terms of text": event(plan={"terms": {"slots": "many"}, "vram_budget": "all"}),
+    "terms without end": event(plan={"terms": {"slots": float("inf")}}, budget=float("inf")),
+    "spans without end": event(
+        event="step", spans=[{"name": "a", "stream": "copy", "start_ms": 0, "ms": float("inf")}]
+    ),
+    "spans of text": event(event="step", spans=[{"name": 1}]),
+    "a budget of almost nothing": event(budget=5e-324, plan={"terms": {"slots": 5e-324}}),
+    "a start of text": event(event="start", versions={"torch": [1]}, time="now"),
+    "half a character in it": event(event="start", versions={"torch": "\ud800"}),
+}
+REPORTED = {
+    ("events.jsonl", name): damage for name, damage in EVENTS.items()
+} | {("recipe.yaml", name): damage for name, damage in ANY.items()} | {
+    ("run.json", name): damage for name, damage in ANY.items()
+}  # fmt: skip
+GOING_ON = (
+    {("run.json", name): damage for name, damage in RUN.items()}
+    | {("checkpoint-2/whole.json", name): damage for name, damage in LISTED.items()}
+    | {
+        (f"checkpoint-2/{file}", name): damage
+        for file in ("optimizer.pt", "adapter_model.safetensors", "trainer_state.json")
+        for name, damage in ANY.items()
+    }
+    | {("events.jsonl", name): damage for name, damage in EVENTS.items()}
+    | {("recipe.yaml", name): damage for name, damage in ANY.items()}
+    | {(".lock", name): damage for name, damage in ANY.items()}
+)
+
+
+def ids(cells: dict[tuple[str, str], Damage]) -> list[str]:
+    return [": ".join(cell) for cell in cells]
+
+
+def damaged(folder: Path, cell: tuple[str, str], cells: dict[tuple[str, str], Damage]) -> None:
+    file = folder / cell[0]
+    file.touch()
+    cells[cell](file)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All regular files below a folder."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if stat.S_ISREG(file.lstat().st_mode)
+    }
+
+
+@pytest.mark.parametrize("cell", REPORTED, ids=ids(REPORTED))
+def test_report(cell: tuple[str, str], copy: Path) -> None:
+    damaged(copy, cell, REPORTED)
+    found = poros_command("report", str(copy))
+    assert found.exit_code in (0, 2), found.output
+    assert (copy / "report.html").exists() == (found.exit_code == 0)
+    if cell[0] != "events.jsonl":
+        assert found.exit_code == 0
+
+
+@pytest.mark.parametrize("cell", GOING_ON, ids=ids(GOING_ON))
+def test_going_on(cell: tuple[str, str], copy: Path, interrupted: Interrupted) -> None:
+    """Up to the first step: from which checkpoint, with which bytes, and what is kept."""
+    damaged(copy, cell, GOING_ON)
+    before = files(copy)
+    recipe = recipe_of(**interrupted.options, output__folder=copy)
+    digests = json.loads((interrupted.folder / "run.json").read_text())["digests"]
+    digests = {name: each for name, each in digests.items() if not name.startswith("weights")}
+    try:
+        with opened(recipe, digests, {}, look_at(recipe, digests)) as found:
+            assert found.checkpoint is not None
+            step = 1 if cell[0].startswith("checkpoint-2/") else 2
+            if found.step != step:  # a cell that damages nothing
+                assert damage_of(copy / "checkpoint-2") is None
+            assert files(found.checkpoint) == files(interrupted.folder / found.checkpoint.name)
+            lines = found.events.read_text().splitlines() if found.events.exists() else []
+            assert all(json.loads(line).get("step", 0) <= found.step for line in lines)
+    except PorosError:
+        assert files(copy) == before
+    else:
+        # A damaged checkpoint has another name, and all that was in it.
+        kept = set(files(copy).values())
+        assert all(each in kept for name, each in before.items() if name.startswith("checkpoint-"))
+
+
+TRAINED = [
+    ("checkpoint-2/whole.json", "an empty object"),
+    ("checkpoint-2/optimizer.pt", "a pipe"),
+    ("events.jsonl", "a line of garbage"),
+    ("recipe.yaml", "a pipe"),
+]
+
+
+@pytest.mark.parametrize("cell", TRAINED, ids=[": ".join(cell) for cell in TRAINED])
+def test_the_same_bits(cell: tuple[str, str], copy: Path, interrupted: Interrupted) -> None:
+    damaged(copy, cell, GOING_ON)
+    found = run(recipe_of(**interrupted.options, output__folder=copy))
+    assert found.adapter == interrupted.adapter
+    assert poros_command("report", str(copy)).exit_code == 0
+
+
+def test_no_whole_checkpoint_is_no_silent_beginning(copy: Path, interrupted: Interrupted) -> None:
+    for checkpoint in copy.glob("checkpoint-*"):
+        (checkpoint / "whole.json").write_text("{}")
+    before = files(copy)
+    with pytest.raises(RunFolderError, match="a whole checkpoint to go on from, found none"):
+        run(recipe_of(**interrupted.options, output__folder=copy))
+    assert files(copy) == before
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_checkpoint_that_cannot_be_read_stays(
+    number: int, copy: Path, interrupted: Interrupted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (copy / "checkpoint-2" / "notes.txt").write_text("a user's own")
+    before = files(copy)
+    genuine = os.open
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path).endswith("checkpoint-2/optimizer.pt"):
+            raise OSError(number, os.strerror(number), str(path))
+        return genuine(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        with pytest.raises(RunFolderError, match=r"optimizer\.pt: expected to read it") as caught:
+            run(recipe_of(**interrupted.options, output__folder=copy))
+    assert os.strerror(number) in str(caught.value)
+    assert files(copy) == before
+
+
+def test_a_read_that_fails_once_training_has_begun(
+    copy: Path, interrupted: Interrupted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint was read and found whole, and is read again by the Trainer."""
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "optimizer.pt")
+
+    names = set(files(copy))
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(RunFolderError, match=r"checkpoint-2: expected to read it"):
+        run(recipe_of(**interrupted.options, output__folder=copy))
+    assert names <= set(files(copy)) | {"events.jsonl"}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=4m", "poros-test", str(folder)]
+    if subprocess.run(mounting, check=False, capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("free", [0, 40_000, 90_000, 110_000])
+def test_a_disk_that_is_full_when_a_checkpoint_is_written(
+    free: int, disk: Path, interrupted: Interrupted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = disk / "run"
+    recipe = recipe_of(**interrupted.options, output__folder=out)
+    with monkeypatch.context() as patch:
+        # The first checkpoint is written behind this step, and the second behind the next.
+        at_step(patch, 2, lambda: kills.fill(disk / "filler", free))
+        with pytest.raises(StoreWriteError, match="expected to write it") as caught:
+            run(recipe)
+    assert str(disk / "run") in str(caught.value) and isinstance(caught.value, OSError)
+    left = list(out.glob("checkpoint-*"))
+    assert out / "checkpoint-1" in left and not any(map(damage_of, left))
+    assert not list(out.glob("*.part"))
+    (disk / "filler").unlink()
+    assert run(recipe).adapter == interrupted.adapter
+
+
+def test_a_report_on_a_full_disk(disk: Path, copy: Path) -> None:
+    target = disk / "page.html"
+    target.write_text("the old page")
+    kills.fill(disk / "filler", 8192)
+    found = poros_command("report", str(copy), "--out", str(target))
+    assert found.exit_code == 2 and "page.html" in found.output and "No space" in found.output
+    assert target.read_text() == "the old page"
+    assert {each.name for each in disk.iterdir()} == {"filler", "page.html"}
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_a_report_replaces_no_pipe_and_no_device(kind: str, copy: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    if kind == "a pipe":
+        os.mkfifo(target)
+    else:
+        target.symlink_to("/dev/full")
+    before = target.stat()
+    found = poros_command("report", str(copy), "--out", str(target))
+    assert found.exit_code == 2 and "device or pipe" in found.output
+    assert target.stat().st_mode == before.st_mode
+
+
+def test_a_report_through_a_link_replaces_what_it_leads_to(copy: Path, tmp_path: Path) -> None:
+    target, link = tmp_path / "page.html", tmp_path / "link.html"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert poros_command("report", str(copy), "--out", str(link)).exit_code == 0
+    assert link.is_symlink() and "<html" in target.read_text()

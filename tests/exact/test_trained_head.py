@@ -92,7 +92,6 @@ def merged(model: Model) -> None:
 EDITS: dict[str, Callable[[Model], object]] = {
     "for-each": stepped(torch.optim.AdamW, lr=0.1, foreach=True),
     "fused": stepped(torch.optim.AdamW, lr=0.1, fused=True),
-    "fused SGD": stepped(torch.optim.SGD, lr=100.0, fused=True),
     "through .data": through_data,
     "rows exchanged": with_rows_exchanged,
     "other .data": with_other_data,

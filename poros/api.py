@@ -208,14 +208,14 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
 def use_adapter_kernels(model: ModelT, kernels: str = "fused") -> ModelT:
     """Have a resident model run the kernels that ``prepare`` uses, without streaming.
 
-    In its decoder layers, as with ``prepare``: adapters elsewhere (on the head, say) run as PEFT has
-    them. What LoRA adds becomes one operator per projection, DoRA too, and takes no tensor of the
-    size of the weight but the one dense weight (see ``poros.kernels.dora``); gated activations are
-    made again in backward instead of being kept, and on a GPU 4-bit products are ours. Adapters
-    that are added later need another call. Gradients of gradients are refused, and so is an input
-    that was written to after its projection. Copy such a model by ``copy.deepcopy``; one that is
-    copied shallowly, as ``nn.DataParallel`` does, would run the original's modules. ``restore``
-    undoes it.
+    In its decoder layers alone, as ``prepare`` does: adapters elsewhere (on the head, say) run as
+    PEFT has them. What LoRA adds becomes one operator per projection, DoRA too, and takes no tensor
+    of the size of the weight but the one dense weight (see ``poros.kernels.dora``); gated
+    activations are made again in backward instead of being kept, and on a GPU 4-bit products are
+    ours. Adapters that are added later need another call. Gradients of gradients are refused, and
+    so is an input that was written to after its projection. Copy such a model by
+    ``copy.deepcopy``; one that is copied shallowly, as ``nn.DataParallel`` does, would run the
+    original's modules. ``restore`` undoes it.
 
     Args:
         model: A PEFT model, wherever it is. Changed in place, but for parameters and names.

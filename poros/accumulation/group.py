@@ -133,6 +133,7 @@ class Group:
         self._around = Around(modules.now(), inside)
         self._trained = modules.trained()
         self._mark = modules.mark()
+        self._before = Gradients(self._trained)
         self._in_layers = {number for layer in layers for number in layer.contents().adapters().ids}
         self._is_known = is_known
         self._head = head
@@ -311,8 +312,24 @@ class Group:
 
         Raises:
             RematerializationError: If hooks draw random numbers as gradients pass, or a loss that
-                was computed ahead was another one in the end.
+                was computed ahead was another one in the end; or if it is interrupted, when there
+                were gradients before the group. Otherwise an interruption, or any other error,
+                leaves the gradients as they were before the group.
         """
+        try:
+            self._backward(differentiate)
+        except BaseException as error:
+            is_undone = self._before.undo()
+            if not is_undone and not isinstance(error, RematerializationError):
+                raise RematerializationError(
+                    "expected the layers' backwards to run to their end, found them interrupted by "
+                    f"a {type(error).__name__}, when some layers have the gradients of all "
+                    "micro-batches and others none. Those that were there before cannot be had "
+                    "back: throw the gradients away"
+                ) from error
+            raise
+
+    def _backward(self, differentiate: Sequence[Differentiate] | None) -> None:
         done, self._batches = self._batches[: self.num_done], []
         calls = differentiate or [backward] * len(done)
         # Before any layer's gradient is there, and while the device is still at it: waiting at the

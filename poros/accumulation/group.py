@@ -132,7 +132,7 @@ class Group:
         self._modules = modules
         self._around = Around(modules.now(), inside)
         self._trained = modules.trained()
-        self._mark = modules.mark()
+        self._mark = modules.mark(self._trained)
         self._before = Gradients(self._trained)
         self._in_layers = {number for layer in layers for number in layer.contents().adapters().ids}
         self._is_known = is_known
@@ -182,6 +182,7 @@ class Group:
                 pairs = zip(self._batches, runs, strict=True)
                 self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
         except BaseException:
+            self._modules.train_again(self._trained)
             self._around.put_back()
             self._require_unedited()
             raise
@@ -199,6 +200,8 @@ class Group:
             if not self._batches:
                 self._make_room()
             self._require_unedited()
+            if self._modules.train_again(self._trained):
+                raise NotTogether("the loss changes which parameters are trained")
             if not self._around.is_same():
                 raise NotTogether("the model's code changes the model")
             if Surroundings.capture(self._layers[0].device) != around:
@@ -217,7 +220,7 @@ class Group:
 
     def _require_unedited(self) -> None:
         """Raise if the code of a loss edits what the model is made of: it cannot be taken back."""
-        if self._modules.mark() != self._mark:
+        if self._modules.mark(self._trained) != self._mark:
             raise UnsupportedModelError(
                 "expected a loss that leaves the parameters of the model alone, found one that "
                 "edits them in place. Edit them between steps, or call backward for each "
@@ -273,6 +276,7 @@ class Group:
             self._require_apart(batch, before)
         except NotTogether as reason:
             self.is_over = True
+            self._modules.train_again(self._trained)
             self._around.put_back()
             if not before.undo():
                 raise UnsupportedModelError(
@@ -292,7 +296,9 @@ class Group:
             draws = between(batch.states[-1], RngStash.capture(device))
             self._table.note_tail(batch.key, draws, batch.first_draws)
             self.is_over = True
-        self.is_over |= is_last
+        # The loss may have changed what is trained: the layers of the others ran before it.
+        now = list(map(id, self._modules.trained()))
+        self.is_over |= is_last or now != list(map(id, self._trained))
 
     def _require_apart(self, batch: MicroBatch, before: Gradients) -> None:
         """A parameter of a layer, or before the layers, has its gradient from there alone.

@@ -70,6 +70,9 @@ class BlockMajorMixin:
         if samples is None or not samples.is_next(inputs):
             self._end_samples()
             return plain(model, inputs)
+        optimizer: Any = self.optimizer  # type: ignore[attr-defined]
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()  # first of all, as in a step of the trainer's: some edit weights
         try:
             return samples.step(model, plain, self._is_synced())
         except BaseException:

@@ -59,9 +59,18 @@ class Modules:
                 if each is not None and each.requires_grad
             ]
 
-    def mark(self) -> object:
-        """Equal ones mean: the same modules, the same trained parameters, and none was edited."""
-        return self._children_now(), [(id(each), each._version) for each in self.trained()]
+    def mark(self, parameters: Sequence[nn.Parameter]) -> object:
+        """Equal ones mean: the same modules, and none of the parameters was edited."""
+        return self._children_now(), [each._version for each in parameters]
+
+    def train_again(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Have these trained and no others; whether others were."""
+        now, wanted = self.trained(), set(map(id, parameters))
+        for each in now:
+            each.requires_grad_(id(each) in wanted)
+        for each in parameters:
+            each.requires_grad_(True)
+        return set(map(id, now)) != wanted
 
     def _children_now(self) -> list[int]:
         tables = filter(None, self._child_tables)

@@ -22,6 +22,13 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("completions", {"adapter__kind": "dora", "training__steps": 3}),
     "lora+": ("text", {"training__lora_plus": 16, "training__steps": 3}),
     "schedule-free": ("text", {"training__optimizer": "schedule_free_adamw", "training__steps": 3}),
+    "schedule-free, warmed up and evaluated": (
+        "text",
+        {
+            **{"training__optimizer": "schedule_free_adamw", "training__warmup": 0.5},
+            **{"data__validation": 0.1, "output__evaluate_every": 1, "training__steps": 4},
+        },
+    ),
     "bfloat16 adapter": ("text", {"adapter__dtype": "bfloat16", "training__steps": 3}),
     "dense base": ("text", {"model__quantization": "none", "training__steps": 3}),
     "validation": (

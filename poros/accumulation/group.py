@@ -318,21 +318,16 @@ class Group:
 
         Raises:
             RematerializationError: If hooks draw random numbers as gradients pass, or a loss that
-                was computed ahead was another one in the end; or if it is interrupted, when there
-                were gradients before the group. Otherwise an interruption, or any other error,
-                leaves the gradients as they were before the group.
+                was computed ahead was another one in the end.
+
+        Whatever ends it early, an interruption too, leaves the gradients from before the group; if
+        they were written to, what is there says so to whoever uses it (``Spoilt``).
         """
         try:
             self._backward(differentiate)
-        except BaseException as error:
-            is_undone = self._before.undo()
-            if not is_undone and not isinstance(error, RematerializationError):
-                raise RematerializationError(
-                    "expected the layers' backwards to run to their end, found them interrupted by "
-                    f"a {type(error).__name__}, when some layers have the gradients of all "
-                    "micro-batches and others none. Those that were there before cannot be had "
-                    "back: throw the gradients away"
-                ) from error
+        except BaseException:
+            if not self._before.undo():
+                self._before.spoil()
             raise
 
     def _backward(self, differentiate: Sequence[Differentiate] | None) -> None:

@@ -156,7 +156,7 @@ def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Sums over its bits, as integers, weighted by row and by column: two int64 on its device."""
     rows = tensor.detach().reshape(-1, tensor.shape[-1]).contiguous()
     # Integers of eight bytes are added up without a copy of them.
-    is_whole = (rows.shape[1] | rows.storage_offset()) * rows.element_size() % 8 == 0
+    is_whole = (rows.shape[1] | int(rows.storage_offset())) * rows.element_size() % 8 == 0
     words = rows.view(torch.int64 if is_whole else torch.uint8)
     sums = [words.sum(dim, dtype=torch.int64) for dim in (0, 1)]
     places = [torch.arange(1, 1 + len(each), device=each.device) for each in sums]

@@ -151,7 +151,7 @@ def test_micro_batches_before_it_have_their_gradients(
         model = train_head_too(adapted(bases, lora_dropout=0.1))
         batches = [{key: each[key] for key in ("input_ids", "labels")} for each in BATCHES]
         if together:
-            poros.prepare(model, device="cpu", slots=2, allow_unvalidated=True, loss="reference")
+            poros.prepare(model, device="cpu", slots=2, loss="reference")
         torch.manual_seed(1)
         number = [-100]
         steps = 1 if is_first_group else 2
@@ -172,14 +172,24 @@ def test_micro_batches_before_it_have_their_gradients(
     assert same_gradients(*found) and (found[0][0] is None) == (at == 0)
 
 
+USES: list[Any] = [
+    lambda model: torch.optim.AdamW(trained(model), fused=True).step(),
+    lambda model: torch.optim.AdamW(trained(model), foreach=True).step(),
+    lambda model: torch.optim.SGD(trained(model), foreach=False).step(),
+    lambda model: torch.nn.utils.clip_grad_norm_(trained(model), 1.0),
+    lambda model: model(**BATCHES[0]).loss.backward(),
+    lambda model: poros.accumulate(model, BATCHES),
+]
+
+
 @pytest.mark.parametrize("has_gradients", [False, True])
 @pytest.mark.parametrize("number", [1, 3, 8])
 def test_one_in_the_backwards_of_layers(
     number: int, has_gradients: bool, bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers have the gradients of all micro-batches then, or of none."""
+    """Layers have the gradients of all micro-batches then, or of none: no step may follow."""
     model = train_head_too(adapted(bases, lora_dropout=0.1))
-    poros.prepare(model, device="cpu", slots=2, allow_unvalidated=True)
+    poros.prepare(model, device="cpu", slots=2)
     if has_gradients:
         model(**BATCHES[0]).loss.backward()
     count, genuine = [0], micro_batch_module.MicroBatch.backward
@@ -190,10 +200,20 @@ def test_one_in_the_backwards_of_layers(
             raise KeyboardInterrupt
         genuine(*args)
 
-    monkeypatch.setattr(micro_batch_module.MicroBatch, "backward", strike)
-    with pytest.raises(poros.RematerializationError if has_gradients else KeyboardInterrupt):
+    before = [each.detach().clone() for each in trained(model)]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(micro_batch_module.MicroBatch, "backward", strike)
         poros.accumulate(model, BATCHES)
-    assert has_gradients or not any(each is not None for each in gradients(model))
+    if not has_gradients:
+        assert not any(each.grad is not None for each in trained(model))
+        return
+    for use in USES:
+        with pytest.raises(poros.RematerializationError, match="zero_grad"):
+            use(model)
+    assert all(map(same_bits, trained(model), before))
+    model.zero_grad()
+    poros.accumulate(model, BATCHES)
+    assert all(each.grad is not None for each in trained(model))
 
 
 class Interrupted(Trainer):  # type: ignore[misc]

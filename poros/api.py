@@ -16,7 +16,7 @@ from poros.kernels.forwards import hand_back
 from poros.kernels.use import are_used, take_over
 from poros.layer.adapters import is_adapter_module
 from poros.layer.settings import settle
-from poros.model.inspect import Inventory, take_inventory
+from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
 from poros.saying import say
@@ -208,13 +208,14 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
 def use_adapter_kernels(model: ModelT, kernels: str = "fused") -> ModelT:
     """Have a resident model run the kernels that ``prepare`` uses, without streaming.
 
-    What LoRA adds becomes one operator per projection, DoRA too, and takes no tensor of the size of
-    the weight but the one dense weight (see ``poros.kernels.dora``); gated activations are made
-    again in backward instead of being kept, and on a GPU 4-bit products are ours. Adapters
-    that are added later need another call. Gradients of gradients are refused, and so is an input
-    that was written to after its projection. Copy such a model by ``copy.deepcopy``; one that is
-    copied shallowly, as ``nn.DataParallel`` does, would run the original's modules. ``restore``
-    undoes it.
+    In its decoder layers alone, as ``prepare`` does: adapters elsewhere (on the head, say) run as
+    PEFT has them. What LoRA adds becomes one operator per projection, DoRA too, and takes no tensor
+    of the size of the weight but the one dense weight (see ``poros.kernels.dora``); gated
+    activations are made again in backward instead of being kept, and on a GPU 4-bit products are
+    ours. Adapters that are added later need another call. Gradients of gradients are refused, and
+    so is an input that was written to after its projection. Copy such a model by
+    ``copy.deepcopy``; one that is copied shallowly, as ``nn.DataParallel`` does, would run the
+    original's modules. ``restore`` undoes it.
 
     Args:
         model: A PEFT model, wherever it is. Changed in place, but for parameters and names.
@@ -232,6 +233,7 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused") -> ModelT:
     Raises:
         PolicyError: If there are no such kernels.
         PreparedModelError: If the model is prepared: then it runs them already.
+        UnsupportedModelError: If the model has no decoder layers that ``prepare`` would find.
     """
     if kernels not in ("fused", "exact"):
         raise PolicyError(f"kernels: expected one of fused, exact, found {quoted(kernels)}")
@@ -241,7 +243,9 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused") -> ModelT:
             'itself unless adapter_kernels="peft"'
         )
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    take_over(model, device, Tally(is_exact=kernels == "exact"))
+    tally = Tally(is_exact=kernels == "exact")
+    for layer in find_layers(model)[1]:
+        take_over(layer, device, tally)
     return model
 
 

@@ -132,7 +132,8 @@ class Group:
         self._modules = modules
         self._around = Around(modules.now(), inside)
         self._trained = modules.trained()
-        self._mark = modules.mark()
+        self._mark = modules.mark(self._trained)
+        self._before = Gradients(self._trained)
         self._in_layers = {number for layer in layers for number in layer.contents().adapters().ids}
         self._is_known = is_known
         self._head = head
@@ -181,6 +182,7 @@ class Group:
                 pairs = zip(self._batches, runs, strict=True)
                 self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
         except BaseException:
+            self._modules.train_again(self._trained)
             self._around.put_back()
             self._require_unedited()
             raise
@@ -198,6 +200,8 @@ class Group:
             if not self._batches:
                 self._make_room()
             self._require_unedited()
+            if self._modules.train_again(self._trained):
+                raise NotTogether("the loss changes which parameters are trained")
             if not self._around.is_same():
                 raise NotTogether("the model's code changes the model")
             if Surroundings.capture(self._layers[0].device) != around:
@@ -216,7 +220,7 @@ class Group:
 
     def _require_unedited(self) -> None:
         """Raise if the code of a loss edits what the model is made of: it cannot be taken back."""
-        if self._modules.mark() != self._mark:
+        if self._modules.mark(self._trained) != self._mark:
             raise UnsupportedModelError(
                 "expected a loss that leaves the parameters of the model alone, found one that "
                 "edits them in place. Edit them between steps, or call backward for each "
@@ -272,6 +276,7 @@ class Group:
             self._require_apart(batch, before)
         except NotTogether as reason:
             self.is_over = True
+            self._modules.train_again(self._trained)
             self._around.put_back()
             if not before.undo():
                 raise UnsupportedModelError(
@@ -291,7 +296,9 @@ class Group:
             draws = between(batch.states[-1], RngStash.capture(device))
             self._table.note_tail(batch.key, draws, batch.first_draws)
             self.is_over = True
-        self.is_over |= is_last
+        # The loss may have changed what is trained: the layers of the others ran before it.
+        now = list(map(id, self._modules.trained()))
+        self.is_over |= is_last or now != list(map(id, self._trained))
 
     def _require_apart(self, batch: MicroBatch, before: Gradients) -> None:
         """A parameter of a layer, or before the layers, has its gradient from there alone.
@@ -312,7 +319,18 @@ class Group:
         Raises:
             RematerializationError: If hooks draw random numbers as gradients pass, or a loss that
                 was computed ahead was another one in the end.
+
+        Whatever ends it early, an interruption too, leaves the gradients from before the group; if
+        they were written to, what is there says so to whoever uses it (``Spoilt``).
         """
+        try:
+            self._backward(differentiate)
+        except BaseException:
+            if not self._before.undo():
+                self._before.spoil()
+            raise
+
+    def _backward(self, differentiate: Sequence[Differentiate] | None) -> None:
         done, self._batches = self._batches[: self.num_done], []
         calls = differentiate or [backward] * len(done)
         # Before any layer's gradient is there, and while the device is still at it: waiting at the

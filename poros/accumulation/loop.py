@@ -120,11 +120,11 @@ def _tails(
     except NotTogether as reason:
         note_alone(runtime, str(reason), for_good=not reason.may_pass)
         batches[number], is_alone = spare, True
-    except Exception:
-        # Those before it have their gradients, as one after the other.
-        group.backward(ranks.ways(len(found), is_last=False))
+    except BaseException:
+        # Those before it have their gradients, as one after the other: after Ctrl-C too.
+        group.backward(ranks.ways(group.num_done, is_last=False))
         raise
-    group.backward(ranks.ways(len(found), is_last=len(found) == len(batches)))
+    group.backward(ranks.ways(group.num_done, is_last=len(found) == len(batches)))
     return found, is_alone
 
 

@@ -70,6 +70,9 @@ class BlockMajorMixin:
         if samples is None or not samples.is_next(inputs):
             self._end_samples()
             return plain(model, inputs)
+        optimizer: Any = self.optimizer  # type: ignore[attr-defined]
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()  # first of all, as in a step of the trainer's: some edit weights
         try:
             return samples.step(model, plain, self._is_synced())
         except BaseException:
@@ -79,9 +82,10 @@ class BlockMajorMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own."""
         self._samples = None
-        found = super().train(*args, **kwargs)  # type: ignore[misc]
-        self._end_samples()
-        return found
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._end_samples()
 
     def _is_understood(self) -> bool:
         """Whether nobody acts between the micro-batches of a step."""
@@ -135,8 +139,6 @@ class _Samples:
         self._group: Group | None = None
         self._ranks: Ranks | None = None
         self._runtime: Runtime | None = None
-        self._num_done = 0
-        """Of the group."""
         self._is_alone = False
 
     def is_next(self, inputs: Any) -> bool:
@@ -171,10 +173,9 @@ class _Samples:
             self._finish(is_last=False)
             # What the loss has edited, or taken out, is there again.
             return plain(model, spare)
-        except Exception:
+        except BaseException:
             self._finish(is_last=False)
             raise
-        self._num_done += 1
         if group.is_over or is_synced:
             self._finish(is_last=is_synced)
         return loss
@@ -195,12 +196,11 @@ class _Samples:
         ]
         self._group = begin_group(runtime, self._ranks, runs)
         self._is_alone = self._group is None
-        self._num_done = 0
 
     def _finish(self, *, is_last: bool) -> None:
         group, ranks, self._group = self._group, self._ranks, None
         if group is not None and ranks is not None:
-            group.backward(ranks.ways(self._num_done, is_last=is_last))
+            group.backward(ranks.ways(group.num_done, is_last=is_last))
 
 
 def _is_prepared(model: nn.Module, runtime: Runtime) -> bool:

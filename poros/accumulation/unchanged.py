@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.errors import UnsupportedModelError
+from poros.errors import RematerializationError, UnsupportedModelError
 
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "training"})
 """Entries of a module's ``__dict__`` that are looked at otherwise, or set by trainers each step."""
@@ -59,9 +59,18 @@ class Modules:
                 if each is not None and each.requires_grad
             ]
 
-    def mark(self) -> object:
-        """Equal ones mean: the same modules, the same trained parameters, and none was edited."""
-        return self._children_now(), [(id(each), each._version) for each in self.trained()]
+    def mark(self, parameters: Sequence[nn.Parameter]) -> object:
+        """Equal ones mean: the same modules, and none of the parameters was edited."""
+        return self._children_now(), [each._version for each in parameters]
+
+    def train_again(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Have these trained and no others; whether others were."""
+        now, wanted = self.trained(), set(map(id, parameters))
+        for each in now:
+            each.requires_grad_(id(each) in wanted)
+        for each in parameters:
+            each.requires_grad_(True)
+        return set(map(id, now)) != wanted
 
     def _children_now(self) -> list[int]:
         tables = filter(None, self._child_tables)
@@ -164,3 +173,37 @@ class Gradients:
             if id(each) in changed:
                 each.grad = None
         return True
+
+    def spoil(self) -> None:
+        """Have whoever uses gradients get an error."""
+        for each, _, _ in self._held:
+            if each.grad is not None:
+                each.grad = Spoilt(each)
+
+
+class Spoilt(torch.Tensor):
+    """In the place of a gradient that some micro-batches are part of, and others are not.
+
+    Args:
+        parameter: Whose gradient it was.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> "Spoilt":
+        made: Spoilt = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "Spoilt()"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RematerializationError(
+            "expected gradients of whole micro-batches, found some whose backward was interrupted, "
+            "or ended with an error: layers have those of all micro-batches of a group, or of "
+            "none. Call optimizer.zero_grad(), and compute the step again"
+        )
+
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]

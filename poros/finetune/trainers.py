@@ -10,6 +10,7 @@ Note: Packed rows
     is a document of its own, which no other sees.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,7 +174,9 @@ def make_trainer(
         device: Where the model trains.
     """
     is_dpo = recipe.training.method == "dpo"
-    arguments = _arguments(recipe, folder, device, has_validation=validation is not None)
+    arguments = _arguments(
+        recipe, folder, device, num_steps(len(train), recipe), has_validation=validation is not None
+    )
     options: dict[str, Any] = {
         "args": arguments,
         "train_dataset": train,
@@ -213,7 +216,7 @@ def _collator(recipe: Recipe, model: Any, pad: int, row_length: int) -> Any:
 
 
 def _arguments(
-    recipe: Recipe, folder: Path, device: torch.device, *, has_validation: bool
+    recipe: Recipe, folder: Path, device: torch.device, steps: int, *, has_validation: bool
 ) -> SFTConfig | DPOConfig:
     training, output = recipe.training, recipe.output
     is_free = training.optimizer.startswith("schedule_free")
@@ -230,7 +233,8 @@ def _arguments(
         "gradient_accumulation_steps": training.accumulation,
         "learning_rate": training.learning_rate,
         "lr_scheduler_type": "constant" if is_free else training.schedule,
-        "warmup_steps": 0 if is_free else training.warmup,
+        # Schedule-free optimizers have a warmup of their own, and take a number of steps only.
+        "warmup_steps": math.ceil(training.warmup * steps) if is_free else training.warmup,
         "optim": OPTIMIZERS[training.optimizer],
         "weight_decay": training.weight_decay,
         "max_grad_norm": training.max_grad_norm,

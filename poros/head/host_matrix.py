@@ -57,9 +57,11 @@ class HostMatrix(torch.Tensor):
         view: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> "HostMatrix":
         form = host if view is None else view(host)
-        matrix: HostMatrix = torch.Tensor._make_wrapper_subclass(
-            cls, form.shape, strides=form.stride(), dtype=host.dtype, device=reader.device
-        )
+        # Views of an ordinary tensor are ordinary ones in inference mode too.
+        with torch.inference_mode(False):
+            matrix: HostMatrix = torch.Tensor._make_wrapper_subclass(
+                cls, form.shape, strides=form.stride(), dtype=host.dtype, device=reader.device
+            )
         matrix.host, matrix._reader, matrix._name = host, reader, name
         matrix._notes, matrix._view = notes or _Notes(), view
         return matrix

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
+from poros.head.host_matrix import HostMatrix
 from poros.head.online import Step
 from poros.layer.state import AutocastState
 from poros.layer.within import on_plain_tensors
@@ -65,6 +66,8 @@ class Origin:
     read: Sequence[torch.Tensor]
     """What may not be written to meanwhile."""
     versions: Sequence[int]
+    sums: Sequence[torch.Tensor]
+    """Of their bits: see "Edits"."""
     is_loss_taken: bool = False
     """Whether a loss was computed in slices: no gradient goes through the logits then."""
 
@@ -75,11 +78,13 @@ class Origin:
         """A call of ``head`` with ``hidden``, now."""
         # Nothing autocasts what has no memory.
         autocast = AutocastState.capture("cpu" if hidden.is_meta else hidden.device.type)
+        if hidden.is_inference():
+            hidden = hidden.clone()  # no graph keeps anybody from writing to it
         own = list(head.parameters())
-        read = [tensor for tensor in (hidden, *own) if not tensor.is_inference()]
+        # Nobody can write to a matrix in host memory.
+        read = [tensor for tensor in (hidden, *own) if not isinstance(tensor, HostMatrix)]
         return cls(
-            # Writing to an inference tensor is not counted.
-            hidden=hidden.clone() if hidden.is_inference() else hidden,
+            hidden=hidden,
             weight=_as_now(head.weight),
             bias=None if head.bias is None else _as_now(head.bias),
             shape=torch.Size((*hidden.shape[:-1], head.out_features)),
@@ -91,16 +96,27 @@ class Origin:
             and any(tensor.requires_grad for tensor in (hidden, *own)),
             autocast=autocast,
             read=read,
-            versions=[tensor._version for tensor in read],
+            versions=list(map(_version_of, read)),
+            sums=list(map(_sums_of_bits, read)),
         )
 
-    def intact(self) -> torch.Tensor:
+    def intact(self, is_at_once: bool = False) -> torch.Tensor:
         """The hidden states.
+
+        Args:
+            is_at_once: Whether the forward that has called the head asks: see "Edits".
+
+        Streams:
+            The host waits for the device, unless ``is_at_once``.
 
         Raises:
             PreparedModelError: If they, or the head, were written to since the head was called.
         """
-        if [tensor._version for tensor in self.read] != self.versions:
+        if is_at_once or self.hidden.is_meta:
+            is_same = self.versions == list(map(_version_of, self.read))
+        else:
+            is_same = all(map(torch.equal, self.sums, map(_sums_of_bits, self.read)))
+        if not is_same:
             raise PreparedModelError(
                 "logits: expected the hidden states and the head that they are computed from, "
                 "found them written to before the logits were read (by an optimizer?). Read the "
@@ -130,6 +146,21 @@ class Origin:
 def _as_now(parameter: torch.Tensor) -> torch.Tensor:
     """It, trained as it is now, whatever is made of it later."""
     return parameter if parameter.requires_grad else parameter.detach()
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums over its bits, as integers, weighted by row and by column: two int64 on its device."""
+    rows = tensor.detach().reshape(-1, tensor.shape[-1]).contiguous()
+    # Integers of eight bytes are added up without a copy of them.
+    is_whole = (rows.shape[1] | int(rows.storage_offset())) * rows.element_size() % 8 == 0
+    words = rows.view(torch.int64 if is_whole else torch.uint8)
+    sums = [words.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    places = [torch.arange(1, 1 + len(each), device=each.device) for each in sums]
+    return torch.stack([(a * b).sum() for a, b in zip(sums, places, strict=True)])
 
 
 class LazyLogits(torch.Tensor):

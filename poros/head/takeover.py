@@ -8,6 +8,7 @@ Note: Generically
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -148,7 +149,11 @@ class _Loss:
                 **kwargs,
             )
             return loss
-        return sliced_loss(logits, labels, num_items_in_batch, ignore_index, shift_labels)
+        # By a model's forward, or by somebody who has its logits.
+        is_at_once = sys._getframe(1).f_code.co_name == "forward"
+        return sliced_loss(
+            *(logits, labels, num_items_in_batch, ignore_index, shift_labels), is_at_once=is_at_once
+        )
 
 
 def sliced_loss(
@@ -158,6 +163,7 @@ def sliced_loss(
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
     regularizer: Regularizer = Regularizer(),  # noqa: B008
+    is_at_once: bool = False,
 ) -> torch.Tensor:
     """The loss of a causal language model, in slices of its head: ``sliced_cross_entropy``.
 
@@ -169,6 +175,10 @@ def sliced_loss(
         shift_labels: What the labels are for each token, of the shape of ``labels``; None takes the
             label behind it.
         regularizer: See ``poros.head.loss``.
+        is_at_once: As for ``Origin.intact``.
+
+    Raises:
+        PreparedModelError: If the head, or what it was given, was written to meanwhile.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -177,7 +187,7 @@ def sliced_loss(
     shift_labels = shift_labels.reshape(-1).to(weight.device)
     # A step on the way here may have taken no gradient.
     with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-        hidden, added = _operands(logits)
+        hidden, added = _operands(logits, is_at_once)
         total = sliced_cross_entropy(
             hidden,
             shift_labels,
@@ -197,7 +207,7 @@ def sliced_loss(
     return total / num_items_in_batch
 
 
-def _operands(logits: LazyLogits) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _operands(logits: LazyLogits, is_at_once: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Hidden states of all tokens, and the columns of the head that are not its weight's.
 
     LoRA on the head adds to ``h @ W.T`` the product ``(A h) @ B.T``, scaled: the states get the
@@ -205,7 +215,7 @@ def _operands(logits: LazyLogits) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     parts, columns = [], []
     for each in (logits, *logits.added):
-        states = each.origin.intact()
+        states = each.origin.intact(is_at_once)
         parts.append(states.reshape(-1, states.shape[-1]).to(logits.origin.dtype))
     for each in logits.added:
         factor = 1.0

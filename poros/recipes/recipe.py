@@ -229,7 +229,6 @@ class Recipe:
             "training.beta": self.training.method != "dpo",
             "training.epochs": self.training.steps is not None,
             "training.schedule": self.training.optimizer.startswith("schedule_free"),
-            "training.warmup": self.training.optimizer.startswith("schedule_free"),
         }
         for key, _ in settings():
             section, name = key.split(".")

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 import poros
 from poros.errors import UnsupportedModelError
+from tests.exact import subjects as S
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.together import Batch, build, layers, num_groups, own_loss, reasons, same, train
@@ -48,6 +49,47 @@ def test_losses_that_run_one_after_the_other(which: str, bases: Bases) -> None:
     assert same(train(model, loss=loss), expected)
     (found,) = reasons(model)
     assert reason in found
+
+
+def reference_before(model: Model, batch: Batch) -> torch.Tensor:
+    """PEFT has all of an adapter trained behind it."""
+    with torch.no_grad(), model.disable_adapter():
+        expected = model(**batch, use_cache=False).logits.float()
+    output = model(**batch, use_cache=False)
+    loss: torch.Tensor = output.loss + (output.logits.float() - expected).square().mean()
+    return loss
+
+
+def reference_after(model: Model, batch: Batch) -> torch.Tensor:
+    output = model(**batch, use_cache=False)
+    with torch.no_grad(), model.disable_adapter():
+        expected = model(**batch, use_cache=False).logits.float()
+    loss: torch.Tensor = output.loss + (output.logits.float() - expected).square().mean()
+    return loss
+
+
+def frozen_again(model: Model, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name and "layers.1." not in name)
+
+
+@pytest.mark.parametrize("between", [lambda model, step: None, frozen_again])
+@pytest.mark.parametrize("loss", [reference_before, reference_after])
+def test_a_reference_pass_that_trains_what_was_frozen(
+    loss: Callable[[Model, Batch], torch.Tensor],
+    between: Callable[[Model, int], object],
+    bases: Bases,
+) -> None:
+    options: Any = {"loss": loss, "between": between}
+    expected = train(S.partly_frozen(bases).train(), together=False, **options)
+    model = prepare_plain(S.partly_frozen(bases).train(), slots=2)
+    assert same(train(model, **options), expected)
+    # All of the steps, or the first of them, in which something was frozen.
+    is_each = between is frozen_again
+    assert num_groups(model) > 0 or (is_each and loss is reference_before)
+    assert any("which parameters are trained" in each for each in reasons(model)) == (
+        loss is reference_before
+    )
 
 
 def hooked(model: Model) -> None:

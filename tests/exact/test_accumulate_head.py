@@ -110,6 +110,31 @@ def test_a_loss_that_stops_coming_to_the_head(bases: Bases) -> None:
     pair(lambda: bases.build("qwen2").train(), loss=loss, between=between)
 
 
+def test_a_loss_that_is_another_one_behind_each_that_was_computed(bases: Bases) -> None:
+    """Of the same hidden states and labels: what was computed ahead is not what it asks for."""
+
+    def changing() -> Any:
+        done: list[int] = []
+
+        def loss(model: Model, batch: Batch) -> torch.Tensor:
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+            ignored = (-100, int(batch["labels"][0, 3]))[len(done) % 2]
+            found: torch.Tensor = model.get_base_model().loss_function(
+                logits, batch["labels"], vocab_size=logits.shape[-1], ignore_index=ignored
+            )
+            done.append(1)
+            return found
+
+        return loss
+
+    def make() -> Model:
+        return poros.prepare(bases.build("qwen2").train(), **POLICY)
+
+    model, expected = make(), train(make(), together=False, loss=changing())
+    assert same(train(model, loss=changing()), expected)
+    assert num_groups(model) == NUM_GROUPS and reasons(model) == []
+
+
 def test_control_a_loss_that_is_another_one_each_time_is_refused(bases: Bases) -> None:
     """It counts its calls, and masks other labels each time."""
     calls: list[int] = []

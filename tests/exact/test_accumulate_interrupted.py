@@ -1,15 +1,18 @@
 """Ctrl-C among micro-batches that go together leaves nothing of them in the model.
 
 It strikes as a context begins: what that was to undo is not undone by it, and its frame is kept
-alive by the traceback for as long as somebody looks at that.
+alive by the traceback for as long as somebody looks at that. And the gradients that are there then
+are those of some moment of a run of one micro-batch after the other, so that a step may follow.
 """
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Trainer
 
 import poros
 from poros.accumulation import micro_batch as micro_batch_module
@@ -22,7 +25,9 @@ from poros.layer.body import LayerBody
 from poros.layer.visit import BlockVisit
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
-from tests.support import same_bits
+from tests.exact.together import num_groups, own_loss, trained
+from tests.exact.trainer_arms import Arms
+from tests.support import prepare_plain, same_bits
 
 Model = Any
 POLICY: Any = {
@@ -110,3 +115,143 @@ def test_nothing_is_left_behind(
         parameter.grad = None
     poros.accumulate(model, BATCHES)
     assert same_bits(look(model), expected)
+
+
+def gradients(model: Model) -> list[torch.Tensor | None]:
+    return [None if each.grad is None else each.grad.clone() for each in trained(model)]
+
+
+def same_gradients(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> bool:
+    return len(left) == len(right) and all(
+        a is b is None or (a is not None and b is not None and same_bits(a, b))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def train_head_too(model: Model) -> Model:
+    model.get_base_model().lm_head.weight.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("is_first_group", [True, False])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_micro_batches_before_it_have_their_gradients(
+    at: int, error: type[BaseException], is_first_group: bool, bases: Bases
+) -> None:
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        value = own_loss(model, batch)
+        if number[0] == at:
+            raise error
+        number[0] += 1
+        return value
+
+    found = []
+    for together in (False, True):
+        model = train_head_too(adapted(bases, lora_dropout=0.1))
+        batches = [{key: each[key] for key in ("input_ids", "labels")} for each in BATCHES]
+        if together:
+            poros.prepare(model, device="cpu", slots=2, loss="reference")
+        torch.manual_seed(1)
+        number = [-100]
+        steps = 1 if is_first_group else 2
+        for step in range(steps):
+            number[0] = 0 if step == steps - 1 else -100
+            try:
+                if together:
+                    poros.accumulate(model, batches, loss=loss)
+                else:
+                    for batch in batches:
+                        loss(model, batch).backward()
+            except error:
+                assert number[0] == at
+            if step < steps - 1:
+                model.zero_grad()
+        found.append(gradients(model))
+    assert num_groups(model) == steps
+    assert same_gradients(*found) and (found[0][0] is None) == (at == 0)
+
+
+USES: list[Any] = [
+    lambda model: torch.optim.AdamW(trained(model), fused=True).step(),
+    lambda model: torch.optim.AdamW(trained(model), foreach=True).step(),
+    lambda model: torch.optim.SGD(trained(model), foreach=False).step(),
+    lambda model: torch.nn.utils.clip_grad_norm_(trained(model), 1.0),
+    lambda model: model(**BATCHES[0]).loss.backward(),
+    lambda model: poros.accumulate(model, BATCHES),
+]
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("number", [1, 3, 8])
+def test_one_in_the_backwards_of_layers(
+    number: int, has_gradients: bool, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers have the gradients of all micro-batches then, or of none: no step may follow."""
+    model = train_head_too(adapted(bases, lora_dropout=0.1))
+    poros.prepare(model, device="cpu", slots=2)
+    if has_gradients:
+        model(**BATCHES[0]).loss.backward()
+    count, genuine = [0], micro_batch_module.MicroBatch.backward
+
+    def strike(*args: Any) -> None:
+        count[0] += 1
+        if count[0] == number:
+            raise KeyboardInterrupt
+        genuine(*args)
+
+    before = [each.detach().clone() for each in trained(model)]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(micro_batch_module.MicroBatch, "backward", strike)
+        poros.accumulate(model, BATCHES)
+    if not has_gradients:
+        assert not any(each.grad is not None for each in trained(model))
+        return
+    for use in USES:
+        with pytest.raises(poros.RematerializationError, match="zero_grad"):
+            use(model)
+    assert all(map(same_bits, trained(model), before))
+    model.zero_grad()
+    poros.accumulate(model, BATCHES)
+    assert all(each.grad is not None for each in trained(model))
+
+
+class Interrupted(Trainer):  # type: ignore[misc]
+    """In the loss of the third micro-batch, or between that and the second."""
+
+    at = "loss"
+    number = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().compute_loss(*args, **kwargs)
+        type(self).number += 1
+        if self.at == "loss" and type(self).number == 3:
+            raise KeyboardInterrupt
+        return found
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        if self.at == "between" and type(self).number == 2:
+            raise KeyboardInterrupt
+        return 0
+
+
+class InterruptedTogether(poros.BlockMajorMixin, Interrupted):  # type: ignore[misc]
+    pass
+
+
+@pytest.mark.parametrize("at", ["loss", "between"])
+def test_one_that_ends_a_trainer(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interrupted, "at", at)
+    arms = Arms.make(tmp_path, torch.float32)
+    found = []
+    for kind, prepare in ((Interrupted, None), (InterruptedTogether, prepare_two)):
+        monkeypatch.setattr(kind, "number", 0, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            arms.run("interrupted", prepare, trainer_class=kind, gradient_accumulation_steps=4)
+        found.append(gradients(arms.model))
+    assert num_groups(arms.model) == 1
+    assert same_gradients(*found) and found[0][0] is not None
+
+
+def prepare_two(model: Model, **options: Any) -> Model:
+    return prepare_plain(model, slots=2, **options)

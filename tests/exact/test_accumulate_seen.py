@@ -11,6 +11,7 @@ import torch
 
 import poros
 from poros.errors import UnsupportedModelError
+from tests.exact import subjects as S
 from tests.exact.arms import Bases
 from tests.exact.together import (
     Batch,
@@ -141,6 +142,32 @@ def test_adapters_that_add_to_the_loss(bases: Bases) -> None:
     expected = train(build(bases, adapter="adalora"), together=False)
     model = prepare_plain(build(bases, adapter="adalora"), slots=2)
     assert same(train(model), expected)
+    assert reasons(model) == ["the loss uses parameters of layers, or what goes into them, itself"]
+
+
+def test_what_goes_into_the_layers_and_into_the_loss(bases: Bases) -> None:
+    """Whoever listens there sees one gradient, the sum of both."""
+
+    def penalized(seen: list[torch.Tensor]) -> Loss:
+        def loss(model: Model, batch: Batch) -> torch.Tensor:
+            found: list[torch.Tensor] = []
+            embedding = model.get_input_embeddings()
+            handle = embedding.register_forward_hook(lambda *given: found.append(given[-1]))
+            try:
+                value = own_loss(model, batch)
+            finally:
+                handle.remove()
+            found[0].register_hook(seen.append)
+            return value + found[0].float().square().mean()
+
+        return loss
+
+    expected_seen, seen = list[torch.Tensor](), list[torch.Tensor]()
+    make = S.inputs_require_gradients
+    expected = train(make(bases).train(), together=False, loss=penalized(expected_seen))
+    model = prepare_plain(make(bases).train(), slots=2)
+    assert same(train(model, loss=penalized(seen)), expected)
+    assert same(seen[-8:], expected_seen[-8:])
     assert reasons(model) == ["the loss uses parameters of layers, or what goes into them, itself"]
 
 

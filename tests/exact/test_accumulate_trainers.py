@@ -43,6 +43,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipped": {"gradient_accumulation_steps": 4, "max_grad_norm": 0.1},
     "labels smoothed": {"gradient_accumulation_steps": 4, "label_smoothing_factor": 0.1},
     "logged each step": {"gradient_accumulation_steps": 4, "logging_steps": 1},
+    # Its weights are others in an evaluation, and edited as the next step begins.
+    "schedule-free": {"gradient_accumulation_steps": 4, "optim": "schedule_free_adamw"},
 }
 
 

@@ -17,7 +17,7 @@ import poros
 from poros.errors import ParityError, PolicyError
 from poros.kernels.dora import RowNorms
 from tests.exact.adapter_arms import Found, adapted, differences, step
-from tests.exact.arms import Bases
+from tests.exact.arms import Bases, slice_resident_loss
 
 Model = Any
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -46,7 +46,7 @@ def resident(model: Model, around: Callable[[], Any] = nullcontext) -> Found:
 def streamed(
     model: Model, around: Callable[[], Any] = nullcontext, steps: int = 2, **policy: Any
 ) -> list[Found]:
-    poros.prepare(model, loss="reference", **policy)
+    poros.prepare(model, **{"loss": "reference", **policy})
     found = [step(model, around) for _ in range(steps)]
     runtime = poros.runtime(model)
     assert runtime.self_check["status"] in ("passed", "off")
@@ -76,6 +76,20 @@ def test_streamed_equals_resident(
     expected = resident(model)
     for found in streamed(model, **POLICIES[policy]):
         assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize("loss", ["reference", "chunked"])
+def test_dora_outside_of_layers_is_pefts_in_both(loss: str, bases: Bases) -> None:
+    """On the head: bits of the prepared model are those of ``use_adapter_kernels``."""
+    model = dora(bases, target_modules=["q_proj", "down_proj", "lm_head"])
+    plain = step(model)
+    if loss == "chunked":
+        slice_resident_loss(model)
+    expected = resident(model)
+    model = dora(bases, target_modules=["q_proj", "down_proj", "lm_head"])
+    for found in streamed(model, slots=2, loss=loss):
+        assert differences(found, expected) == []
+    assert differences(plain, expected), "control: the layers run ours"
 
 
 @pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])

@@ -9,11 +9,22 @@ import torch
 
 import poros
 from poros.gates import tiny
+from poros.head.host_matrix import HostMatrix
 from poros.layer.streamed import is_streamed
 from poros.slots.schedule import Phase, count, walk
 from tests.exact import programs as P
 from tests.exact import subjects as S
-from tests.exact.arms import Bases, Model, Program, Residents, facts_of, observe, streamed
+from tests.exact.arms import (
+    Bases,
+    Model,
+    Program,
+    Residents,
+    facts_of,
+    narrow_slices,
+    observe,
+    slice_resident_loss,
+    streamed,
+)
 from tests.snapshots import batches, bf16, bits_of, changes, layers_of, picture
 from tests.support import AdversarialPrepare, prepare_plain
 
@@ -135,6 +146,33 @@ def test_they_are_under_adversarial_streams_and_leave_the_base(
     bits = bits_of(poros.restore(model))
     changed = changes(bits_of(subject(residents.bases)), bits)
     assert changed and all("lora" in each for each in changed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss", ["reference", "chunked"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_they_are_with_the_head_in_host_memory(
+    name: str, loss: str, mode: str, residents: Residents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma's head is its embedding's matrix."""
+
+    def program(model: Model) -> object:
+        found = []
+        for _ in range(2):
+            with MODES[mode]():
+                found.append([outputs(model.eval()), generated(model)])
+            found.append([P.train(model)])
+        return found
+
+    narrow_slices(monkeypatch)
+    resident = S.small(name)(residents.bases)
+    if loss == "chunked":
+        slice_resident_loss(resident)
+    expected = observe(resident, program)
+    policy = {"loss": loss, "stream_head": True, "stream_embedding": True}
+    model = streamed(S.small(name)(residents.bases), **policy)
+    assert isinstance(model.get_output_embeddings().weight, HostMatrix)
+    assert changes(expected, observe(model, program)) == {}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -26,6 +26,13 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         "text",
         {"training__label_smoothing": 0.1, "training__z_loss": 0.01, "training__steps": 3},
     ),
+    "schedule-free, warmed up and evaluated": (
+        "text",
+        {
+            **{"training__optimizer": "schedule_free_adamw", "training__warmup": 0.5},
+            **{"data__validation": 0.1, "output__evaluate_every": 1, "training__steps": 4},
+        },
+    ),
     "bfloat16 adapter": ("text", {"adapter__dtype": "bfloat16", "training__steps": 3}),
     "dense base": ("text", {"model__quantization": "none", "training__steps": 3}),
     "validation": (

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from poros.head.logits import LazyLogits
 from tests.finetune.arms import RECIPES, arm
@@ -53,3 +54,15 @@ def test_control_another_seed_gives_other_bits(model: Path, data: Path, tmp_path
         for seed in (0, 1)
     )
     assert first.adapter != second.adapter and first.losses != second.losses
+
+
+def test_the_warmup_of_a_schedule_free_optimizer(model: Path, data: Path, tmp_path: Path) -> None:
+    found = []
+    for warmup in (0.0, 0.5):
+        out = tmp_path / str(warmup)
+        more = {"training__warmup": warmup, "training__steps": 3, "memory__slots": 2}
+        found.append(arm(model, data, out, "schedule-free", **more))
+        (state,) = out.rglob("checkpoint-3/optimizer.pt")
+        groups = torch.load(state, weights_only=True)["param_groups"]
+        assert [each["warmup_steps"] for each in groups] == [2 if warmup else 0] * len(groups)
+    assert found[0].losses[0] == found[1].losses[0] and found[0].adapter != found[1].adapter

@@ -272,6 +272,7 @@ def load_base(
     from poros.loaders.build import quiet
 
     options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
+    options["trust_remote_code"] = False  # left open, transformers would ask on the terminal
     if quantize:
         options["quantization_config"] = double_quantization(dtype)
     if attn_implementation is not None:

@@ -320,6 +320,7 @@ class _Reading:
                 dtype=resolved.dtype,
                 device_map={"": "cpu"},
                 local_files_only=True,
+                trust_remote_code=False,
                 variant=checkpoint.source.variant,
                 **arguments,
             )

@@ -184,6 +184,24 @@ def model_class_of(config: Any) -> tuple[Any, Any]:
     return chosen, config
 
 
+def refuse_code(error: BaseException, source: str) -> None:
+    """Raise if transformers would have to run code that came with the files.
+
+    Args:
+        error: What transformers raised under ``trust_remote_code=False``.
+        source: The folder or the name on the hub that it was reading.
+
+    Raises:
+        UnsupportedModelError: If that is why.
+    """
+    if "trust_remote_code" in str(error):
+        raise UnsupportedModelError(
+            f"{source}: expected files that transformers reads by itself, found that they bring "
+            "code of their own (auto_map), which is never run; install a release of transformers "
+            "that knows this model, or take another one"
+        ) from error
+
+
 def said(error: BaseException) -> str:
     """What another library says, on one line: the kind of its error and its message, bounded."""
     text = " ".join(str(error)[:_MAX_SAID].split())
@@ -203,6 +221,7 @@ def _parsed(path: Path, folder: str, options: Mapping[str, Any]) -> "PreTrainedC
             **options,
         )
     except Exception as error:
+        refuse_code(error, shown(path))
         what = said(error).replace(folder, shown(path))
         if options:
             raise PolicyError(

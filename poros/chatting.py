@@ -9,6 +9,7 @@ import torch
 from poros.api import prepare, runtime
 from poros.errors import PolicyError, quoted
 from poros.loaders.load import load
+from poros.loaders.tokenizer import read_tokenizer
 
 
 class Chat:
@@ -41,11 +42,9 @@ class Chat:
         allow_untested: bool = False,
     ) -> None:
         from peft import PeftModel
-        from transformers import AutoTokenizer
-
         if not 0 <= temperature < float("inf"):
             raise PolicyError(f"--temperature: expected 0 or above, found {temperature}")
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(_with_tokenizer(adapter, base))
+        self._tokenizer: Any = read_tokenizer(_with_tokenizer(adapter, base))
         model: Any = PeftModel.from_pretrained(load(base), str(adapter))
         self._model = prepare(
             model.eval(), vram_budget=vram, self_check="off", allow_unvalidated=allow_untested

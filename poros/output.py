@@ -42,6 +42,25 @@ def require_folder(path: Path, option: str) -> None:
         ) from error
 
 
+def why_not_writable(path: Path) -> str | None:
+    """Why no folder could be made or written there; None if one could. Leaves nothing behind.
+
+    Args:
+        path: A folder, there or not; the nearest one above it that exists is tried.
+    """
+    try:
+        while True:
+            try:
+                path.lstat()
+                break
+            except FileNotFoundError:
+                path = path.parent
+        with TemporaryFile(dir=path):
+            return None
+    except (OSError, ValueError) as error:
+        return quoted(getattr(error, "strerror", None) or str(error), is_bare=True)
+
+
 def require_empty_folder(path: Path, option: str) -> None:
     """Refuse a folder in which there is something; makes it if it is not there.
 

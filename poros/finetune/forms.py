@@ -109,6 +109,13 @@ def problems(row: Mapping[str, Any], form: Form) -> Iterator[str]:
         if key == "prompt" and row.get(key) is None:
             continue  # a preference whose chosen and rejected begin with it
         yield from _value_problems(key, row[key], form)
+    label = row.get("label")
+    if label is not None and (form.name == "completions" or isinstance(label, bool)):
+        yield (
+            f"label: expected answers to learn from, found one that is labelled "
+            f"{quoted(label, limit=40)}, good or bad; rows for KTO cannot be trained on yet: keep "
+            "the good ones without their label, or write pairs (prompt, chosen, rejected) for --dpo"
+        )
     if "tools" in row and row["tools"] is not None and not isinstance(row["tools"], str | list):
         yield f"tools: expected a list, found {_type(row['tools'])}; remove it"
     if form.name == "preferences" and row["chosen"] == row["rejected"]:

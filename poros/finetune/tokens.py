@@ -20,6 +20,7 @@ from poros.errors import DataFormatError, quoted
 from poros.finetune.data import Rows
 from poros.finetune.forms import Form
 from poros.finetune.templates import NAMED
+from poros.loaders.tokenizer import read_tokenizer
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -76,20 +77,13 @@ def load_tokenizer(recipe: Recipe, form: Form) -> "PreTrainedTokenizerBase":
     """The model's tokenizer, with the template that the recipe names.
 
     Raises:
-        DataFormatError: If there is none, or it has no template for messages, or lacks tokens that
-            the template is made of.
+        CheckpointFormatError: If there is none.
+        DataFormatError: If it has no template for messages, or lacks tokens that the template is
+            made of.
+        UnsupportedModelError: If it is defined by code of its own.
     """
-    from transformers import AutoTokenizer
-
     source = recipe.model.source
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(source).expanduser()))
-    except Exception as error:
-        said = quoted(f"{type(error).__name__}: {error}", is_bare=True, limit=400)
-        raise DataFormatError(
-            f"model.source: expected a tokenizer beside the model {quoted(source)}, found none to "
-            f"load: {said}; copy tokenizer.json and tokenizer_config.json there"
-        ) from error
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(source)
     name = recipe.data.chat_template
     if name in NAMED:
         template = NAMED[name]

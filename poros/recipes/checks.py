@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from poros.errors import MissingPackageError, quoted
+from poros.output import why_not_writable
 from poros.recipes.reading import Draft
 from poros.recipes.recipe import Recipe
 
@@ -31,18 +32,19 @@ def checked(draft: Draft) -> Recipe:
                 "`poros finetune MODEL DATA`",
             )
     recipe = draft.recipe()
-    _check_model(draft, recipe)
-    _check_data(draft, recipe)
-    _check_training(draft, recipe)
-    _check_memory(draft, recipe)
-    draft.refuse()
-    if recipe.training.method == "dpo" and "training.learning_rate" not in draft.values:
-        slower = replace(recipe.training, learning_rate=_DPO_LEARNING_RATE)
-        recipe = replace(recipe, training=slower)
     if recipe.output.folder is None:
         names = (Path(recipe.model.source).name, Path(recipe.data.source).stem)
         folder = Path("runs") / "-".join((*names, recipe.training.method))
         recipe = replace(recipe, output=replace(recipe.output, folder=str(folder)))
+    _check_model(draft, recipe)
+    _check_data(draft, recipe)
+    _check_training(draft, recipe)
+    _check_memory(draft, recipe)
+    _check_output(draft, recipe)
+    draft.refuse()
+    if recipe.training.method == "dpo" and "training.learning_rate" not in draft.values:
+        slower = replace(recipe.training, learning_rate=_DPO_LEARNING_RATE)
+        recipe = replace(recipe, training=slower)
     return recipe
 
 
@@ -89,6 +91,23 @@ def _check_model(draft: Draft, recipe: Recipe) -> None:
             "model.store",
             "expected a store to write, found a model that is a store already; remove it",
         )
+    elif recipe.model.store and not _is_store(recipe.model.store):
+        _check_store(draft, Path(recipe.model.store).expanduser())
+
+
+def _check_store(draft: Draft, path: Path) -> None:
+    """Where a store is to be written: a folder that is new or empty, beside others."""
+    reason = why_not_writable(path)
+    if reason is None and not path.parent.is_dir():
+        reason = "the folder above it is not there"
+    if reason is None and path.is_dir() and any(path.iterdir()):
+        reason = "there is something else in it"
+    if reason is not None:
+        draft.problem(
+            "model.store",
+            f"expected a store, or a new or empty folder for one, found {quoted(str(path))}: "
+            f"{reason}; give another folder",
+        )
 
 
 def _is_store(source: str) -> bool:
@@ -116,9 +135,14 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
         )
     template = data.chat_template
     if template.endswith((".jinja", ".j2")):
-        if not Path(template).expanduser().is_file():
+        try:
+            Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = quoted(getattr(error, "strerror", None) or str(error), is_bare=True)
             draft.problem(
-                "data.chat_template", f"expected a file, found none at {quoted(template)}; check it"
+                "data.chat_template",
+                f"expected a file of UTF-8 to read, found {quoted(template)}: {reason}; check the "
+                "path, or save it as UTF-8",
             )
     elif template not in ("model", *TEMPLATES):
         names = ", ".join(("model", *TEMPLATES))
@@ -206,6 +230,17 @@ def _check_memory(draft: Draft, recipe: Recipe) -> None:
         draft.problem(
             "memory.device",
             f"expected cpu, cuda or cuda:N, found {quoted(memory.device)}; remove it for the GPU",
+        )
+
+
+def _check_output(draft: Draft, recipe: Recipe) -> None:
+    path = Path(recipe.output.folder or "").expanduser()
+    reason = why_not_writable(path)
+    if reason is not None:
+        draft.problem(
+            "output.folder",
+            f"expected a folder to write to, found {quoted(str(path))}: {reason}; give another "
+            "folder (--out)",
         )
 
 

@@ -39,7 +39,7 @@ class Kind:
         """
         try:
             return self.read(text)
-        except (ValueError, PolicyError):
+        except (ValueError, OverflowError, PolicyError):
             raise UnexpectedValueError(f"expected {self.expects}, found {quoted(text)}") from None
 
 

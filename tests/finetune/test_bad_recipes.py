@@ -23,6 +23,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "name of elsewhere": ("training:\n  num_train_epochs: 1\n", 4, "unknown", "training.epochs"),
     "wrong section": ("data:\n  rank: 4\n", 3, "found it on line 2 too", "remove one"),
     "setting of another": ("adapter:\n  seed: 4\n", 4, "adapter.seed", "training.seed"),
+    "endless": ("training:\n  steps: 1e999\n", 4, "a whole number", "leave it out"),
     "text for a number": ("adapter:\n  rank: many\n", 4, "found 'many'", "rank: 16"),
     "number too small": ("adapter:\n  rank: 0\n", 4, "1 to 4096", "rank: 16"),
     "fraction for a count": ("adapter:\n  rank: 1.5\n", 4, "a whole number", "rank: 16"),
@@ -83,6 +84,14 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     ),
     "nobody answers": ([json.dumps({"messages": CHAT["messages"][:1]})], 1, "assistant", "add one"),
     "no messages": (['{"messages": []}'], 1, "an empty list", "remove the row"),
+    "KTO": (
+        [GOOD, '{"prompt": "a", "completion": "b", "label": false}'],
+        2, "label: expected answers to learn from", "keep the good ones",
+    ),
+    "KTO with numbers": (
+        ['{"prompt": "a", "completion": "b", "label": 1}'], 1, "rows for KTO", "keep the good",
+    ),
+    "messages for KTO": ([json.dumps({**CHAT, "label": True})], 1, "rows for KTO", "keep the good"),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
 }  # fmt: skip
 
@@ -93,6 +102,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text(GOOD + "\n")
+    (tmp_path / "latin.jinja").write_bytes("caf\u00e9".encode("latin-1"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -149,7 +159,22 @@ FLAGS: dict[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "loss": (("model", "rows.jsonl", "--loss-on", "assistant"), "rows.jsonl:1:", "leave it out"),
     "full folder": (("model", "rows.jsonl", "--out", "model"), "'config.json' in it", "--out"),
-    "file for a folder": (("model", "rows.jsonl", "--out", "rows.jsonl"), "the file", "--out"),
+    "file for a folder": (("model", "rows.jsonl", "--out", "rows.jsonl"), "Not a dir", "--out"),
+    "inside a file": (("model", "rows.jsonl", "--out", "rows.jsonl/a/b"), "Not a dir", "--out"),
+    "not to be written": (("model", "rows.jsonl", "--out", "/proc/a"), "--out: expected", "another"),
+    "store": (("model", "rows.jsonl", "--store", "rows.jsonl"), "--store: expected", "another"),
+    "store in a file": (
+        ("model", "rows.jsonl", "--store", "rows.jsonl/a"), "--store: expected", "another",
+    ),
+    "store in nothing": (("model", "rows.jsonl", "--store", "a/b"), "above it", "another folder"),
+    "store elsewhere": (("model", "rows.jsonl", "--store", "model"), "something else", "another"),
+    "endless": (("model", "rows.jsonl", "--steps", "1e999"), "--steps: expected", "leave it out"),
+    "no template": (
+        ("model", "rows.jsonl", "--chat-template", "a.jinja"), "--chat-template:", "check the path",
+    ),
+    "Latin-1 template": (
+        ("model", "rows.jsonl", "--chat-template", "latin.jinja"), "0xe9", "save it as UTF-8",
+    ),
     "two rows": (("model", "rows.jsonl", "--validation", "0.1"), "rows.jsonl:1:", "--validation"),
 }  # fmt: skip
 

@@ -22,6 +22,9 @@ from poros.finetune.screen import Size
 from poros.finetune.stopping import Marking, Stopping
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import make_trainer, num_steps
+from poros.loaders.settings import configuration
+from poros.loaders.source import find_config
+from poros.loaders.tokenizer import panics_told, require_known_tokens, require_template
 from poros.nf4 import DTYPES
 from poros.recipes.recipe import Recipe
 from poros.telemetry import log_streaming
@@ -84,11 +87,15 @@ def finetune(
     """
     device = _device(recipe)
     asked = recipe
-    recipe, notes = _suited(recipe)
+    recipe, notes, num_known = _suited(recipe)
     with _quiet_datasets():
         tokenizer = load_tokenizer(recipe, data.train.form)
-        tokens = tokenize(data.train, tokenizer, recipe)
-        held_out = data.validation and tokenize(data.validation, tokenizer, recipe)
+        if data.train.form.is_chat:
+            require_template(tokenizer, recipe.model.source)
+        with panics_told(recipe.model.source):
+            tokens = tokenize(data.train, tokenizer, recipe)
+            held_out = data.validation and tokenize(data.validation, tokenizer, recipe)
+        require_known_tokens(_largest(tokens, held_out), num_known, recipe.model.source)
         row_length = _row_length(recipe, tokens)
         train = _dataset(recipe, tokens, row_length)
         validation = held_out and _dataset(recipe, held_out, row_length)
@@ -122,20 +129,23 @@ def _device(recipe: Recipe) -> torch.device:
     return device
 
 
-def _suited(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe as far as the model goes: its positions, whether it can be packed; and notes."""
-    from transformers import AutoConfig
+def _suited(recipe: Recipe) -> tuple[Recipe, list[str], int | None]:
+    """The recipe as far as the model goes: its positions, whether it can be packed.
 
+    Returns:
+        The recipe, notes, and the number of tokens that the model knows.
+    """
     source = recipe.model.source
     try:
-        config = AutoConfig.from_pretrained(str(Path(source).expanduser()))
-    except (OSError, ValueError) as error:
+        config: Any = configuration(*find_config(Path(source).expanduser()), {})
+    except PorosError as error:
         raise RecipeError(
             f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
             f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
         ) from error
     data, notes = recipe.data, []
-    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
     if isinstance(most, int) and most < data.max_length:
         notes.append(f"rows are cut at the model's {most} positions")
         data = replace(data, max_length=max(most - most % data.pad_to, min(most, data.pad_to)))
@@ -145,7 +155,13 @@ def _suited(recipe: Recipe) -> tuple[Recipe, list[str]]:
             "other, as was tried on a small one"
         )
         data = replace(data, packing=False)
-    return replace(recipe, data=data), notes
+    return replace(recipe, data=data), notes, getattr(text, "vocab_size", None)
+
+
+def _largest(*every: Tokens | None) -> int:
+    """The largest token of all rows."""
+    columns = [rows for each in every if each for rows in each.columns.values()]
+    return max(max(row, default=0) for rows in columns for row in rows)
 
 
 def _row_length(recipe: Recipe, tokens: Tokens) -> int:

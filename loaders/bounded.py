@@ -20,8 +20,8 @@ from poros.errors import CheckpointFormatError, quoted
 from poros.loaders import bounded_child
 from poros.loaders.header import defect
 
-SECONDS = 10
-"""Of processor time, and as much again for each 2 MB of a tokenizer."""
+SECONDS = 5
+"""Of processor time, and as much again for each MB of a tokenizer."""
 
 _NUM_BYTES = 8 * 2**30
 _SECONDS_BY_THE_CLOCK = 600
@@ -38,7 +38,7 @@ def require_bounded_tokenizer(file: Path, texts: Sequence[str] = ()) -> None:
     Raises:
         CheckpointFormatError: If that takes too long or too much memory, or ends the process.
     """
-    seconds = SECONDS + SECONDS * file.stat().st_size // 2_000_000
+    seconds = SECONDS + SECONDS * file.stat().st_size // 1_000_000
     _require(file, seconds, "a tokenizer", {"tokenizer": str(file), "texts": list(texts)})
 
 
@@ -85,7 +85,7 @@ def _require(where: Path, seconds: int, what: str, work: dict[str, Any]) -> None
     except subprocess.TimeoutExpired as error:
         raise _unbounded(where, what, f"one that was not done in {error.timeout:.0f} s") from error
     if done.returncode == bounded_child.PANIC:
-        raise _unbounded(where, what, f"a panic of its library: {quoted(done.stdout.strip())}")
+        raise _unbounded(where, what, quoted(done.stdout.strip()))
     if done.returncode == bounded_child.NO_MEMORY:
         raise _unbounded(where, what, f"one that takes more than {_NUM_BYTES / 2**30:.0f} GiB")
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):

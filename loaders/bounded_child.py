@@ -95,6 +95,9 @@ def render(by: Any, template: str, tokens: dict[str, Any]) -> None:
             by([messages], chat_template=template, add_generation_prompt=True, **tokens)
         except MemoryError:
             raise
+        except RecursionError as error:
+            print(error)
+            sys.exit(PANIC)
         except Exception:  # such as a template that knows no system
             continue
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from poros.api import prepare, runtime
-from poros.errors import PolicyError, quoted
+from poros.errors import PolicyError, PorosError, quoted
 from poros.loaders.header import defect
 from poros.loaders.load import load
 from poros.loaders.settings import said
@@ -55,6 +55,7 @@ class Chat:
     ) -> None:
         if not 0 <= temperature < float("inf"):
             raise PolicyError(f"--temperature: expected 0 or above, found {temperature}")
+        self._base = base
         self._from = _with_tokenizer(adapter.folder, base)
         self._tokenizer: Any = read_tokenizer(self._from, [system] if system else [])
         require_template(self._tokenizer, self._from)
@@ -94,9 +95,9 @@ class Chat:
 
         parts: list[str] = []
         tokens = self._tokens(question).to(runtime(self._model).device)
-        options: dict[str, Any] = {"do_sample": False}
+        options: dict[str, Any] = {"do_sample": False, "num_beams": 1}
         if self._temperature:
-            options = {"do_sample": True, "temperature": self._temperature}
+            options |= {"do_sample": True, "temperature": self._temperature}
         try:
             with torch.no_grad():
                 self._model.generate(
@@ -109,6 +110,14 @@ class Chat:
                 )
         except KeyboardInterrupt:
             pass
+        except PorosError:
+            raise
+        except (TypeError, ValueError) as error:  # transformers, of what it was told to do
+            raise defect(
+                f"{quoted(self._base)}: generation_config.json",
+                f"expected settings that transformers generates with, found {said(error)}",
+                remedy="mend the file",
+            ) from error
         found = "".join(parts)
         if self._tokenizer.chat_template:
             self._said += [{"role": "assistant", "content": found}]

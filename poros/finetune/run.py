@@ -146,7 +146,7 @@ def _suited(recipe: Recipe) -> tuple[Recipe, list[str], int | None]:
     data, notes = recipe.data, []
     text = config.get_text_config(decoder=True)
     most = getattr(text, "max_position_embeddings", None)
-    if isinstance(most, int) and most < data.max_length:
+    if isinstance(most, int) and 0 < most < data.max_length:
         notes.append(f"rows are cut at the model's {most} positions")
         data = replace(data, max_length=max(most - most % data.pad_to, min(most, data.pad_to)))
     if recipe.is_packed and not keeps_apart(config):

@@ -253,7 +253,7 @@ NOT_FINITE: dict[str, tuple[Any, str]] = {
     "infinity": (lambda value: value.fill_(float("-inf")), "adapter_model.safetensors: tensor"),
     "too large together": (
         lambda value: value.fill_(1e20),
-        "layers.0.*down_proj.weight.*finite weights",
+        "down_proj.weight.*finite weights",
     ),
 }
 

@@ -5,22 +5,22 @@ what is wrong; none raw, none after more than 20 seconds, and of a merge that fa
 """
 
 import json
+import os
 import shutil
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load, save
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load, load_file, save
 from transformers import AutoModelForCausalLM
 
-from poros.errors import PorosError
 from tests.command import poros_command
 from tests.finetune.material import write_base
+from tests.support import same_bits
 
 pytest.importorskip("trl", reason="poros finetune trains with TRL")
 
@@ -28,7 +28,7 @@ Damage = Callable[[bytes], bytes]
 MOST_SECONDS = 20
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 ROW = {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}
-FOR_EVER = r"(?:(?:x?){30}){30}(?:a|aa)+$"
+FOR_EVER = r"(?:\w+\.?)+!"
 
 
 def field(*path: str | int, to: Any) -> Damage:
@@ -167,7 +167,7 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         **wrong("lora_dropout", "text", "negative", "huge", "null"),
         **wrong("layers_to_transform", "text", "negative", "huge", "a list"),
         "rank too large": field("r", to=2**31),
-        "pattern for ever": field("target_modules", to=f"model.layers.0.self_attn.q_proj|{FOR_EVER}"),
+        "pattern for ever": field("target_modules", to=f"q_proj|{FOR_EVER}"),
         "no pattern": field("target_modules", to="(["),
         "infinite": field("lora_alpha", to=float("inf")),
         "alpha that overflows": field("lora_alpha", to=1e300),
@@ -220,7 +220,7 @@ DAMAGES: dict[str, dict[str, Damage]] = {
         **wrong("normalizer", "text", "an object"),
         **wrong("decoder", "text", "an object"),
         **wrong("post_processor", "text", "an object"),
-        "pattern for ever": split_by(FOR_EVER),
+        "pattern for ever": split_by(r"(?:a?){22}a{22}b"),
         "pattern that backtracks": split_by(r"(a+)+$"),
         "no pattern": split_by(r"(["),
         "large vocabulary": large_vocabulary,
@@ -272,21 +272,38 @@ CELLS = [
     for damage in damages
     for command in READ_BY.get(file, ("merge", "chat", "finetune"))
 ]
+# Of the others every fifth, which is one of each command in turn.
+ALWAYS = {
+    *((WEIGHTS, damage, "chat") for damage in ("cut off", "NaN", "missing", "one too many")),
+    *((TOKENIZER, damage, "chat") for damage in ("pattern for ever", "large vocabulary")),
+    *((TOKENIZER, damage, "finetune") for damage in ("pattern that backtracks", "a list")),
+    *((TOKENIZER, damage, "finetune") for damage in ("large vocabulary", "deep")),
+    *((TEMPLATE_FILE, damage, "finetune") for damage in ("recursion", "deep")),
+    *((TEMPLATE_FILE, damage, "chat") for damage in ("loops", "memory", "no template")),
+    (ADAPTER, "pattern for ever", "merge"),
+    (ADAPTER, "rank too large", "chat"),
+    (GENERATION, "eos_token_id: text", "chat"),
+    (CONFIG, "max_position_embeddings: negative", "finetune"),
+}
+
+
+def marked(cell: tuple[str, str, str], number: int) -> Any:
+    marks = [] if cell in ALWAYS or number % 5 == 0 else [pytest.mark.slow]
+    return pytest.param(*cell, marks=marks, id=", ".join(cell))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base with its tokenizer and template, an adapter, and rows."""
+    """A base with its tokenizer, an adapter, and rows."""
     folder = tmp_path_factory.mktemp("whole")
     base = write_base(folder / "base")
-    (folder / TEMPLATE_FILE).write_text(TEMPLATE)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16),
         LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
     )
     model.peft_config["default"].base_model_name_or_path = "base"
     model.save_pretrained(folder / "adapter")
-    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    (folder / "rows.jsonl").write_text('{"text": "a b"}\n')
     return folder
 
 
@@ -297,7 +314,9 @@ COMMANDS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize(("file", "damage", "command"), CELLS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("file", "damage", "command"), [marked(cell, number) for number, cell in enumerate(CELLS)]
+)
 def test_a_damaged_file(
     file: str,
     damage: str,
@@ -307,16 +326,28 @@ def test_a_damaged_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    if file == TEMPLATE_FILE:
+        (tmp_path / file).write_text(TEMPLATE)
+        (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     content = (tmp_path / file).read_bytes()
     (tmp_path / file).write_bytes(DAMAGES[file][damage](content))
     monkeypatch.chdir(tmp_path)
     before = sorted(each.name for each in tmp_path.iterdir())
-    start = time.monotonic()
+    start = seconds()
     result = poros_command(*COMMANDS[command])
-    assert time.monotonic() - start < MOST_SECONDS
+    assert seconds() - start < MOST_SECONDS
     assert result.exit_code in (0, 2), result.output
     if result.exit_code == 2:
-        assert "error: " in result.output and "expected" in result.output, result.output
-        assert "found" in result.output, result.output
-        assert isinstance(result.exception.__context__, PorosError) or True
+        for word in ("error: ", "expected", "found"):
+            assert word in result.output, result.output
         assert sorted(each.name for each in tmp_path.iterdir()) == before
+    elif command == "merge":
+        model = AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16)
+        expected = PeftModel.from_pretrained(model, "adapter").merge_and_unload().state_dict()
+        found = load_file("out/model.safetensors")
+        assert all(same_bits(value, expected[name]) for name, value in found.items())
+
+
+def seconds() -> float:
+    """Of processor time, of children that have ended too: others may be at work on the machine."""
+    return sum(os.times()[:4])

@@ -147,6 +147,7 @@ class _Plan:
         self.checkpoint, self.adapter, self._dtype = checkpoint, adapter, dtype
         self._own = _own_names(checkpoint, model)
         self._quantized = quantized
+        _require_like(checkpoint, self._own, model)
         missing = adapter.touched - set(self._own.values())
         if missing:
             raise UnsupportedModelError(
@@ -197,6 +198,23 @@ class _Plan:
                     remedy="check base and adapter, or give a dtype with a larger range (--dtype)",
                 )
         return found
+
+
+def _require_like(checkpoint: Checkpoint, own: dict[str, str], model: "PreTrainedModel") -> None:
+    """Refuse tensors of other shapes than the model's, and whole numbers for its weights."""
+    expected = dict((*model.named_parameters(), *model.named_buffers()))
+    for name in checkpoint.names:
+        entry, like = checkpoint.entry(name), expected.get(own[name])
+        if like is None:
+            continue
+        if entry.shape != like.shape or entry.dtype.is_floating_point != like.is_floating_point():
+            raise defect(
+                entry.file,
+                f"expected {like.dtype} of shape {tuple(like.shape)} as in the configuration, "
+                f"found {entry.dtype} of shape {quoted(entry.shape, is_bare=True)}",
+                tensor=name,
+                remedy="check that configuration and weights belong together",
+            )
 
 
 def _own_names(checkpoint: Checkpoint, model: "PreTrainedModel") -> dict[str, str]:

@@ -158,7 +158,7 @@ def _suited(recipe: Recipe) -> tuple[Recipe, list[str], int | None]:
     return replace(recipe, data=data), notes, getattr(text, "vocab_size", None)
 
 
-def _largest(*every: Tokens | None) -> int:
+def _largest(*every: Any) -> int:
     """The largest token of all rows."""
     columns = [rows for each in every if each for rows in each.columns.values()]
     return max(max(row, default=0) for rows in columns for row in rows)

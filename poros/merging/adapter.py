@@ -60,8 +60,8 @@ class Adapter:
         self._modules: dict[str, str] = {}
         for name, module in inner.named_modules():
             if isinstance(module, ModulesToSaveWrapper):
-                saved = module.modules_to_save[module.active_adapters[0]]
-                self._saved |= {f"{name}.{key}": value for key, value in saved.state_dict().items()}
+                copy = module.modules_to_save[module.active_adapters[0]]
+                self._saved |= {f"{name}.{key}": value for key, value in copy.state_dict().items()}
             elif isinstance(module, BaseTunerLayer) and hasattr(module, "merge"):
                 self._require_whole(name, module)
                 self._layers[name] = module

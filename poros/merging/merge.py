@@ -202,7 +202,9 @@ class _Plan:
 
 def _require_like(checkpoint: Checkpoint, own: dict[str, str], model: "PreTrainedModel") -> None:
     """Refuse tensors of other shapes than the model's, and whole numbers for its weights."""
-    expected = dict((*model.named_parameters(), *model.named_buffers()))
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    # The adapter is on it already.
+    expected = {name.replace(".base_layer.", "."): each for name, each in every}
     for name in checkpoint.names:
         entry, like = checkpoint.entry(name), expected.get(own[name])
         if like is None:

@@ -70,7 +70,7 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Damage:
 
 
 def first(found: dict[str, Any], part: str = "") -> str:
-    return next(name for name in found if part in name and name != "__metadata__")
+    return min(name for name in found if part in name and name != "__metadata__")
 
 
 def put(part: str, value: Any) -> Callable[[dict[str, torch.Tensor]], Any]:

@@ -1,4 +1,4 @@
-"""Folders of stores that are being written: whose they are, and whether their writer is alive.
+"""Folders that are being written: whose they are, and whether their writer is alive.
 
 Such a folder is called ``.NAME.poros-XXXXXXXX.partial`` and holds a file that says who made it, on
 which its writer keeps a lock for as long as it lives; the system lets go of it when the process
@@ -9,6 +9,7 @@ and from what is not ours.
 import glob
 import logging
 import os
+import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -80,7 +81,9 @@ def remove_partial(partial: Path) -> None:
     """
     with suppress(OSError):
         for entry in partial.iterdir():
-            if entry.name != MARK:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != MARK:
                 entry.unlink()
         (partial / MARK).unlink()
     with suppress(OSError):

@@ -1,32 +1,138 @@
-"""A tokenizer, from the files beside a checkpoint or an adapter."""
+"""A tokenizer from files that anybody may have written: loaded, or a typed error."""
 
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from poros.errors import CheckpointFormatError, quoted
+from poros.errors import quoted
+from poros.loaders.bounded import require_bounded_template, require_bounded_tokenizer
+from poros.loaders.extras import EXTRAS
+from poros.loaders.header import defect, parse_json
+from poros.loaders.hub import fetch
+from poros.loaders.limits import Limits
 from poros.loaders.settings import refuse_code, said
+from poros.loaders.source import CONFIG
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SETTINGS, _TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+_WHOLE, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
+_SPECIAL = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
 
 
-def read_tokenizer(source: str) -> Any:
+def read_tokenizer(source: str | os.PathLike[str], texts: Sequence[str] = ()) -> Any:
     """The tokenizer of a checkpoint, an adapter or a store; no code that lies beside it is run.
 
     Args:
-        source: A folder, or a name on the hub.
+        source: A folder, or the name of a repository of the hub.
+        texts: That are going to be tokenized, as far as they are known.
 
     Raises:
-        CheckpointFormatError: If there is none, or transformers cannot read it.
+        CheckpointFormatError: If there is none, its files are malformed, transformers cannot load
+            it, or it takes for ever on short texts.
         UnsupportedModelError: If it is defined by code of its own.
     """
     from transformers import AutoTokenizer
 
-    try:
-        # Left open, transformers would ask on the terminal whether code may run.
-        return AutoTokenizer.from_pretrained(
-            str(Path(source).expanduser()), trust_remote_code=False
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        folder = fetch(os.fspath(source), [*EXTRAS, CONFIG])
+    _require_readable(folder)
+    if (folder / _WHOLE).is_file():
+        require_bounded_tokenizer(folder / _WHOLE, texts)
+    with panics_told(folder):
+        try:
+            # Left open, transformers would ask on the terminal whether code may run.
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        except Exception as error:
+            refuse_code(error, quoted(str(source)))
+            raise defect(
+                folder,
+                f"expected a tokenizer that transformers can load, found {said(error)}",
+                remedy=f"fetch {_WHOLE} and {_SETTINGS} again",
+            ) from error
+
+
+def require_template(tokenizer: "PreTrainedTokenizerBase", where: str | os.PathLike[str]) -> None:
+    """Refuse a chat template that renders for ever; ``where`` it is from.
+
+    Raises:
+        CheckpointFormatError: If it does, or is no text.
+    """
+    template: Any = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str | None):
+        raise defect(
+            Path(where) / _SETTINGS,
+            f"expected chat_template as text, found {quoted(template)}",
+            remedy="mend the file",
         )
-    except Exception as error:  # of transformers, tokenizers, and the hub
-        refuse_code(error, quoted(source))
-        raise CheckpointFormatError(
-            f"{quoted(source)}: expected a tokenizer, found none to load: {said(error)}; copy "
-            "tokenizer.json and tokenizer_config.json there"
+    if template:
+        require_bounded_template(Path(where), template, dict(tokenizer.special_tokens_map))
+
+
+def require_known_tokens(most: int, num_known: int | None, where: str) -> None:
+    """Refuse a token that a model has no embedding of.
+
+    Args:
+        most: The largest token.
+        num_known: Rows of the embedding.
+        where: Where the tokenizer is from.
+
+    Raises:
+        CheckpointFormatError: If there is such a token.
+    """
+    if isinstance(num_known, int) and most >= num_known:
+        raise defect(
+            quoted(where),
+            f"expected a tokenizer of the model, whose embedding has {num_known} rows, found one "
+            f"that gives the token {most}",
+            remedy="check that tokenizer and model belong together",
+        )
+
+
+@contextmanager
+def panics_told(where: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise a panic of the tokenizer's library, which is no ``Exception``, as a typed error.
+
+    Raises:
+        CheckpointFormatError: In its place.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise defect(
+            Path(where), f"expected a tokenizer that works, found {said(error)}"
         ) from error
+
+
+def _require_readable(folder: Path) -> None:
+    """What can be told of each file without transformers."""
+    limits = Limits()
+    for name in (_SETTINGS, _TOKENS, "added_tokens.json", _WHOLE):
+        file = folder / name
+        if not os.path.lexists(file):
+            continue
+        fields = parse_json(limits.read(file, "extra_num_bytes"), file, strict=False)
+        for field, value in fields.items() if name in (_SETTINGS, _TOKENS) else ():
+            is_token = _SPECIAL.fullmatch(field) and not isinstance(value, str | dict | None)
+            if is_token or (field == "chat_template" and not isinstance(value, str | list | None)):
+                raise defect(
+                    file,
+                    f"expected {field} as text, found {quoted(value)}",
+                    remedy="mend the file",
+                )
+    if (folder / _TEMPLATE).is_file():
+        try:
+            (folder / _TEMPLATE).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise defect(
+                folder / _TEMPLATE, f"expected text in UTF-8, found {said(error)}"
+            ) from error

@@ -7,16 +7,24 @@ from typing import Any
 import torch
 
 from poros.api import prepare, runtime
-from poros.errors import PolicyError, quoted
+from poros.errors import PolicyError, PorosError, quoted
+from poros.loaders.header import defect
 from poros.loaders.load import load
-from poros.loaders.tokenizer import read_tokenizer
+from poros.loaders.settings import said
+from poros.loaders.tokenizer import (
+    panics_told,
+    read_tokenizer,
+    require_known_tokens,
+    require_template,
+)
+from poros.merging.saved_adapter import SavedAdapter
 
 
 class Chat:
     """A conversation.
 
     Args:
-        adapter: Its folder.
+        adapter: Its files.
         base: The checkpoint or store it was trained on.
         vram: What the model may take on the GPU; None is what is free.
         system: What the conversation begins with.
@@ -26,11 +34,15 @@ class Chat:
 
     Attributes:
         notes: What a person should know, a line each.
+
+    Raises:
+        CheckpointFormatError: If a file of adapter, base or tokenizer is malformed.
+        UnsupportedModelError: If the adapter does not fit the base.
     """
 
     def __init__(
         self,
-        adapter: Path,
+        adapter: SavedAdapter,
         base: str,
         *,
         vram: str | None = None,
@@ -39,13 +51,15 @@ class Chat:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> None:
-        from peft import PeftModel
-
         if not 0 <= temperature < float("inf"):
             raise PolicyError(f"--temperature: expected 0 or above, found {temperature}")
-        self._tokenizer: Any = read_tokenizer(_with_tokenizer(adapter, base))
-        model: Any = PeftModel.from_pretrained(load(base), str(adapter))
-        self._model = prepare(model.eval(), vram_budget=vram, self_check="off")
+        self._base = base
+        self._from = _with_tokenizer(adapter.folder, base)
+        self._tokenizer: Any = read_tokenizer(self._from, [system] if system else [])
+        require_template(self._tokenizer, self._from)
+        model = adapter.attach(load(base))
+        self._num_known = model.get_input_embeddings().weight.shape[0]
+        self._model = prepare(model, vram_budget=vram, self_check="off")
         self._temperature = temperature
         self._most = max_new_tokens
         self._begin = [] if system is None else [{"role": "system", "content": system}]
@@ -53,7 +67,8 @@ class Chat:
         torch.manual_seed(seed)
         streaming = runtime(self._model)
         self.notes: list[str] = []
-        if streaming.num_slots < streaming.num_blocks:
+        is_streamed = streaming.num_slots < streaming.num_blocks
+        if is_streamed and streaming.device.type != "cpu":
             gb = streaming.stats()["host_num_bytes"] / 1e9
             self.notes.append(
                 f"the base does not fit as a whole: each token reads {gb:.1f} GB of it over the bus"
@@ -76,9 +91,9 @@ class Chat:
 
         parts: list[str] = []
         tokens = self._tokens(question).to(runtime(self._model).device)
-        options: dict[str, Any] = {"do_sample": False}
+        options: dict[str, Any] = {"do_sample": False, "num_beams": 1}
         if self._temperature:
-            options = {"do_sample": True, "temperature": self._temperature}
+            options |= {"do_sample": True, "temperature": self._temperature}
         try:
             with torch.no_grad():
                 self._model.generate(
@@ -91,20 +106,44 @@ class Chat:
                 )
         except KeyboardInterrupt:
             pass
+        except PorosError:
+            raise
+        except (TypeError, ValueError) as error:  # transformers, of what it was told to do
+            raise defect(
+                f"{quoted(self._base)}: generation_config.json",
+                f"expected settings that transformers generates with, found {said(error)}",
+                remedy="mend the file",
+            ) from error
         found = "".join(parts)
         if self._tokenizer.chat_template:
             self._said += [{"role": "assistant", "content": found}]
         return found
 
     def _tokens(self, question: str) -> torch.Tensor:
-        if not self._tokenizer.chat_template:
-            found: torch.Tensor = self._tokenizer(question, return_tensors="pt").input_ids
-            return found
-        self._said += [{"role": "user", "content": question}]
-        text = self._tokenizer.apply_chat_template(
-            self._said, add_generation_prompt=True, tokenize=False
-        )
-        found = self._tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        has_template = bool(self._tokenizer.chat_template)
+        said_now = [*self._said, {"role": "user", "content": question}]
+        try:
+            with panics_told(self._from):
+                text = question
+                if has_template:
+                    text = self._tokenizer.apply_chat_template(
+                        said_now, add_generation_prompt=True, tokenize=False
+                    )
+                found: torch.Tensor = self._tokenizer(
+                    text, add_special_tokens=not has_template, return_tensors="pt"
+                ).input_ids
+        except Exception as error:  # of a template, which may raise whatever it likes
+            raise defect(
+                Path(self._from),
+                f"expected a chat template and a tokenizer for this conversation, found "
+                f"{said(error)}",
+                remedy="take another tokenizer, or begin anew",
+            ) from error
+        if not found.numel():
+            raise defect(Path(self._from), "expected tokens of the question, found none")
+        require_known_tokens(int(found.max()), self._num_known, self._from)
+        if has_template:
+            self._said = said_now
         return found
 
 

@@ -37,14 +37,14 @@ def chat(
     with readable_errors(_OPTIONS):
         from poros.chatting import Chat, questions
         from poros.errors import PolicyError
-        from poros.merging.adapter import adapter_folder, base_named
+        from poros.merging.saved_adapter import SavedAdapter, adapter_folder
 
-        folder = adapter_folder(adapter)
-        source = base if base is not None else base_named(folder)
+        saved = SavedAdapter(adapter_folder(adapter))
+        source = base if base is not None else saved.base
         if source is None:
             raise PolicyError("--base: expected the base, found none in the adapter")
         talk = Chat(
-            folder,
+            saved,
             source,
             vram=vram,
             system=system,

@@ -26,6 +26,7 @@ from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
 from poros.finetune.trainers import make_trainer, num_steps
 from poros.loaders.settings import configuration
 from poros.loaders.source import find_config
+from poros.loaders.tokenizer import panics_told, require_known_tokens, require_template
 from poros.nf4 import DTYPES
 from poros.output import writing
 from poros.planning.meta_model import meta_model
@@ -97,11 +98,15 @@ def finetune(
     """
     device = _device(recipe)
     asked = recipe
-    recipe, notes = _suited(recipe, _configuration(recipe))
+    recipe, notes, num_known = _suited(recipe, _configuration(recipe))
     with _quiet_datasets():
         tokenizer = load_tokenizer(recipe, data.train.form)
-        tokens = tokenize(data.train, tokenizer, recipe)
-        held_out = tokenize(data.validation, tokenizer, recipe) if data.validation else None
+        if data.train.form.is_chat:
+            require_template(tokenizer, recipe.model.source)
+        with panics_told(recipe.model.source):
+            tokens = tokenize(data.train, tokenizer, recipe)
+            held_out = data.validation and tokenize(data.validation, tokenizer, recipe)
+        require_known_tokens(_largest(tokens, held_out), num_known, recipe.model.source)
         if num_shown:
             screen.show_rows(console, num_shown, data.train, tokens, tokenizer)
             if not is_dry:
@@ -150,7 +155,13 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
         require_attention(chosen.attention)
         options["attn_implementation"] = chosen.attention
     source = str(Path(chosen.source).expanduser())
-    config = configuration(*find_config(source), options)
+    try:
+        config = configuration(*find_config(source), options)
+    except PorosError as error:
+        raise RecipeError(
+            f"model.source: expected a checkpoint or a name on the hub, found {quoted(source)}: "
+            f"{quoted(str(error), is_bare=True, limit=400)}; check the name"
+        ) from error
     if options or recipe.adapter.target_modules != "all-linear":
         try:
             base = meta_model(config, None, DTYPES[chosen.dtype])
@@ -161,11 +172,16 @@ def _configuration(recipe: Recipe) -> "PreTrainedConfig":
     return config
 
 
-def _suited(recipe: Recipe, config: "PreTrainedConfig") -> tuple[Recipe, list[str]]:
-    """The recipe as far as the model goes: its positions, whether it can be packed; and notes."""
+def _suited(recipe: Recipe, config: "PreTrainedConfig") -> tuple[Recipe, list[str], int | None]:
+    """The recipe as far as the model goes: its positions, whether it can be packed.
+
+    Returns:
+        The recipe, notes, and the number of tokens that the model knows.
+    """
     data, notes = recipe.data, []
-    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(most, int) and most < data.max_length:
+    text = config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < data.max_length:
         notes.append(f"rows are cut at the model's {most} positions")
         data = replace(data, max_length=max(most - most % data.pad_to, min(most, data.pad_to)))
     if recipe.is_packed and not keeps_apart(config, recipe.model.attention):
@@ -174,7 +190,13 @@ def _suited(recipe: Recipe, config: "PreTrainedConfig") -> tuple[Recipe, list[st
             "other, as was tried on a small one"
         )
         data = replace(data, packing=False)
-    return replace(recipe, data=data), notes
+    return replace(recipe, data=data), notes, getattr(text, "vocab_size", None)
+
+
+def _largest(*every: Any) -> int:
+    """The largest token of all rows."""
+    columns = [rows for each in every if each for rows in each.columns.values()]
+    return max(max(row, default=0) for rows in columns for row in rows)
 
 
 def _row_length(recipe: Recipe, tokens: Tokens) -> int:

@@ -1,55 +1,26 @@
 """An adapter on a model without memory: which tensors of the base it changes, and how."""
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from poros.errors import CheckpointFormatError, UnsupportedModelError, quoted
+from poros.errors import UnsupportedModelError, quoted
+from poros.merging.saved_adapter import SavedAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BY_PEFT = "merge it with PEFT's merge_and_unload"
 # Of LoRA's ways to begin, those that leave the weights of the base as they are.
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-
-
-def adapter_folder(path: Path) -> Path:
-    """The folder of an adapter: ``path``, or ``adapter`` in the folder of a run.
-
-    Raises:
-        CheckpointFormatError: If there is none.
-    """
-    for folder in (path, path / "adapter"):
-        if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
-            return folder
-    raise CheckpointFormatError(
-        f"ADAPTER: expected a folder with {CONFIG} and {WEIGHTS}, or a run's, found "
-        f"{quoted(str(path))}; give the folder that training has written"
-    )
-
-
-def base_named(folder: Path) -> str | None:
-    """The base that an adapter says it was trained on."""
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointFormatError(
-            f"{quoted(str(folder / CONFIG))}: expected JSON, found {quoted(str(error))}"
-        ) from error
-    name = found.get("base_model_name_or_path") if isinstance(found, dict) else None
-    return name if isinstance(name, str) and name else None
 
 
 class Adapter:
     """An adapter on a base whose tensors have no memory.
 
     Args:
-        folder: Of the adapter.
+        saved: Its files.
         model: The base on the meta device, dense. It gets the adapter.
 
     Attributes:
@@ -59,54 +30,38 @@ class Adapter:
         UnsupportedModelError: If it is of a kind that cannot be merged module by module.
     """
 
-    def __init__(self, folder: Path, model: "PreTrainedModel") -> None:
-        from peft import PeftConfig, PeftModel
+    def __init__(self, saved: SavedAdapter, model: "PreTrainedModel") -> None:
+        from peft import PeftModel
         from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils import load_peft_weights, set_peft_model_state_dict
         from peft.utils.other import ModulesToSaveWrapper
 
-        tied = _tied(model)
-        try:
-            config = PeftConfig.from_pretrained(str(folder))
-            _require_base_as_it_is(config)
+        tied, config = _tied(model), saved.config
+        _require_base_as_it_is(config)
+        with saved.fitting(model):
             with torch.device("meta"):
                 adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
+            if not hasattr(adapted.base_model, "merge_adapter"):
+                raise UnsupportedModelError(
+                    "ADAPTER: expected a kind that can be merged into weights, found "
+                    f"{quoted(_kind(adapted))}, which only works beside the base"
+                )
             # Not by from_pretrained, which brings adapters to where the base is: nowhere.
             _give_memory(adapted)
-            weights = load_peft_weights(str(folder), device="cpu")
-            result = set_peft_model_state_dict(adapted, dict(weights))
-        except UnsupportedModelError:
-            raise
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise UnsupportedModelError(
-                f"ADAPTER: expected one that fits the base, found {quoted(str(error))}; name its "
-                "own base with --base"
-            ) from error
-        if not hasattr(adapted.base_model, "merge_adapter"):
-            raise UnsupportedModelError(
-                "ADAPTER: expected a kind that can be merged into weights, found "
-                f"{quoted(_kind(adapted))}, which only works beside the base"
-            )
-        own = {name for name, each in adapted.named_parameters() if not each.is_meta}
-        strange = [*result.unexpected_keys, *(own & set(result.missing_keys))]
-        if strange:
-            raise UnsupportedModelError(
-                "ADAPTER: expected the matrices of the modules that it names, found one too many "
-                f"or too few: {quoted(strange[0])}; name its own base with --base"
-            )
+            unexpected = saved.fill(adapted)
+            self._saved = _trained_of_base(adapted, saved.weights)
+            if getattr(config, "bias", "none") != "none" and not self._saved:
+                raise UnsupportedModelError(
+                    f"ADAPTER: expected the biases that were trained (bias={quoted(config.bias)}), "
+                    "found none in its file: PEFT saves them with bias='all' only"
+                )
+            saved.require_filled(adapted, unexpected)
         inner: nn.Module = adapted.get_base_model()
         self._layers: dict[str, Any] = {}
-        self._saved = _trained_of_base(adapted, weights)
-        if getattr(config, "bias", "none") != "none" and not self._saved:
-            raise UnsupportedModelError(
-                f"ADAPTER: expected the biases that were trained (bias={quoted(config.bias)}), "
-                "found none in its file: PEFT saves them with bias='all' only"
-            )
         self._modules: dict[str, str] = {}
         for name, module in inner.named_modules():
             if isinstance(module, ModulesToSaveWrapper):
-                saved = module.modules_to_save[module.active_adapters[0]]
-                self._saved |= {f"{name}.{key}": value for key, value in saved.state_dict().items()}
+                copy = module.modules_to_save[module.active_adapters[0]]
+                self._saved |= {f"{name}.{key}": value for key, value in copy.state_dict().items()}
             elif isinstance(module, BaseTunerLayer) and hasattr(module, "merge"):
                 self._require_whole(name, module)
                 self._layers[name] = module

@@ -4,19 +4,24 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
+from poros.loaders.header import defect
 from poros.loaders.limits import Limits
+from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
 from poros.loaders.settings import configuration, generation_settings
-from poros.merging.adapter import Adapter, adapter_folder, base_named
+from poros.merging.adapter import Adapter
+from poros.merging.saved_adapter import SavedAdapter, adapter_folder
+from poros.output import require_folder
 from poros.planning.meta_model import meta_model
 
 if TYPE_CHECKING:
@@ -45,8 +50,8 @@ def merge(
         base: The checkpoint it was trained on; None is the one that it names.
         into: ``"original"``: the base as it is; ``"trained"``: the base as training has seen it,
             its matrices quantized to NF4 and made dense again.
-        dtype: Of the weights that are written; None is that of the checkpoint, with ``"trained"``
-            bfloat16.
+        dtype: Of the weights that are written; None is that of each tensor of the checkpoint, with
+            ``"trained"`` bfloat16.
         shard_num_bytes: A file of the result is about as large at most.
         limits: On what files may ask for.
         progress: Told of bytes done, and of all.
@@ -55,27 +60,27 @@ def merge(
         ``out``, with configuration, tokenizer and chat template beside the weights.
 
     Exactness:
-        The bits of PEFT's ``merge_and_unload`` on the same dense base in the same dtype.
+        The bits of PEFT's ``merge_and_unload`` on the same dense base in the same dtypes.
 
     Raises:
-        CheckpointFormatError: If adapter or base are malformed.
+        CheckpointFormatError: If adapter or base are malformed, or what comes out is not finite.
         PolicyError: If an argument makes no sense, or ``out`` is there.
         StoreWriteError: If there is not enough room on the disk, or it cannot be written to.
         UnsupportedModelError: If the adapter does not fit the base, or is of a kind that cannot be
             merged.
 
-    Nothing is left of ``out`` then.
+    Nothing is left of ``out`` then. What a merge into it left that was killed is removed.
     """
     if into not in ("original", "trained"):
         raise PolicyError(f"--into: expected original or trained, found {quoted(into)}")
     target = Path(out)
-    if target.exists():
+    if os.path.lexists(target):
         raise PolicyError(
             f"--out: expected a folder that is not there yet, found {quoted(str(out))}"
         )
     limits = limits or Limits()
-    folder = adapter_folder(Path(adapter))
-    source = base if base is not None else base_named(folder)
+    saved = SavedAdapter(adapter_folder(Path(adapter)), limits)
+    source = base if base is not None else saved.base
     if source is None:
         raise PolicyError("--base: expected the checkpoint of the base, found none in the adapter")
     with Checkpoint.open(source, limits=limits) as checkpoint:
@@ -85,21 +90,47 @@ def merge(
                 "--base: expected the checkpoint that was quantized, in 16 or 32 bit, found a "
                 "quantized one"
             )
-        dtype = dtype or (torch.bfloat16 if into == "trained" else checkpoint.float_dtype())
-        model = meta_model(config, None, dtype)
-        quantized = _quantized(config, model, dtype) if into == "trained" else {}
-        plan = _Plan(checkpoint, Adapter(folder, model), model, quantized, dtype)
-        _require_room(target, plan.num_bytes)
-        part = Path(mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
+        if dtype is None and into == "trained":
+            dtype = torch.bfloat16
+        config.dtype = dtype or config.dtype or checkpoint.float_dtype()
+        model = meta_model(config, None, config.dtype)
+        quantized = _quantized(config, model, config.dtype) if into == "trained" else {}
+        plan = _Plan(checkpoint, Adapter(saved, model), model, quantized, dtype)
+        require_folder(target.parent, "--out")
+        with _writing(target) as part:
+            _require_room(target, plan.num_bytes)
             _write(part, plan, shard_num_bytes, progress)
-            _write_small(part, checkpoint, folder, config, dtype, limits)
+            _write_small(part, checkpoint, saved.folder, config, limits)
             part.chmod(0o755)
             os.replace(part, target)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+            with suppress(OSError):
+                (target / MARK).unlink()
     return target
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[Path]:
+    """A hidden folder beside ``target``, held by a lock; if the body fails it goes.
+
+    Raises:
+        StoreWriteError: If the system reports an error.
+    """
+    with ExitStack() as undo:
+        try:
+            remove_stale(target)
+            part, lock = make_partial(target)
+            undo.callback(os.close, lock)
+            undo.callback(remove_partial, part)
+            yield part
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, StoreWriteError):
+                raise
+            reason = getattr(error, "strerror", None) or str(error)
+            raise StoreWriteError(
+                f"--out: expected to write {quoted(str(target))}, found: "
+                f"{quoted(reason, is_bare=True)}. Nothing was left there; make room, or choose "
+                "another place"
+            ) from error
 
 
 class _Plan:
@@ -111,11 +142,12 @@ class _Plan:
         adapter: Adapter,
         model: "PreTrainedModel",
         quantized: dict[str, bool],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
     ) -> None:
-        self.checkpoint, self.adapter, self.dtype = checkpoint, adapter, dtype
+        self.checkpoint, self.adapter, self._dtype = checkpoint, adapter, dtype
         self._own = _own_names(checkpoint, model)
         self._quantized = quantized
+        _require_like(checkpoint, self._own, model)
         missing = adapter.touched - set(self._own.values())
         if missing:
             raise UnsupportedModelError(
@@ -137,26 +169,54 @@ class _Plan:
     def size(self, name: str) -> int:
         """Of the tensor that is written."""
         entry = self.checkpoint.entry(name)
-        is_cast = entry.dtype.is_floating_point and entry.dtype != self.dtype
-        return (
-            entry.num_bytes
-            * (self.dtype.itemsize if is_cast else 1)
-            // (entry.dtype.itemsize if is_cast else 1)
-        )
+        return entry.num_bytes // entry.dtype.itemsize * self._written(entry.dtype).itemsize
+
+    def _written(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a tensor is written."""
+        return self._dtype if self._dtype and dtype.is_floating_point else dtype
 
     def made(self, names: list[str]) -> dict[str, torch.Tensor]:
         """The tensors of one group as they are written, by the names of the checkpoint."""
         base = {}
         for name in names:
             own, value = self._own[name], self.checkpoint.fetch(name)
-            value = value.to(self.dtype) if value.is_floating_point() else value
+            value = value.to(self._written(value.dtype))
             if own in self._quantized:
                 value = _as_trained(value, is_transposed=self._quantized[own])
             base[own] = value
         first = next(iter(base))
         if first in self.adapter.touched:
             base = self.adapter.merged(self.adapter.group_of(first), base)
-        return {name: base[self._own[name]].contiguous() for name in names}
+        found = {name: base[self._own[name]].contiguous() for name in names}
+        for name, value in found.items():
+            if value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
+                raise defect(
+                    self.checkpoint.path,
+                    f"expected finite weights with the adapter in them, in {value.dtype}, found "
+                    "NaN or an infinity",
+                    tensor=name,
+                    remedy="check base and adapter, or give a dtype with a larger range (--dtype)",
+                )
+        return found
+
+
+def _require_like(checkpoint: Checkpoint, own: dict[str, str], model: "PreTrainedModel") -> None:
+    """Refuse tensors of other shapes than the model's, and whole numbers for its weights."""
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    # The adapter is on it already.
+    expected = {name.replace(".base_layer.", "."): each for name, each in every}
+    for name in checkpoint.names:
+        entry, like = checkpoint.entry(name), expected.get(own[name])
+        if like is None:
+            continue
+        if entry.shape != like.shape or entry.dtype.is_floating_point != like.is_floating_point():
+            raise defect(
+                entry.file,
+                f"expected {like.dtype} of shape {tuple(like.shape)} as in the configuration, "
+                f"found {entry.dtype} of shape {quoted(entry.shape, is_bare=True)}",
+                tensor=name,
+                remedy="check that configuration and weights belong together",
+            )
 
 
 def _own_names(checkpoint: Checkpoint, model: "PreTrainedModel") -> dict[str, str]:
@@ -225,19 +285,11 @@ def _write(
             tensors |= plan.made(group)
             done += sum(map(plan.size, group))
             progress(done, plan.num_bytes)
-        _saved(tensors, folder / f"{file}.safetensors")
+        save_file(tensors, folder / f"{file}.safetensors", metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, f"{file}.safetensors")
     if len(shards) > 1:
         index = {"metadata": {"total_size": plan.num_bytes}, "weight_map": where}
         (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def _saved(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StoreWriteError(f"--out: expected to write {quoted(str(file))}: {reason}") from error
 
 
 def _write_small(
@@ -245,11 +297,9 @@ def _write_small(
     checkpoint: Checkpoint,
     adapter: Path,
     config: Any,
-    dtype: torch.dtype,
     limits: Limits,
 ) -> None:
     """Configuration, and tokenizer and template: of the adapter, where it has them."""
-    config.dtype = dtype
     config.save_pretrained(folder)
     if "generation_config.json" in checkpoint.texts:
         generation_settings(checkpoint.path, checkpoint.texts).save_pretrained(folder)
@@ -265,7 +315,6 @@ def _write_small(
 
 
 def _require_room(target: Path, num_bytes: int) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < num_bytes:
         raise StoreWriteError(

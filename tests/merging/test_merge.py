@@ -1,6 +1,8 @@
 """Merged checkpoints: the bits of PEFT's own merge, whatever the adapter, shard by shard."""
 
 import json
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +27,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError
+from poros.errors import (
+    CheckpointFormatError,
+    PolicyError,
+    StoreWriteError,
+    UnsupportedModelError,
+)
 from poros.gates import tiny
 from poros.loaders.load import load
 from poros.merging.merge import merge
@@ -33,6 +40,7 @@ from tests.command import poros_command
 from tests.finetune.material import write_base
 from tests.support import same_bits
 
+ROOT = Path(__file__).resolve().parents[2]
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 ADAPTERS: dict[str, Any] = {
     "lora": LoraConfig(r=4, target_modules=LINEAR),
@@ -231,6 +239,125 @@ def test_biases_that_a_file_lacks_are_missed(base: Path, tmp_path: Path) -> None
     refused(tmp_path, adapter, UnsupportedModelError, "bias='all'")
 
 
+def changed(adapter: Path, part: str, change: Any) -> Path:
+    """With another first tensor whose name has that part."""
+    file = adapter / "adapter_model.safetensors"
+    found = load_file(file)
+    name = next(each for each in found if part in each)
+    save_file(found | {name: change(found[name])}, file, metadata={"format": "pt"})
+    return adapter
+
+
+NOT_FINITE: dict[str, tuple[Any, str]] = {
+    "NaN": (lambda value: value.fill_(float("nan")), "adapter_model.safetensors: tensor"),
+    "infinity": (lambda value: value.fill_(float("-inf")), "adapter_model.safetensors: tensor"),
+    "too large together": (
+        lambda value: value.fill_(1e20),
+        "down_proj.weight.*finite weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", NOT_FINITE)
+def test_what_is_not_finite_is_refused(why: str, base: Path, tmp_path: Path) -> None:
+    change, match = NOT_FINITE[why]
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
+    for part in ("lora_A", "lora_B"):
+        changed(adapter, part, change)
+    refused(tmp_path, adapter, CheckpointFormatError, match)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_a_scaling_that_is_not_finite_is_refused(value: float, base: Path, tmp_path: Path) -> None:
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": value}))
+    refused(tmp_path, adapter, CheckpointFormatError, "lora_alpha")
+
+
+def test_a_dtype_with_too_small_a_range_is_refused(base: Path, tmp_path: Path) -> None:
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
+    changed(adapter, "lora_A", lambda value: value.fill_(1e6))
+    merge(adapter, tmp_path / "fits", dtype=torch.float32)
+    refused(tmp_path, adapter, CheckpointFormatError, "--dtype", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "bias"])
+def test_each_tensor_keeps_its_dtype(kind: str, base: Path, tmp_path: Path) -> None:
+    """Norms, and one matrix that is adapted, in float32 beside others in bfloat16."""
+    mixed = tmp_path / "base"
+    shutil.copytree(base, mixed)
+    wide = ("norm", "layers.1.self_attn.q_proj")
+    before = weights(base)
+    dtypes = {
+        name: torch.float32 if any(each in name for each in wide) else torch.bfloat16
+        for name in before
+    }
+    # Below the digits of bfloat16, so that a cast would be seen.
+    kept = {name: value.to(dtypes[name]) * (1 + 2**-12) for name, value in before.items()}
+    save_file(kept, mixed / "model.safetensors", metadata={"format": "pt"})
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS[kind])
+    found = weights(merge(adapter, tmp_path / "merged", base=mixed))
+    model = dense(base)
+    model.load_state_dict(kept, assign=True)
+    expected = merged_by_peft(mixed, adapter, model)
+    assert {name: value.dtype for name, value in found.items()} == dtypes
+    assert [name for name in found if not same_bits(found[name], expected[name])] == []
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("most", [5_000, 30_000, 60_000])
+def test_a_full_disk_leaves_nothing(most: int, base: Path, tmp_path: Path) -> None:
+    """At a shard, at a small file behind the shards, at a file in a folder of its own."""
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
+    (adapter / "additional_chat_templates").mkdir()
+    (adapter / "additional_chat_templates" / "a.jinja").write_text("a" * 70_000)
+    (adapter / "chat_template.jinja").write_text("a" * (40_000 if most == 30_000 else 1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        refused(tmp_path, adapter, StoreWriteError, "--out: .* File too large", shard_num_bytes=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(base: Path, tmp_path: Path) -> None:
+    adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "out", Path("/proc/nowhere/out"), tmp_path / "file"):
+        with pytest.raises(PolicyError, match="--out"):
+            merge(adapter, out)
+
+
+KILLED = """
+import os, signal, sys
+from poros.merging.merge import merge
+merge(sys.argv[1], sys.argv[2], progress=lambda *done: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_what_a_killed_merge_left_is_removed(base: Path, tmp_path: Path) -> None:
+    """By the next one; not what one that still works is writing."""
+    adapter, out = trained(base, tmp_path / "adapter", ADAPTERS["lora"]), tmp_path / "out"
+    (tmp_path / ".out.mine").mkdir()
+    subprocess.run([sys.executable, "-c", KILLED, str(adapter), str(out)], cwd=ROOT, check=False)
+    hidden = [set(tmp_path.glob(".out.poros-*"))]
+
+    def look(done: int, whole: int) -> None:
+        hidden.append(set(tmp_path.glob(".out.poros-*")))
+        if not out.exists():
+            merge(adapter, out)  # another one, meanwhile
+            hidden.append(set(tmp_path.glob(".out.poros-*")))
+
+    with pytest.raises(StoreWriteError, match="--out"):
+        merge(adapter, out, progress=look)
+    killed, *working = hidden
+    assert len(killed) == 1 and all(len(each) == 1 for each in working)
+    assert killed.isdisjoint(set().union(*working)) and set.intersection(*working)
+    assert {each.name for each in tmp_path.iterdir()} == {"adapter", ".out.mine", "out"}
+    assert not any("lock" in each.name for each in out.iterdir())
+
+
 def test_an_interrupted_merge_leaves_nothing(base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
 
@@ -261,7 +388,7 @@ print(max(found))
 def peak(*arguments: object) -> int:
     done = subprocess.run(
         [sys.executable, "-c", PEAK, *map(str, arguments)],
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,

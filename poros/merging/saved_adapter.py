@@ -1,0 +1,221 @@
+"""An adapter as it was saved: its files read and checked, and what they say put into a model."""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poros.errors import PorosError, UnsupportedModelError, quoted
+from poros.loaders.bounded import require_bounded_patterns
+from poros.loaders.header import defect, parse_json
+from poros.loaders.limits import Limits
+from poros.loaders.settings import said
+from poros.loaders.shard import Shard
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MEND = "mend the file, or save the adapter again"
+# Fields that PEFT matches with names of modules, as regular expressions.
+_PATTERNS = (
+    *("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
+    *("layers_pattern", "feedforward_modules", "modules_to_save", "target_parameters"),
+)
+
+
+class SavedAdapter:
+    """The files of an adapter.
+
+    Args:
+        folder: As ``adapter_folder`` gives it.
+        limits: On what the files may ask for; None are the defaults.
+
+    Attributes:
+        folder: Of the files.
+        config: PEFT's configuration.
+        weights: By the names of the file, finite, in memory.
+        base: The base that it says it was trained on.
+
+    Raises:
+        CheckpointFormatError: If a file is malformed; it names the file, and the field or tensor.
+    """
+
+    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self.folder = folder
+        file = folder / CONFIG
+        fields = parse_json(limits.read(file, "config_num_bytes"), file, strict=False)
+        limits.require_config(fields, file)
+        base = fields.get("base_model_name_or_path")
+        self.base = base if isinstance(base, str) and base else None
+        self.weights = _weights(folder / WEIGHTS)
+        self.config: Any = _config(fields, file)
+        self._require_ranks(fields, file)
+
+    def attach(self, model: Any) -> Any:
+        """``model`` with the adapter, as ``PeftModel.from_pretrained`` gives it.
+
+        Raises:
+            CheckpointFormatError: If patterns of its configuration cannot be matched in time.
+            UnsupportedModelError: If it does not fit the model.
+        """
+        from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, PeftModel
+
+        kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(self.config.task_type, PeftModel)
+        self.config.inference_mode = True
+        with self.fitting(model):
+            adapted = kind(model, self.config)
+            self.require_filled(adapted, self.fill(adapted))
+        return adapted.eval()
+
+    def fitting(self, model: Any) -> "_Fitting":
+        """A context in which PEFT puts the adapter on ``model``: what it raises is typed.
+
+        Raises:
+            CheckpointFormatError: If patterns of its configuration cannot be matched in time.
+        """
+        names = [name for name, _ in model.named_modules()]
+        require_bounded_patterns(self.folder / CONFIG, self._patterns(), names)
+        return _Fitting()
+
+    def fill(self, adapted: Any) -> list[str]:
+        """Put the weights into a model that has the adapter.
+
+        Returns:
+            Names in the file that have no place in the model.
+        """
+        from peft.utils import set_peft_model_state_dict
+
+        result = set_peft_model_state_dict(adapted, dict(self.weights))
+        return list(result.unexpected_keys)
+
+    def require_filled(self, adapted: Any, unexpected: list[str]) -> None:
+        """Refuse weights that are too many, or too few: others than PEFT saves of that model.
+
+        Raises:
+            UnsupportedModelError: If there are.
+        """
+        from peft.utils import get_peft_model_state_dict
+
+        expected = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+        missing = expected - self.weights.keys()
+        strange = sorted((set(unexpected) - expected) or missing)
+        if strange:
+            raise UnsupportedModelError(
+                f"ADAPTER: expected in {quoted(str(self.folder / WEIGHTS))} the matrices of the "
+                f"modules that {CONFIG} names, found one too {'few' if missing else 'many'}: "
+                f"{quoted(strange[0])}; name its own base with --base"
+            )
+        for name, module in adapted.named_modules():
+            scaling = getattr(module, "scaling", None)
+            if isinstance(scaling, dict) and not all(map(_is_finite, scaling.values())):
+                raise UnsupportedModelError(
+                    f"ADAPTER: expected a finite scaling (lora_alpha, r) of {quoted(name)}, found "
+                    f"{quoted(scaling)}; {_MEND}"
+                )
+
+    def _patterns(self) -> Iterator[str]:
+        for field in _PATTERNS:
+            value = getattr(self.config, field, None)
+            values = [value] if isinstance(value, str) else value
+            if isinstance(values, list | tuple | set | dict):
+                yield from (each for each in values if isinstance(each, str))
+
+    def _require_ranks(self, fields: dict[str, Any], file: Path) -> None:
+        """No rank may ask for larger matrices than there are in the file."""
+        most = max((size for each in self.weights.values() for size in each.shape), default=0)
+        patterns = fields.get("rank_pattern")
+        patterns = patterns if isinstance(patterns, dict) else {}
+        for name, rank in [("r", fields.get("r")), *patterns.items()]:
+            if isinstance(rank, int | float) and rank > most:
+                raise defect(
+                    file,
+                    f"expected {quoted(name, is_bare=True)} of at most {most}, the largest size "
+                    f"of a tensor in {WEIGHTS}, found {quoted(rank)}",
+                    remedy=_MEND,
+                )
+
+
+class _Fitting:
+    """Raises what PEFT raises as an ``UnsupportedModelError``; errors of Poros pass."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, PorosError):
+            raise UnsupportedModelError(
+                f"ADAPTER: expected one that fits the base, found {said(error)}; name its own base "
+                f"with --base, or mend {CONFIG}"
+            ) from error
+
+
+def adapter_folder(path: Path) -> Path:
+    """The folder of an adapter: ``path``, or ``adapter`` in the folder of a run.
+
+    Raises:
+        CheckpointFormatError: If there is none.
+    """
+    for folder in (path, path / "adapter"):
+        if os.path.isfile(folder / CONFIG) and os.path.isfile(folder / WEIGHTS):
+            return folder
+    raise defect(
+        f"ADAPTER: {quoted(str(path))}",
+        f"expected a folder with {CONFIG} and {WEIGHTS}, or a run's, found none",
+        remedy="give the folder that training has written",
+    )
+
+
+def _config(fields: dict[str, Any], file: Path) -> Any:
+    from peft import PeftConfig
+
+    for name, value in fields.items():
+        _require_numbers(name, value, file)
+    try:
+        return PeftConfig.from_pretrained(str(file.parent))
+    except Exception as error:
+        raise defect(
+            file,
+            f"expected the configuration of an adapter that PEFT knows, found {said(error)}",
+            remedy=_MEND,
+        ) from error
+
+
+def _require_numbers(name: str, value: Any, file: Path) -> None:
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _require_numbers(name, each, file)
+    elif not _is_finite(value):
+        raise defect(
+            file,
+            f"expected {quoted(name, is_bare=True)} as a finite number, found {quoted(value)}",
+            remedy=_MEND,
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value is no number, or one that arithmetic can go on with."""
+    try:
+        return not isinstance(value, int | float) or math.isfinite(value)
+    except OverflowError:  # of a whole number
+        return False
+
+
+def _weights(file: Path) -> dict[str, torch.Tensor]:
+    shard = Shard.open(file)
+    found = {name: shard.read(name, entry) for name, entry in shard.header.tensors.items()}
+    shard.check_unchanged()
+    for name, value in found.items():
+        if not value.is_floating_point():
+            raise defect(
+                file, f"expected floating point, found {value.dtype}", tensor=name, remedy=_MEND
+            )
+        if not bool(torch.isfinite(value.float()).all()):
+            raise defect(
+                file,
+                "expected finite values, found NaN or an infinity",
+                tensor=name,
+                remedy="train it again from a checkpoint before the loss went wrong",
+            )
+    return found

@@ -1,0 +1,353 @@
+"""Files that somebody else may have written, damaged by hand, and the commands that read them.
+
+Each cell of {file, damage, command} ends as if the file were whole, or in a typed error that names
+what is wrong; none raw, none after more than 20 seconds, and of a merge that fails nothing is left.
+"""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load, load_file, save
+from transformers import AutoModelForCausalLM
+
+from tests.command import poros_command
+from tests.finetune.material import write_base
+from tests.support import same_bits
+
+pytest.importorskip("trl", reason="poros finetune trains with TRL")
+
+Damage = Callable[[bytes], bytes]
+MOST_SECONDS = 20
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+ROW = {"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}
+FOR_EVER = r"(?:\w+\.?)+!"
+
+
+def field(*path: str | int, to: Any) -> Damage:
+    """Set one field of a JSON file."""
+
+    def damage(content: bytes) -> bytes:
+        fields = json.loads(content)
+        inner = fields
+        for each in path[:-1]:
+            inner = inner[each]
+        inner[path[-1]] = to
+        return json.dumps(fields).encode()
+
+    return damage
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    """Change the tensors of a safetensors file."""
+
+    def damage(content: bytes) -> bytes:
+        found = load(content)
+        change(found)
+        return save(found, metadata={"format": "pt"})
+
+    return damage
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    """Change the header of a safetensors file, and leave its data."""
+
+    def damage(content: bytes) -> bytes:
+        length = struct.unpack("<Q", content[:8])[0]
+        fields = json.loads(content[8 : 8 + length])
+        change(fields)
+        text = json.dumps(fields).encode()
+        return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+    return damage
+
+
+def first(found: dict[str, Any], part: str = "") -> str:
+    return min(name for name in found if part in name and name != "__metadata__")
+
+
+def put(part: str, value: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
+    def change(found: dict[str, torch.Tensor]) -> None:
+        found[first(found, part)].view(-1)[0] = value
+
+    return change
+
+
+TEXT: dict[str, Damage] = {
+    "empty": lambda content: b"",
+    "cut off": lambda content: content[: len(content) // 2],
+    "zeros": lambda content: bytes(len(content)),
+    "a list": lambda content: b"[]",
+    "null": lambda content: b"null",
+    "a number": lambda content: b"1" * 5000,
+    "no field": lambda content: b"{}",
+    "UTF-16": lambda content: content.decode().encode("utf-16"),
+    "deep": lambda content: b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "deep list": lambda content: b'{"a":' + b"[" * 200 + b"]" * 200 + b"}",
+}
+BINARY: dict[str, Damage] = {
+    "empty": lambda content: b"",
+    "7 bytes": lambda content: content[:7],
+    "cut off": lambda content: content[:-100],
+    "cut off in the header": lambda content: content[:60],
+    "zeros": lambda content: bytes(len(content)),
+    "a pickle": lambda content: b"\x80\x04" + content,
+    "longer": lambda content: content + b"0",
+    "long header": lambda content: struct.pack("<Q", 2**62) + content[8:],
+    "header that is a list": lambda content: struct.pack("<Q", 2) + b"[]" + content[10:],
+    "unknown dtype": header(lambda found: found[first(found)].update(dtype="F12")),
+    "negative shape": header(lambda found: found[first(found)].update(shape=[-1, -16])),
+    "huge shape": header(lambda found: found[first(found)].update(shape=[2**40, 2**40])),
+    "overlap": header(lambda found: found[first(found)].update(data_offsets=[0, 2**20])),
+    "NaN": tensors(put("", float("nan"))),
+    "infinity": tensors(put("", float("inf"))),
+    "missing": tensors(lambda found: found.pop(first(found))),
+    "another shape": tensors(lambda found: found.update({first(found): torch.ones(3, 5)})),
+    "a scalar": tensors(lambda found: found.update({first(found): torch.tensor(1.0)})),
+    "whole numbers": tensors(
+        lambda found: found.update({first(found): found[first(found)].to(torch.int64)})
+    ),
+    "no tensor": tensors(lambda found: found.clear()),
+    "another name": tensors(lambda found: found.update(other=found.pop(first(found)))),
+}
+WRONG: dict[str, Any] = {
+    "null": None, "text": "x", "a list": [], "an object": {"a": 1}, "negative": -1, "zero": 0,
+    "huge": 10**30, "a fraction": 1.5, "NaN": float("nan"),
+}  # fmt: skip
+
+
+def wrong(name: str, *kinds: str) -> dict[str, Damage]:
+    return {f"{name}: {kind}": field(name, to=WRONG[kind]) for kind in kinds or WRONG}
+
+
+def split_by(pattern: str) -> Damage:
+    """A tokenizer that splits by a pattern."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return field("pre_tokenizer", to=split | {"invert": False})
+
+
+def large_vocabulary(content: bytes) -> bytes:
+    """Every letter is a token that no model has."""
+    fields = json.loads(content)
+    vocabulary = fields["model"]["vocab"]
+    for name in "abcdefgh":
+        vocabulary[name] += 10**6
+    return json.dumps(fields).encode()
+
+
+ADAPTER, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
+CONFIG, GENERATION, MODEL = (
+    "base/config.json",
+    "base/generation_config.json",
+    "base/model.safetensors",
+)
+TOKENIZER, SETTINGS = "base/tokenizer.json", "base/tokenizer_config.json"
+TEMPLATE_FILE = "base/chat_template.jinja"
+DAMAGES: dict[str, dict[str, Damage]] = {
+    ADAPTER: {
+        **TEXT,
+        **wrong("r"),
+        **wrong("lora_alpha"),
+        **wrong("target_modules"),
+        **wrong("peft_type", "null", "text", "a list", "zero"),
+        **wrong("task_type", "text", "a list", "zero"),
+        **wrong("base_model_name_or_path", "text", "a list", "zero", "null"),
+        **wrong("rank_pattern", "text", "a list", "zero", "an object"),
+        **wrong("alpha_pattern", "text", "a list", "an object"),
+        **wrong("modules_to_save", "text", "an object", "zero"),
+        **wrong("bias", "text", "a list", "zero"),
+        **wrong("use_dora", "text", "a list"),
+        **wrong("lora_dropout", "text", "negative", "huge", "null"),
+        **wrong("layers_to_transform", "text", "negative", "huge", "a list"),
+        "rank too large": field("r", to=2**31),
+        "pattern for ever": field("target_modules", to=f"q_proj|{FOR_EVER}"),
+        "no pattern": field("target_modules", to="(["),
+        "infinite": field("lora_alpha", to=float("inf")),
+        "alpha that overflows": field("lora_alpha", to=1e300),
+        "unknown field": field("unheard_of", to=1),
+        "rank for ever": field("rank_pattern", to={"(a+)+$|" + FOR_EVER: 4}),
+        "loftq": field("loftq_config", to=5),
+    },
+    WEIGHTS: {
+        **BINARY,
+        "one too many": tensors(lambda found: found.update(more=torch.ones(2))),
+        "one layer too many": tensors(
+            lambda found: found.update(
+                {first(found, "layers.0").replace("layers.0", "layers.9"): torch.ones(4, 64)}
+            )
+        ),
+    },
+    CONFIG: {
+        **TEXT,
+        **wrong("model_type", "null", "text", "a list", "zero"),
+        **wrong("hidden_size"),
+        **wrong("num_hidden_layers"),
+        **wrong("vocab_size", "null", "text", "negative", "huge", "zero"),
+        **wrong("num_attention_heads", "null", "text", "zero", "negative", "huge"),
+        **wrong("hidden_act", "text", "zero", "null"),
+        **wrong("architectures", "text", "zero"),
+        **wrong("max_position_embeddings", "text", "negative", "zero", "huge"),
+        **wrong("rope_parameters", "text", "a list", "an object"),
+        **wrong("dtype", "text", "zero", "an object"),
+        **wrong("quantization_config", "text", "a list", "an object"),
+        **wrong("layer_types", "text", "a list", "an object"),
+        **wrong("eos_token_id", "text", "negative", "huge", "an object"),
+        **wrong("tie_word_embeddings", "text", "a list"),
+        **wrong("rms_norm_eps", "text", "null", "NaN"),
+    },
+    GENERATION: {
+        **TEXT,
+        **wrong("eos_token_id", "text", "negative", "huge", "an object", "a fraction"),
+        **wrong("temperature", "text", "negative"),
+        **wrong("max_length", "text", "negative"),
+        **wrong("pad_token_id", "text", "negative", "huge"),
+        **wrong("suppress_tokens", "text", "zero", "an object"),
+        **wrong("cache_implementation", "text"),
+        **wrong("num_beams", "text", "zero"),
+    },
+    MODEL: BINARY,
+    TOKENIZER: {
+        **TEXT,
+        **wrong("model"),
+        **wrong("added_tokens", "text", "an object"),
+        **wrong("normalizer", "text", "an object"),
+        **wrong("decoder", "text", "an object"),
+        **wrong("post_processor", "text", "an object"),
+        "pattern for ever": split_by(r"(?:a?){22}a{22}b"),
+        "pattern that backtracks": split_by(r"(a+)+$"),
+        "no pattern": split_by(r"(["),
+        "large vocabulary": large_vocabulary,
+        "no vocabulary": field("model", "vocab", to={}),
+        "negative token": field("model", "vocab", "a", to=-1),
+        "merges of nothing": field("model", "merges", to=[["q", "zz"]]),
+    },
+    SETTINGS: {
+        **TEXT,
+        **wrong("tokenizer_class", "text", "a list", "zero"),
+        **wrong("eos_token", "null", "a list", "zero", "an object"),
+        **wrong("pad_token", "a list", "zero", "huge"),
+        **wrong("chat_template", "a list", "zero", "an object"),
+        **wrong("model_max_length", "text", "negative", "zero"),
+        **wrong("added_tokens_decoder", "text", "a list", "an object"),
+        **wrong("extra_special_tokens", "text", "zero", "an object"),
+        **wrong("padding_side", "text", "zero"),
+        **wrong("model_input_names", "text", "zero"),
+        "another class": field("tokenizer_class", to="BertTokenizer"),
+    },
+    TEMPLATE_FILE: {
+        "empty": TEXT["empty"],
+        "no template": lambda content: b"{% for",
+        "Latin-1": lambda content: "{{ 'é' }}".encode("latin-1"),
+        "zeros": lambda content: bytes(10),
+        "loops": lambda content: (
+            b"{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+        ),
+        "large numbers": lambda content: b"{{ 9 ** 9 ** 9 ** 9 }}",
+        "memory": lambda content: b"{{ ('a' * 9999999999) | length }}" * 9,
+        "recursion": lambda content: b"{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "deep": lambda content: b"{% if true %}" * 2000 + b"{% endif %}" * 2000,
+        "unknown name": lambda content: b"{{ nobody.knows.it }}",
+        "refuses": lambda content: b"{{ raise_exception('no') }}",
+        "escapes": lambda content: b"{{ ''.__class__.__mro__ }}",
+        "text alone": lambda content: b"hello",
+        "nothing": lambda content: b"{{ '' }}",
+    },
+}  # fmt: skip
+READ_BY = {
+    ADAPTER: ("merge", "chat"),
+    WEIGHTS: ("merge", "chat"),
+    GENERATION: ("merge", "chat"),
+    MODEL: ("merge", "chat"),
+}
+CELLS = [
+    (file, damage, command)
+    for file, damages in DAMAGES.items()
+    for damage in damages
+    for command in READ_BY.get(file, ("merge", "chat", "finetune"))
+]
+# Of the others every fifth, which is one of each command in turn.
+ALWAYS = {
+    *((WEIGHTS, damage, "chat") for damage in ("cut off", "NaN", "missing", "one too many")),
+    *((TOKENIZER, damage, "chat") for damage in ("pattern for ever", "large vocabulary")),
+    *((TOKENIZER, damage, "finetune") for damage in ("pattern that backtracks", "a list")),
+    *((TOKENIZER, damage, "finetune") for damage in ("large vocabulary", "deep")),
+    *((TEMPLATE_FILE, damage, "finetune") for damage in ("recursion", "deep")),
+    *((TEMPLATE_FILE, damage, "chat") for damage in ("loops", "memory", "no template")),
+    (ADAPTER, "pattern for ever", "merge"),
+    (ADAPTER, "rank too large", "chat"),
+    (GENERATION, "eos_token_id: text", "chat"),
+    (CONFIG, "max_position_embeddings: negative", "finetune"),
+}
+
+
+def marked(cell: tuple[str, str, str], number: int) -> Any:
+    marks = [] if cell in ALWAYS or number % 5 == 0 else [pytest.mark.slow]
+    return pytest.param(*cell, marks=marks, id=", ".join(cell))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base with its tokenizer, an adapter, and rows."""
+    folder = tmp_path_factory.mktemp("whole")
+    base = write_base(folder / "base")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    )
+    model.peft_config["default"].base_model_name_or_path = "base"
+    model.save_pretrained(folder / "adapter")
+    (folder / "rows.jsonl").write_text('{"text": "a b"}\n')
+    return folder
+
+
+COMMANDS: dict[str, list[str]] = {
+    "merge": ["merge", "adapter", "--out", "out", "--base", "base"],
+    "chat": ["chat", "adapter", "--prompt", "a b", "--max-new-tokens", "2", "--base", "base"],
+    "finetune": ["finetune", "base", "rows.jsonl", "--dry-run", "--out", "run"],
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "command"), [marked(cell, number) for number, cell in enumerate(CELLS)]
+)
+def test_a_damaged_file(
+    file: str,
+    damage: str,
+    command: str,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    if file == TEMPLATE_FILE:
+        (tmp_path / file).write_text(TEMPLATE)
+        (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    content = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(DAMAGES[file][damage](content))
+    monkeypatch.chdir(tmp_path)
+    before = sorted(each.name for each in tmp_path.iterdir())
+    start = seconds()
+    result = poros_command(*COMMANDS[command])
+    assert seconds() - start < MOST_SECONDS
+    assert result.exit_code in (0, 2), result.output
+    if result.exit_code == 2:
+        for word in ("error: ", "expected", "found"):
+            assert word in result.output, result.output
+        assert sorted(each.name for each in tmp_path.iterdir()) == before
+    elif command == "merge":
+        model = AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16)
+        expected = PeftModel.from_pretrained(model, "adapter").merge_and_unload().state_dict()
+        found = load_file("out/model.safetensors")
+        assert all(same_bits(value, expected[name]) for name, value in found.items())
+
+
+def seconds() -> float:
+    """Of processor time, of children that have ended too: others may be at work on the machine."""
+    return sum(os.times()[:4])

@@ -1,7 +1,7 @@
 """What decides what a layer computes, besides its arguments and the state around it, at one time.
 
 Its modules, which adapters act and how, its parameters, hooks, plain attributes, training flags and
-what of it stays on the device. A call notes it; its backward, and whatever is recorded of it, has
+what of it stays on the device, frozen adapters among it. A call notes it; its backward, and whatever is recorded of it, has
 to find the same.
 """
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from poros.layer.layer_index import Adapter
 from poros.layer.state import adapter_state
@@ -29,6 +31,7 @@ class Condition:
         parameters: These, each once.
         stand_ins: What stands in for them within the layer.
         versions: Of these.
+        frozen: Places of tensors of frozen adapters that act.
         hooks: Keys of the hooks inside the layer.
         adapter_state: Which adapters act, and how.
         attributes: A reading of its plain attributes.
@@ -43,6 +46,7 @@ class Condition:
         self.parameters = trained.parameters
         self.stand_ins = trained.stand_ins
         self.versions = list(map(_version, self.parameters))
+        self.frozen = [place for place in trained.frozen if place.acts()]
         self.hooks = contents.hooks()
         self.adapter_state = adapter_state(contents.adapter_modules)
         self.attributes = contents.attributes.read()
@@ -56,8 +60,13 @@ class Condition:
 
     @cached_property
     def staying(self) -> StayingState:
-        """What stays on the device."""
-        return self._layer.staying()
+        """What stays on the device, and the frozen adapters that act."""
+        return self._layer.staying(self.frozen)
+
+    @cached_property
+    def frozen_values(self) -> torch.Tensor | None:
+        """A checksum of the frozen adapters that act: not every edit is counted by PyTorch."""
+        return self.staying.adapter_values()
 
     @cached_property
     def addresses(self) -> Any:
@@ -71,7 +80,7 @@ class Condition:
 
     def note(self) -> "Condition":
         """The same, with all that is looked up late looked up now."""
-        _ = self.has_hooks, self.addresses
+        _ = self.has_hooks, self.addresses, self.frozen_values
         return self
 
     def equals(self, other: "Condition") -> bool:
@@ -86,6 +95,14 @@ class Condition:
             and self.versions == other.versions
             and self.addresses == other.addresses
             and self.staying.marks == other.staying.marks
+            and self.has_values(other.frozen_values)
+        )
+
+    def has_values(self, values: torch.Tensor | None) -> bool:
+        """Whether the frozen adapters have this checksum. The host waits for it."""
+        own = self.frozen_values
+        return own is values or (
+            own is not None and values is not None and bool(torch.equal(own, values))
         )
 
     def is_known_as(self, other: "Condition", staying: StayingState | None) -> bool:

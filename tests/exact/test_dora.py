@@ -15,7 +15,7 @@ from peft import PeftModel
 
 import poros
 from poros.errors import ParityError, PolicyError
-from poros.kernels.dora import RowNorms
+from poros.kernels.dora import SquaresOfRows
 from tests.exact.adapter_arms import Found, adapted, differences, step
 from tests.exact.arms import Bases
 
@@ -226,13 +226,13 @@ def test_the_self_check_sees_a_norm_that_is_not_the_weights(
     poros.prepare(model, loss="reference", self_check="strict")
     layer = model.base_model.model.model.layers[0]
     forward = layer.mlp.up_proj.__dict__["forward"]
-    own = RowNorms.of
+    own = SquaresOfRows.of
 
-    def wrong(self: RowNorms, *args: Any, **kwargs: Any) -> torch.Tensor:
-        norm = own(self, *args, **kwargs)
-        return norm * 2 if self is forward._norms else norm
+    def wrong(self: SquaresOfRows, *args: Any, **kwargs: Any) -> torch.Tensor:
+        squares = own(self, *args, **kwargs)
+        return squares * 2 if self is forward._squares else squares
 
-    monkeypatch.setattr(RowNorms, "of", wrong)
+    monkeypatch.setattr(SquaresOfRows, "of", wrong)
     with pytest.raises(ParityError):
         step(model)
 

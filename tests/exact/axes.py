@@ -150,6 +150,11 @@ class Program:
         self.activate()
         self.model.train()
 
+    @staticmethod
+    def call(model: Model, batch: dict[str, Any]) -> Any:
+        """Of the model; programs may take another."""
+        return model(**batch)
+
     def activate(self) -> None:
         """The adapters of the cell, and what of them is frozen."""
         both = ["default", "second"] if self.cell.adapter == "second frozen" else ["default"]
@@ -272,20 +277,27 @@ def recorded_facts(program: Program, together: bool) -> Facts:
     return facts
 
 
-def streamed(cell: Cell, bases: Bases, device: str) -> tuple[Facts, Model]:
-    """The same prepared as the cell has it."""
-    program = Program(cell, bases, device)
+def prepared(program: Program, self_check: str = "strict") -> Model:
+    """Its model, prepared as the cell has it."""
+    cell, device = program.cell, program.device
     policy = poros.StreamingPolicy(
         loss="reference",
         device=device,
         slots=2,
         keep_last=NUM_LAYERS if cell.is_kept else 0,
         cuda_graphs=None if cell.is_recorded else False,
-        self_check="strict",
+        self_check=self_check,
     )
     recorder = TapeRecorder() if cell.is_recorded and device == "cpu" else None
     prepare_with(program.model, policy, recorder=recorder)
-    return recorded_facts(program, together=cell.is_grouped), program.model
+    return program.model
+
+
+def streamed(cell: Cell, bases: Bases, device: str) -> tuple[Facts, Model]:
+    """The same as ``resident``, prepared as the cell has it."""
+    program = Program(cell, bases, device)
+    model = prepared(program)
+    return recorded_facts(program, together=cell.is_grouped), model
 
 
 def difference(cell: Cell, bases: Bases, device: str, known: dict[Cell, Facts]) -> str | None:

@@ -26,6 +26,7 @@ from poros.kernels.lora import drop, drop_backward, dropout_of
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
 from poros.nf4 import state_of
 
+
 class Frozen(NamedTuple):
     """The frozen weight below an adapter."""
 

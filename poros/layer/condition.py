@@ -1,8 +1,8 @@
 """What decides what a layer computes, besides its arguments and the state around it, at one time.
 
 Its modules, which adapters act and how, its parameters, hooks, plain attributes, training flags and
-what of it stays on the device, frozen adapters among it. A call notes it; its backward, and whatever is recorded of it, has
-to find the same.
+what of it stays on the device, frozen adapters among it. A call notes it; its backward, and
+whatever is recorded of it, has to find the same.
 """
 
 from collections.abc import Sequence

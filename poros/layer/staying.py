@@ -137,9 +137,9 @@ class StayingState:
 
     def adapter_values(self) -> torch.Tensor | None:
         """A checksum of the values of frozen adapters; None if there are none."""
-        number = len(self.adapters)
-        tensors = [tensor for tensor in self._tensors[len(self._tensors) - number :]]
-        return checksum([tensor for tensor in tensors if tensor is not None]) if number else None
+        of_adapters = self._tensors[len(self._tensors) - len(self.adapters) :]
+        found = [tensor for tensor in of_adapters if tensor is not None]
+        return checksum(found) if found else None
 
 
 # Looked up in C: this runs twice at every visit.

@@ -147,6 +147,7 @@ class Program:
         for name, each in self.model.named_parameters():
             if "lora_A" in name or "lora_B" in name:
                 each.data.copy_(0.1 * torch.randn(each.shape, generator=generator))
+        self.model.to(device)
         self.activate()
         self.model.train()
 
@@ -255,6 +256,8 @@ class Program:
                     if isinstance(value, torch.Tensor):
                         yield f"end: {key} of {name}", value
         yield "end: random state", torch.get_rng_state()
+        if self.device == "cuda":
+            yield "end: random state of the device", torch.cuda.get_rng_state()
 
 
 def resident(cell: Cell, bases: Bases, device: str) -> Facts:

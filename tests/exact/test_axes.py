@@ -42,15 +42,7 @@ def test_a_cell_is_exact(cell: Cell, bases: Bases, known: dict[Cell, Facts]) -> 
     assert difference(cell, bases, "cpu", known) is None
 
 
-@pytest.mark.parametrize("is_grouped", [False, True], ids=["", "grouped"])
-def test_norms_of_recorded_dora_under_a_fused_optimizer(
-    is_grouped: bool, bases: Bases, known: dict[Cell, Facts]
-) -> None:
-    cell = PLAIN._replace(adapter="DoRA", is_grouped=is_grouped, is_recorded=True)
-    assert difference(cell, bases, "cpu", known) is None
-
-
-# Programs of one micro-batch a step.
+# Programs.
 
 Action = Callable[[Program, int], Any]
 SINCE, NUM_STEPS = 5, 7
@@ -62,7 +54,10 @@ def nothing(program: Program, number: int) -> None:
 
 
 def steps(
-    before: Action = nothing, between: Action = nothing, around: Callable[[int], Any] | None = None
+    before: Action = nothing,
+    between: Action = nothing,
+    around: Callable[[int], Any] | None = None,
+    num_together: int = 1,
 ) -> Callable[[Program], Iterator[Any]]:
     """A training run with actions before each forward, and between it and its backward."""
 
@@ -72,6 +67,14 @@ def steps(
         generator = torch.Generator().manual_seed(2)
         for number in range(NUM_STEPS):
             yield before(program, number)
+            if num_together > 1:
+                drawn = torch.randint(0, 100, (num_together, 2, 12), generator=generator)
+                batches = [{"input_ids": each, "labels": each} for each in drawn]
+                yield from program.step(batches, together=True)
+                yield from [_gradient(each) for each in program.trained()]
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
             tokens = torch.randint(0, 100, (2, 12), generator=generator)
             call = {"input_ids": tokens, "labels": tokens, "use_cache": False}
             loss = program.call(program.model, call).loss
@@ -79,11 +82,15 @@ def steps(
             with nullcontext() if around is None else around(number):
                 loss.backward()
             yield loss.detach()
-            yield from [each.grad.clone() for each in program.trained() if each.grad is not None]
+            yield from [_gradient(each) for each in program.trained()]
             optimizer.step()
             optimizer.zero_grad()
 
     return run
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    return None if parameter.grad is None else parameter.grad.clone()
 
 
 def others(program: Program) -> Facts:
@@ -161,6 +168,7 @@ class Row(NamedTuple):
 
 def rows() -> Iterator[Row]:
     yield Row("an eager backward behind a replayed forward", "DoRA", steps(around=autocast_later))
+    yield Row("four together", "DoRA", steps(num_together=4))
     adapter = "second frozen"
     for way in EXCHANGES:
         yield Row(f"exchanged: {way}", adapter, steps(exchange(way)))

@@ -11,12 +11,15 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+import poros
 from poros.gates import tiny
 from poros.gates.fuzz import actions
 from poros.gates.fuzz.hooks import Hooked, Thrown
@@ -87,8 +90,11 @@ class Arm:
                 self._do(action)
             if prepare is not None:
                 prepare(self.model)
-            elif self.program.policy.loss == "chunked":
-                _slice_loss(self.model)
+            else:
+                if self.program.policy.kernels == "fused":
+                    poros.use_adapter_kernels(self.model)
+                if self.program.policy.loss == "chunked":
+                    _slice_loss(self.model)
             self._make_optimizer()
             for index, step in enumerate(self.program.steps):
                 self.step_index = index
@@ -189,6 +195,14 @@ class Arm:
         """Forwards, what comes between, and backward, as ``Step.backward`` and ``autocast`` say."""
         losses: list[torch.Tensor] = []
         autocast = _autocast if step.autocast != "off" else nullcontext
+        if step.backward == "together":
+
+            def loss_of(_: Any, forward: Forward) -> torch.Tensor:
+                with autocast():
+                    return self._loss(forward)
+
+            self._between(step)
+            return poros.accumulate(self.model, step.forwards, loss=loss_of)
         if step.backward == "each":
             with autocast() if step.autocast == "shared" else nullcontext():
                 for forward in step.forwards:
@@ -316,15 +330,13 @@ class Arm:
     def _make_optimizer(self) -> None:
         parameters = [parameter for _, parameter in self.named_trainable()]
         kind = self.program.optimizer
-        if kind == "sgd":
-            self.optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=False)
-        elif kind == "in_backward":
+        if kind == "in_backward":
             for parameter in parameters:
                 self._step_in_backward(parameter)
         else:
-            self.optimizer = torch.optim.AdamW(
-                parameters, lr=1e-2, foreach=False, fused=kind == "fused"
-            )
+            self.optimizer = _OPTIMIZERS[kind](parameters)
+            if hasattr(self.optimizer, "train"):
+                self.optimizer.train()
         if self.program.ema:
             self.ema = self.trained()
 
@@ -368,6 +380,26 @@ class Arm:
         self.model.zero_grad(set_to_none=True)
         for parameter in self.added.values():
             parameter.grad = None
+
+
+def _bitsandbytes(name: str, **options: Any) -> Callable[[Any], Any]:
+    return lambda parameters: getattr(import_module("bitsandbytes.optim"), name)(
+        parameters, lr=1e-2, **options
+    )
+
+
+_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, foreach=False),
+    "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=False),
+    "sgd_fused": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
+    "8bit": _bitsandbytes("AdamW8bit", min_8bit_size=64),
+    "lion": _bitsandbytes("Lion"),
+    "schedule_free": lambda parameters: import_module("schedulefree").AdamWScheduleFree(
+        parameters, lr=1e-2
+    ),
+}
 
 
 def _slice_loss(model: Any) -> None:

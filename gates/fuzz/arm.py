@@ -11,8 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch import nn
 
 import poros
 from poros.gates import tiny
-from poros.gates.fuzz import actions
+from poros.gates.fuzz import actions, optimizers
 from poros.gates.fuzz.hooks import Hooked, Thrown
 from poros.gates.fuzz.models import layers_of
 from poros.gates.fuzz.program import Action, Forward, Program, Step, Term
@@ -90,11 +88,10 @@ class Arm:
                 self._do(action)
             if prepare is not None:
                 prepare(self.model)
-            else:
-                if self.program.policy.kernels == "fused":
-                    poros.use_adapter_kernels(self.model)
-                if self.program.policy.loss == "chunked":
-                    _slice_loss(self.model)
+            elif self.program.policy.kernels == "fused":
+                poros.use_adapter_kernels(self.model)
+            if prepare is None and self.program.policy.loss == "chunked":
+                _slice_loss(self.model)
             self._make_optimizer()
             for index, step in enumerate(self.program.steps):
                 self.step_index = index
@@ -334,9 +331,7 @@ class Arm:
             for parameter in parameters:
                 self._step_in_backward(parameter)
         else:
-            self.optimizer = _OPTIMIZERS[kind](parameters)
-            if hasattr(self.optimizer, "train"):
-                self.optimizer.train()
+            self.optimizer = optimizers.make(kind, parameters)
         if self.program.ema:
             self.ema = self.trained()
 
@@ -380,26 +375,6 @@ class Arm:
         self.model.zero_grad(set_to_none=True)
         for parameter in self.added.values():
             parameter.grad = None
-
-
-def _bitsandbytes(name: str, **options: Any) -> Callable[[Any], Any]:
-    return lambda parameters: getattr(import_module("bitsandbytes.optim"), name)(
-        parameters, lr=1e-2, **options
-    )
-
-
-_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-2, foreach=False),
-    "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
-    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
-    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, foreach=False),
-    "sgd_fused": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
-    "8bit": _bitsandbytes("AdamW8bit", min_8bit_size=64),
-    "lion": _bitsandbytes("Lion"),
-    "schedule_free": lambda parameters: import_module("schedulefree").AdamWScheduleFree(
-        parameters, lr=1e-2
-    ),
-}
 
 
 def _slice_loss(model: Any) -> None:

@@ -5,10 +5,10 @@ keeps an activation and a loss on what it kept. Motifs meet by chance, at moment
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 from poros.errors import PolicyError
+from poros.gates.fuzz import optimizers
 from poros.gates.fuzz.draft import Dice, Draft
 from poros.gates.fuzz.motifs import MOTIFS, compile_layers
 from poros.gates.fuzz.program import Policy, Program, Subject
@@ -41,7 +41,7 @@ def programs(*, compiled: bool = True) -> Any:
         # Visits are recorded once they have come twice, and replayed once that is proved.
         lengths = {5: 2, 6: 1} if policy.recorded else {2: 5, 1: 2, 3: 3}
         draft = Draft(dice, subject, policy, dice.weighted(lengths))
-        draft.optimizer = dice.weighted(optimizers())
+        draft.optimizer = dice.weighted(optimizers.weights())
         for _ in range(dice.weighted({2: 3, 1: 3, 3: 3, 4: 2, 0: 1})):
             dice.weighted(MOTIFS)(draft)
         if compiled and dice.below(200) == 199:
@@ -72,18 +72,6 @@ def _subject(dice: Dice) -> Subject:
         train_head=dice.chance(10),
         frozen="" if kind == "vblora" else dice.weighted({"": 4, "lora_A": 1, "reference": 2}),
     )
-
-
-def optimizers() -> dict[str, int]:
-    """Those that are installed, with their weights."""
-    packages = {"8bit": "bitsandbytes", "lion": "bitsandbytes", "schedule_free": "schedulefree"}
-    weights = {"adamw": 4, "fused": 4, "foreach": 1, "sgd": 1, "sgd_fused": 1}
-    weights |= {"8bit": 1, "lion": 1, "schedule_free": 1}
-    return {
-        name: weight
-        for name, weight in weights.items()
-        if find_spec(packages.get(name, "torch")) is not None
-    }
 
 
 def _policy(dice: Dice, subject: Subject) -> Policy:

@@ -90,6 +90,7 @@ def attach(base: Any, subject: Subject) -> Any:
         model = get_peft_model(base, adapter_config(base, subject))
         if subject.frozen == "reference":
             config = adapter_config(base, replace(subject, train_head=False), seed=3)
+            config.target_modules = set(model.peft_config["default"].target_modules)
             model.add_adapter("reference", config)
             model.base_model.set_adapter(["default", "reference"])
     draw_adapters(model, "", seed=2)

@@ -4,8 +4,7 @@ What may change between a forward and its backward:
 
 - training flags, random states, autocast, settings that pick kernels: replayed;
 - active adapters, their scaling, disabling or merging: ``RematerializationError``;
-- an adapter edited in place, replaced, moved or deleted: ``RematerializationError``; a frozen one
-  too, if it acts, whether PyTorch counts the edit or not;
+- an adapter edited in place, replaced, moved or deleted: ``RematerializationError``;
 - the layer's input or any other tensor it was given edited in place: ``RematerializationError``;
 - a frozen tensor that stays on the device (a norm, a bias, a buffer) edited, cast or replaced:
   ``RematerializationError``;
@@ -13,9 +12,9 @@ What may change between a forward and its backward:
 - a plain attribute of a module inside it or of its configuration: ``RematerializationError``.
 
 Hooks on modules inside a layer run twice per step, as under activation checkpointing. Hooks on
-parameters run once. An edit that PyTorch does not count (a fused optimizer's step, an assignment of
-the same memory through ``.data``) between a forward and its backward is not seen, here or by
-autograd.
+parameters run once. An edit that PyTorch does not count (a fused optimizer's step, a write through
+``.data``) between a forward and its backward is seen in frozen adapters alone, by their values; of
+what is trained, or stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
@@ -108,7 +107,6 @@ class LayerCall:
         """What is recorded of such calls, if they may be replayed."""
         self._rng_end: RngStash | None = None
         self._staying: StayingState | None = None
-        self._frozen_values: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -209,7 +207,6 @@ class LayerCall:
         found = copy.copy(self)
         found.tensors, found.offloaded, found.form = (), None, None
         found.repeated, found.recomputed, found._staying = {}, None, None
-        found._frozen_values = None
         return found
 
     def is_current(self) -> bool:
@@ -234,7 +231,7 @@ class LayerCall:
         self.uses, self.is_unwatched = facts.uses, facts.is_unwatched
         self.result_forms, self._result = facts.forms, facts.result
         self._rng_end = RngStash.capture(self.layer.device)
-        self._staying, self._frozen_values = self.condition.staying, self.condition.frozen_values
+        self._staying = self.condition.staying
 
     def note_inference(self, template: Any, results: Sequence[torch.Tensor]) -> None:
         """Its forward has run without a graph and has given ``template`` of ``results``."""
@@ -329,7 +326,6 @@ class LayerCall:
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
         self._staying = self.layer.staying(self.condition.frozen)
-        self._frozen_values = self._staying.adapter_values()
         return results
 
     @staticmethod
@@ -429,12 +425,6 @@ class LayerCall:
             raise RematerializationError(
                 f"{edited}: expected it as it was at the forward, found it edited, cast or "
                 "replaced before the backward of its layer; do so between steps"
-            )
-        if self._staying is not None and not now.has_values(self._frozen_values):
-            raise RematerializationError(
-                f"{name}: expected its frozen adapters to have the values of the forward, found "
-                "others at its backward: an edit that PyTorch does not count (through .data, or by "
-                "a fused optimizer); edit them after backward"
             )
         for adapter in () if is_same else self.adapters:
             held = adapter.owner.get(adapter.key)

@@ -10,8 +10,6 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from poros.layer.layer_index import Adapter
 from poros.layer.state import adapter_state
 from poros.layer.staying import StayingState
@@ -64,11 +62,6 @@ class Condition:
         return self._layer.staying(self.frozen)
 
     @cached_property
-    def frozen_values(self) -> torch.Tensor | None:
-        """A checksum of the frozen adapters that act: not every edit is counted by PyTorch."""
-        return self.staying.adapter_values()
-
-    @cached_property
     def addresses(self) -> Any:
         """Where what it reads lies, besides its arguments."""
         return (
@@ -80,7 +73,7 @@ class Condition:
 
     def note(self) -> "Condition":
         """The same, with all that is looked up late looked up now."""
-        _ = self.has_hooks, self.addresses, self.frozen_values
+        _ = self.has_hooks, self.addresses
         return self
 
     def equals(self, other: "Condition") -> bool:
@@ -95,14 +88,7 @@ class Condition:
             and self.versions == other.versions
             and self.addresses == other.addresses
             and self.staying.marks == other.staying.marks
-            and self.has_values(other.frozen_values)
-        )
-
-    def has_values(self, values: torch.Tensor | None) -> bool:
-        """Whether the frozen adapters have this checksum. The host waits for it."""
-        own = self.frozen_values
-        return own is values or (
-            own is not None and values is not None and bool(torch.equal(own, values))
+            and self.staying.has_values_of(other.staying)
         )
 
     def is_known_as(self, other: "Condition", staying: StayingState | None) -> bool:

@@ -120,9 +120,13 @@ class StayingState:
     Args:
         tensors: These, then those of frozen adapters.
         adapters: Places of the latter.
+
+    Attributes:
+        marks: What changes with an edit that PyTorch counts, one for each.
+        values: A checksum of the frozen adapters; None if there are none.
     """
 
-    __slots__ = ("_tensors", "adapters", "marks")
+    __slots__ = ("_tensors", "adapters", "marks", "values")
 
     def __init__(
         self, tensors: Sequence[torch.Tensor | None], adapters: Sequence[AdapterPlace] = ()
@@ -134,12 +138,16 @@ class StayingState:
             self.marks = [None if mark[2][0] else mark for mark in facts]
         except (AttributeError, RuntimeError, TypeError):  # one is gone, or an inference tensor
             self.marks = [_mark(tensor) for tensor in tensors]
-
-    def adapter_values(self) -> torch.Tensor | None:
-        """A checksum of the values of frozen adapters; None if there are none."""
-        of_adapters = self._tensors[len(self._tensors) - len(self.adapters) :]
+        # PyTorch does not count every edit, and these are edited as training goes on.
+        of_adapters = tensors[len(tensors) - len(adapters) :]
         found = [tensor for tensor in of_adapters if tensor is not None]
-        return checksum(found) if found else None
+        self.values = checksum(found) if found else None
+
+    def has_values_of(self, other: "StayingState") -> bool:
+        """Whether frozen adapters hold the same in both; the host waits for the device."""
+        if self.values is None or other.values is None:
+            return self.values is other.values
+        return self.values is other.values or torch.equal(self.values, other.values)
 
 
 # Looked up in C: this runs twice at every visit.
@@ -179,7 +187,7 @@ class Staying:
         """The name of one that is not as it was ``before``."""
         now = self.state(before.adapters)
         if now.marks == before.marks:
-            return None
+            return None if now.has_values_of(before) else f"{self._layer}, a frozen adapter"
         names = [name for name, *_ in (*self._places, *before.adapters)]
         pairs = zip(names, before.marks, now.marks, strict=True)
         return next(f"{self._layer}.{name}" for name, old, new in pairs if old != new)

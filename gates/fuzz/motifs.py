@@ -306,6 +306,8 @@ def _context(draft: Draft) -> None:
 
 
 def _probe(draft: Draft) -> None:
+    if draft.policy.recorded:  # which keeps what is recorded
+        return
     what = draft.dice.weighted({"forward": 3, "step": 3, "evaluate": 1})
     draft.place(Probe(what), moments={"before": 1})
 

@@ -108,14 +108,10 @@ def adapter_places(layer: nn.Module, streamed: Collection[int]) -> list[AdapterP
     ]
 
 
-def _adapters_of(module: Any) -> Collection[str]:
+def _adapters_of(module: Any) -> set[str]:
     """The names of the adapters in one of PEFT's modules."""
-    return {
-        name
-        for part in module.adapter_layer_names
-        if hasattr(held := getattr(module, part, None), "keys")
-        for name in held.keys()  # noqa: SIM118
-    }
+    tables: list[Any] = [getattr(module, part, None) for part in module.adapter_layer_names]
+    return {name for table in tables if hasattr(table, "keys") for name in table.keys()}  # noqa: SIM118
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

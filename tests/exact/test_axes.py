@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import poros
+from poros.digests import checksum
 from poros.errors import PorosError, RematerializationError
 from tests.exact.arms import Bases
 from tests.exact.axes import (
@@ -222,3 +223,18 @@ def ended(run: Iterator[Any]) -> tuple[list[torch.Tensor], Exception | None]:
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Any]:
     return {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+def test_a_checksum_tells_what_regular_edits_do(dtype: torch.dtype) -> None:
+    """Signs, a single bit, neighbours exchanged, rows in another order."""
+    values = (torch.randn(16, 8, generator=torch.Generator().manual_seed(0)) * 20).to(dtype)
+    other = torch.ones(3, dtype=torch.bfloat16)
+    flipped = values.clone()
+    flipped.view(torch.uint8)[0, 0] ^= 1
+    swapped = values.clone()
+    swapped[0, :2] = values[0, :2].flip(0)
+    edited = [-values, values.flip(0), flipped, swapped, values * 2]
+    found = {int(checksum([each, other])) for each in (values, *edited)}
+    assert len(found) == 1 + len(edited)
+    assert int(checksum([values.clone(), other])) in found

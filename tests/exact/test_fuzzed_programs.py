@@ -180,6 +180,10 @@ PROGRAMS: dict[str, Program] = {
         before=(Hook(does="capture", part="self_attn.o_proj"),),
         steps=(Step(before=(Compile(),), forwards=PENALIZED), Step(forwards=PENALIZED)),
     ),
+    "micro-batches together, a bank of vectors in a module that layers share": Program(
+        subject=Subject(kind="vblora"),
+        steps=(Step(forwards=(Forward(), Forward()), backward="together"),),
+    ),
     "DoRA in compiled layers, checked": Program(
         subject=Subject(kind="dora"), steps=(Step(before=(Compile(),)),)
     ),

@@ -212,6 +212,11 @@ def _(action: EditAdapter, arm: "Arm") -> bool:
         for name, parameter in arm.named_trainable():
             parameter.data.copy_(now[name])
         return True
+    if action.how == "replace":
+        named = {id(parameter): name for name, parameter in arm.model.named_parameters()}
+        others = {named[id(each)]: each.detach() * 1.25 for each in chosen}
+        arm.model.load_state_dict(others, strict=False, assign=True)
+        return bool(chosen)
     for parameter in chosen:
         if action.how == "cast":
             other = torch.bfloat16 if parameter.dtype == torch.float32 else torch.float32

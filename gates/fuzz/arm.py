@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+import poros
 from poros.gates import tiny
-from poros.gates.fuzz import actions
+from poros.gates.fuzz import actions, optimizers
 from poros.gates.fuzz.hooks import Hooked, Thrown
 from poros.gates.fuzz.models import layers_of
 from poros.gates.fuzz.program import Action, Forward, Program, Step, Term
@@ -87,7 +88,9 @@ class Arm:
                 self._do(action)
             if prepare is not None:
                 prepare(self.model)
-            elif self.program.policy.loss == "chunked":
+            elif self.program.policy.kernels == "fused":
+                poros.use_adapter_kernels(self.model)
+            if prepare is None and self.program.policy.loss == "chunked":
                 _slice_loss(self.model)
             self._make_optimizer()
             for index, step in enumerate(self.program.steps):
@@ -189,6 +192,14 @@ class Arm:
         """Forwards, what comes between, and backward, as ``Step.backward`` and ``autocast`` say."""
         losses: list[torch.Tensor] = []
         autocast = _autocast if step.autocast != "off" else nullcontext
+        if step.backward == "together":
+
+            def loss_of(_: Any, forward: Forward) -> torch.Tensor:
+                with autocast():
+                    return self._loss(forward)
+
+            self._between(step)
+            return poros.accumulate(self.model, step.forwards, loss=loss_of)
         if step.backward == "each":
             with autocast() if step.autocast == "shared" else nullcontext():
                 for forward in step.forwards:
@@ -316,15 +327,11 @@ class Arm:
     def _make_optimizer(self) -> None:
         parameters = [parameter for _, parameter in self.named_trainable()]
         kind = self.program.optimizer
-        if kind == "sgd":
-            self.optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=False)
-        elif kind == "in_backward":
+        if kind == "in_backward":
             for parameter in parameters:
                 self._step_in_backward(parameter)
         else:
-            self.optimizer = torch.optim.AdamW(
-                parameters, lr=1e-2, foreach=False, fused=kind == "fused"
-            )
+            self.optimizer = optimizers.make(kind, parameters)
         if self.program.ema:
             self.ema = self.trained()
 

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from poros.errors import PolicyError
-from poros.gates.fuzz.program import Action, Forward, Policy, Program, Step, Subject, Term
+from poros.gates.fuzz.program import Action, Forward, Hook, Policy, Program, Step, Subject, Term
 
 T = TypeVar("T")
 
@@ -119,7 +119,14 @@ class Draft:
 
     def finish(self) -> Program:
         steps = []
+        actions = [self.start, *(step[key] for step in self.steps for key in ("before", "between"))]
+        has_own_code = any(isinstance(each, Hook) for group in actions for each in group) or any(
+            forward.terms for step in self.steps for forward in step["forwards"]
+        )
         for step in self.steps:
+            if has_own_code and step.get("backward") == "together":
+                # A loss that is called several times has to depend on the model alone.
+                step["backward"] = "each"
             values: dict[str, Any] = {
                 key: tuple(value) if isinstance(value, list) else value
                 for key, value in step.items()

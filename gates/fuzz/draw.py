@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from poros.errors import PolicyError
+from poros.gates.fuzz import optimizers
 from poros.gates.fuzz.draft import Dice, Draft
 from poros.gates.fuzz.motifs import MOTIFS, compile_layers
 from poros.gates.fuzz.program import Policy, Program, Subject
@@ -35,7 +36,12 @@ def programs(*, compiled: bool = True) -> Any:
         # One draw for a whole program: pieces that hypothesis repeats would make programs alike,
         # and shrinking works on the programs themselves.
         dice = Dice(draw(strategies.randoms(use_true_random=True)))
-        draft = Draft(dice, _subject(dice), _policy(dice), dice.weighted({2: 5, 1: 2, 3: 3}))
+        subject = _subject(dice)
+        policy = _policy(dice, subject)
+        # Visits are recorded once they have come twice, and replayed once that is proved.
+        lengths = {5: 2, 6: 1} if policy.recorded else {2: 5, 1: 2, 3: 3}
+        draft = Draft(dice, subject, policy, dice.weighted(lengths))
+        draft.optimizer = dice.weighted(optimizers.weights())
         for _ in range(dice.weighted({2: 3, 1: 3, 3: 3, 4: 2, 0: 1})):
             dice.weighted(MOTIFS)(draft)
         if compiled and dice.below(200) == 199:
@@ -63,20 +69,24 @@ def _subject(dice: Dice) -> Subject:
         targets=dice.weighted(shared if kind == "vblora" else usual),
         lowest=dice.weighted({0: 4, 1: 1}),
         dropout=dice.weighted({0.0: 2, 0.1: 1}),
-        train_head=dice.chance(5),
+        train_head=dice.chance(10),
+        frozen="" if kind == "vblora" else dice.weighted({"": 4, "lora_A": 1, "reference": 2}),
     )
 
 
-def _policy(dice: Dice) -> Policy:
+def _policy(dice: Dice, subject: Subject) -> Policy:
+    is_recorded = dice.chance(35)
     return Policy(
         slots=dice.weighted({2: 4, 3: 1}),
         block_size=dice.weighted({1: 4, 2: 1}),
-        keep_last=dice.weighted({0: 4, 1: 1}),
+        keep_last=dice.weighted({0: 4, 1: 1, subject.num_layers: 1}),
         offload_boundaries=dice.chance(20),
         vram_budget=dice.weighted({"": 16, "1GiB": 1, "2MiB": 1}),
         stream_embedding=dice.chance(25),
         stream_head=dice.chance(30),
         loss=dice.weighted({"reference": 3, "chunked": 2}),
-        self_check=dice.weighted({"strict": 5, "off": 3, "warn": 1}),
+        self_check="off" if is_recorded else dice.weighted({"strict": 5, "off": 3, "warn": 1}),
+        kernels="fused" if subject.kind == "dora" and dice.chance(70) else "exact",
+        recorded=is_recorded,
         streams=dice.weighted({"plain": 3, "adversarial": 3, "watched": 1}),
     )

@@ -24,6 +24,7 @@ from poros.gates.fuzz.alive import collect
 from poros.gates.fuzz.arm import Arm, Record, frozen_tensors, run_arm
 from poros.gates.fuzz.models import Models
 from poros.gates.fuzz.program import Program
+from poros.gates.tape import TapeRecorder
 from poros.layer.call import LayerCall
 from poros.layer.streamed import is_streamed
 from poros.self_check.compare import bits, differing
@@ -173,11 +174,12 @@ def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
                 stream_embedding=policy.stream_embedding,
                 stream_head=policy.stream_head,
                 loss=policy.loss,
-                adapter_kernels="exact",
+                adapter_kernels=policy.kernels,
                 self_check=policy.self_check,
                 device="cpu",
             ),
             streams=streams,
+            recorder=TapeRecorder() if policy.recorded else None,
             goes_by_records=False,
         )
 

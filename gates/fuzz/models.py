@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -87,7 +88,15 @@ def attach(base: Any, subject: Subject) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
         model = get_peft_model(base, adapter_config(base, subject))
+        if subject.frozen == "reference":
+            config = adapter_config(base, replace(subject, train_head=False), seed=3)
+            config.target_modules = set(model.peft_config["default"].target_modules)
+            model.add_adapter("reference", config)
+            model.base_model.set_adapter(["default", "reference"])
     draw_adapters(model, "", seed=2)
+    for name, parameter in model.named_parameters():
+        if subject.frozen and subject.frozen in name:
+            parameter.requires_grad_(False)
     return model
 
 

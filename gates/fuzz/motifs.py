@@ -218,6 +218,10 @@ def _weights(draft: Draft) -> None:
     moments = {"before": 4, "after": 2, "start": 1}
     if how in ("inplace", "copy"):
         moments["between"] = 2
+    if draft.subject.frozen and dice.chance(70):
+        what = draft.subject.frozen
+        how = dice.choice(("inplace", "data", "numpy", "assign", "cast", "copy", "replace"))
+        moments = {"before": 2, "between": 3, "after": 1}
     draft.ema = draft.ema or how == "swap"
     draft.place(EditAdapter(what, how, dice.choice((None, draft.layer()))), moments=moments)
 
@@ -238,7 +242,15 @@ def _gradients(draft: Draft) -> None:
 
 
 def _optimizer(draft: Draft) -> None:
-    draft.optimizer = draft.dice.weighted({"in_backward": 3, "sgd": 2, "fused": 1})
+    draft.optimizer = "in_backward"
+
+
+def _together(draft: Draft) -> None:
+    """Micro-batches together, in every step."""
+    for step in draft.steps:
+        first = step["forwards"][0]
+        step["forwards"] = [replace(first, batch=index) for index in range(2 + draft.dice.below(2))]
+        step["backward"] = "together"
 
 
 def _settings(draft: Draft) -> None:
@@ -294,6 +306,8 @@ def _context(draft: Draft) -> None:
 
 
 def _probe(draft: Draft) -> None:
+    if draft.policy.recorded:  # which keeps what is recorded
+        return
     what = draft.dice.weighted({"forward": 3, "step": 3, "evaluate": 1})
     draft.place(Probe(what), moments={"before": 1})
 
@@ -326,10 +340,11 @@ MOTIFS: dict[Callable[[Draft], None], int] = {
     _freeze: 6,
     _evaluate: 9,
     _fails: 6,
-    _weights: 8,
+    _weights: 12,
     _base: 14,
     _gradients: 4,
-    _optimizer: 5,
+    _optimizer: 3,
+    _together: 6,
     _settings: 12,
     _twice: 4,
     _tie: 2,

@@ -5,8 +5,8 @@ actions, things that people do there. Every value has a default, the plainest th
 names only what differs from it: so a shrunk program is short, and its repr can be pasted into a
 table of tests.
 
-What stays outside: edits that PyTorch does not count, on matrices that stream or between a forward
-and its backward, and copies of prepared models.
+What stays outside: edits that PyTorch does not count, on matrices that stream, or on what is
+trained between a forward and its backward; and copies of prepared models.
 """
 
 from collections.abc import Iterator
@@ -43,6 +43,8 @@ class Subject(Plain):
     """The first layer with adapters."""
     dropout: float = 0.0
     train_head: bool = False
+    frozen: str = ""
+    """Adapters that act and are not trained: lora_A, or reference (a second adapter)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,6 +62,10 @@ class Policy(Plain):
     loss: str = "reference"
     """chunked in the first arm too, where nothing streams."""
     self_check: str = "strict"
+    kernels: str = "exact"
+    """exact or fused; in the first arm too, where it has the same bits as the second."""
+    recorded: bool = False
+    """Visits are recorded on tapes and replayed."""
     streams: str = "plain"
     """plain, adversarial, or watched: every operator's reads of slots observed, in all arms."""
 
@@ -178,7 +184,8 @@ class EditAdapter(Action):
 
     what: str = "lora_B"
     how: str = "inplace"
-    """inplace, data, numpy, assign, cast, replace, swap (to the average and back, as in EMA)."""
+    """inplace, data, numpy, assign, cast, replace (load_state_dict(assign=True)), swap (to the
+    average and back, as in EMA)."""
     layer: int | None = None
 
 
@@ -270,7 +277,8 @@ class Step(Plain):
     """Between backward and the update."""
     backward: str = "each"
     """each (after its forward), sum (of all losses), in_turn, reverse (each on its own, after all
-    forwards), twice (retain_graph, then again), grad (torch.autograd.grad), none, create_graph."""
+    forwards), twice (retain_graph, then again), grad (torch.autograd.grad), none, create_graph,
+    together (poros.accumulate of all forwards)."""
     autocast: str = "off"
     """off, each (forward alone), around (backward inside), shared (one region, all forwards)."""
     context: str = "plain"
@@ -288,7 +296,7 @@ class Program(Plain):
     """Before prepare."""
     steps: tuple[Step, ...] = (Step(),)
     optimizer: str = "adamw"
-    """adamw, sgd, in_backward, fused."""
+    """adamw, foreach, fused, sgd, sgd_fused, 8bit, lion, schedule_free, in_backward."""
     ema: bool = False
     seed: int = 0
 

@@ -264,8 +264,7 @@ class History:
         if self._modules is None or not self._modules.are_of(model):
             self._modules = Modules(model)
         self._modules.now()
-        places = list(map(id, self._modules.trained()))
-        if len(set(places)) < len(places):
+        if self._modules.have_shared():
             raise NotTogether("a trained parameter with several places in the model")
         return self._modules
 

@@ -6,6 +6,7 @@ micro-batch to the next, nor while the code runs.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -58,6 +59,19 @@ class Modules:
                 for each in chain.from_iterable(map(dict.values, filter(None, self._tables)))
                 if each is not None and each.requires_grad
             ]
+
+    def have_shared(self) -> bool:
+        """Whether a trained parameter is in several places, or in a module that is."""
+        trained = list(map(id, self.trained()))
+        if len(set(trained)) < len(trained):
+            return True
+        shared = {child for child, number in Counter(self._children).items() if number > 1}
+        return any(
+            id(parameter) in trained
+            for module in self._all
+            if id(module) in shared
+            for parameter in module.parameters()
+        )
 
     def mark(self, parameters: Sequence[nn.Parameter]) -> object:
         """Equal ones mean: the same modules, and none of the parameters was edited."""

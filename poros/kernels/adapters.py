@@ -16,7 +16,7 @@ from torch import nn
 
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.compose import Tier
-from poros.kernels.dora import Dora, Reuse, RowNorms, dora_linear, frozen_of
+from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
 from poros.kernels.forwards import Forward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
 from poros.kernels.lora import Added, add_lora, add_lora_ref, multiply_and_add
@@ -31,8 +31,7 @@ class Tally:
     """How adapted modules run, and how often they ran which way.
 
     Args:
-        moves: Whether frozen weights lie elsewhere at each visit, and somebody else sees to their
-            bytes.
+        is_constant: Whether the bytes of frozen weights cannot change: they come from a host store.
         dora_tier: As in ``poros.kernels.compose``.
         is_exact: Whether only operators with the bits of PEFT's modules may run.
 
@@ -40,20 +39,18 @@ class Tally:
         num_fused: Calls that took an operator of ours.
         unfused: Calls that ran as PEFT has them, by reason.
         num_left_out: Calls in recomputations whose result nobody needed.
-        is_again: Whether what runs is a recomputation.
         is_recording: Whether what runs is recorded, to be replayed: then it keeps nothing.
     """
 
     def __init__(
-        self, moves: bool = False, dora_tier: Tier | None = None, is_exact: bool = False
+        self, is_constant: bool = False, dora_tier: Tier | None = None, is_exact: bool = False
     ) -> None:
-        self.moves = moves
+        self.is_constant = is_constant
         self.dora_tier = dora_tier
         self.is_exact = is_exact
         self.num_fused = 0
         self.unfused: Counter[str] = Counter()
         self.num_left_out = 0
-        self.is_again = False
         self.is_recording = False
         self._left_out: list[tuple[_Forward, Unformed]] | None = None
 
@@ -64,12 +61,10 @@ class Tally:
             leaves_out: Whether its result is there already, so that what only adds to it may be
                 left out.
         """
-        self.is_again = True
         self._left_out = [] if leaves_out else None
 
     def end(self) -> None:
         """It is over: what was left out can no longer be computed."""
-        self.is_again = False
         left_out, self._left_out = self._left_out, None
         forget([tensor for _, tensor in left_out or ()])
 
@@ -127,7 +122,7 @@ class _Forward(Forward):
         """Whether its result goes into that of the layer by sums alone."""
         self.is_read = False
         """Whether it was read all the same."""
-        self._norms = RowNorms(tally.moves)
+        self._squares = SquaresOfRows(tally.is_constant)
 
     @property
     def is_exact(self) -> bool:
@@ -151,9 +146,6 @@ class _Forward(Forward):
         if not isinstance(lora, _Lora):
             if lora:
                 self._tally.unfused[lora] += 1
-            if module.merged:
-                # PEFT writes to the weight, as no version counts.
-                self._norms = RowNorms(self._tally.moves)
             own: torch.Tensor = self.own(module, input, *args, **kwargs)
             return own
         if lora.magnitude is not None:
@@ -219,9 +211,8 @@ class _Forward(Forward):
             tier=self._tally.dora_tier,
         )
         self._tally.num_fused += 1
-        tally = self._tally
-        reuse: Reuse = "none" if tally.is_recording else "again" if tally.is_again else "keep"
-        return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._norms, reuse)
+        may_keep = not self._tally.is_recording
+        return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._squares, may_keep)
 
 
 def note_last(results: Iterable[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ is there for W x, and the sum is one kernel (``poros.kernels.compose``). As in P
 constant for the gradient (section 4.3 of the paper).
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from poros.kernels.linear4bit import module_class, times
 from poros.kernels.lora import drop, drop_backward, dropout_of
 from poros.kernels.row_norm import divisor_of, row_norm, square_of_rows
 from poros.nf4 import state_of
-
-Reuse = Literal["keep", "again", "none"]
-"""Of a norm from the forward in its recomputation."""
 
 
 class Frozen(NamedTuple):
@@ -65,59 +62,50 @@ def frozen_of(module: Any) -> Frozen | None:
     return Frozen(weight, state, bias) if is_known and has_own_forward(kind) else None
 
 
-class RowNorms:
-    """The norms of one module's rows: of its weight once, with the adapter in each forward.
+class SquaresOfRows:
+    """The sums of squares of one module's rows: the part of DoRA's norm that no adapter changes.
+
+    They are computed at each use. Only where the bytes of the weight cannot change, because they
+    are copied from a host store that refuses edits, is what was computed once kept. Neither its
+    address nor its version would tell: edits through ``.data``, and of a 4-bit weight's scales,
+    leave both as they were.
 
     Args:
-        moves: Whether the weight lies elsewhere each time, and somebody else sees to its bytes.
+        is_constant: Whether the bytes of the weight cannot change.
     """
 
-    def __init__(self, moves: bool) -> None:
-        self._moves = moves
-        self._squares: tuple[Any, torch.Tensor] | None = None
-        self._last: tuple[Any, torch.Tensor] | None = None
+    def __init__(self, is_constant: bool) -> None:
+        self._is_constant = is_constant
+        # Never replaced, since recordings read them where they lie.
+        self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def of(
-        self,
-        frozen: Frozen,
-        dense: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scaling: float,
-        reuse: Reuse,
-    ) -> torch.Tensor:
-        """The norm of each row of ``dense + scaling * b @ a``, float32, of shape (rows,).
+    def of(self, dense: torch.Tensor, may_keep: bool) -> torch.Tensor:
+        """Those of ``dense``, float32, of shape (rows,).
 
         Args:
-            reuse: ``"keep"`` computes it and keeps it; ``"again"`` takes the last one, unless its
-                adapters were others; ``"none"`` keeps nothing.
+            dense: The weight, of shape (rows, columns).
+            may_keep: Whether the result may be kept; in a recording it lies in shared memory.
         """
-        weight = frozen.weight
-        # Each copy to a slot counts as an edit of what lies there.
-        place = () if self._moves or weight.is_meta else (weight.data_ptr(), weight._version)
-        of_weight = (place, dense.dtype, dense.device)
-        if self._squares is None or self._squares[0] != of_weight:
-            if reuse == "none":
-                return row_norm(dense, square_of_rows(dense), a, b, scaling)
-            self._squares, self._last = (of_weight, square_of_rows(dense)), None
-        state = (a.data_ptr(), a._version, b.data_ptr(), b._version, scaling)
-        if reuse == "again" and self._last is not None and self._last[0] == state:
-            return self._last[1]
-        norm = row_norm(dense, self._squares[1], a, b, scaling)
-        if reuse != "none":
-            self._last = state, norm
-        return norm
+        if not self._is_constant:
+            return square_of_rows(dense)
+        form = dense.dtype, dense.device
+        found = self._kept.get(form)
+        if found is None:
+            found = square_of_rows(dense)
+            if may_keep:
+                self._kept[form] = found
+        return found
 
 
-def norms_num_bytes(model: nn.Module) -> int:
-    """Bytes that ``RowNorms`` of all modules of ``model`` with DoRA keep on the device."""
+def squares_num_bytes(model: nn.Module) -> int:
+    """Bytes that ``SquaresOfRows`` of all modules of ``model`` with DoRA keep on the device."""
     vectors = [
         vector
         for module in model.modules()
         for vector in (module._modules.get("lora_magnitude_vector") or nn.ModuleDict()).children()
     ]
     float32 = torch.float32.itemsize
-    return sum(2 * float32 * own.numel() for vector in vectors for own in vector.parameters())
+    return sum(float32 * own.numel() for vector in vectors for own in vector.parameters())
 
 
 class Dora(NamedTuple):
@@ -144,8 +132,8 @@ def dora_linear(
     b: torch.Tensor,
     magnitude: torch.Tensor,
     how: Dora,
-    norms: RowNorms,
-    reuse: Reuse = "keep",
+    squares: SquaresOfRows,
+    may_keep: bool = True,
 ) -> torch.Tensor:
     """The result of a linear module with DoRA.
 
@@ -156,8 +144,8 @@ def dora_linear(
         b: Of shape (rows, rank), likewise.
         magnitude: Of shape (rows,), likewise.
         how: See there.
-        norms: Of this module.
-        reuse: As ``RowNorms.of`` has it.
+        squares: Of this module.
+        may_keep: As ``SquaresOfRows.of`` has it.
 
     Returns:
         Of shape (..., rows), in ``how.of_sum``.
@@ -175,7 +163,7 @@ def dora_linear(
     """
     # Neither a 4-bit weight nor an adapter that is watched has to pass through Python.
     with torch._C.DisableTorchFunctionSubclass():
-        sum_: torch.Tensor = _Dora.apply(input, b, a, magnitude, frozen, how, norms, reuse)
+        sum_: torch.Tensor = _Dora.apply(input, b, a, magnitude, frozen, how, squares, may_keep)
     return sum_
 
 
@@ -189,11 +177,11 @@ class _Dora(torch.autograd.Function):
         magnitude: torch.Tensor,
         frozen: Frozen,
         how: Dora,
-        norms: RowNorms,
-        reuse: Reuse,
+        squares: SquaresOfRows,
+        may_keep: bool,
     ) -> torch.Tensor:
         dense = frozen.dense()
-        norm = norms.of(frozen, dense, a, b, how.scaling, reuse)
+        norm = row_norm(dense, squares.of(dense, may_keep), a, b, how.scaling)
         divisor = divisor_of(norm, frozen.dtype)
         g = magnitude.to(divisor.dtype) / divisor
         dense = dense.to(how.of_base)

@@ -1,12 +1,32 @@
 """Which modules and tensors of a layer PEFT has put there, and which belong to the base."""
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+
+
+class AdapterPlace(NamedTuple):
+    """Where a layer holds one tensor of an adapter."""
+
+    name: str
+    """Below the layer."""
+    owner: dict[str, Any]
+    key: str
+    module: Any
+    """PEFT's, which uses it."""
+    adapter: str
+    """Whose it is; another word if the module uses it whichever adapter is active."""
+
+    def acts(self) -> bool:
+        """Whether a call of the layer reads it now."""
+        if self.module.disable_adapters:
+            return False
+        is_of_another = self.adapter not in self.module.active_adapters
+        return not (is_of_another and self.adapter in _adapters_of(self.module))
 
 
 def is_adapter_module(module: nn.Module) -> bool:
@@ -60,6 +80,38 @@ def staying_places(
         for key, tensor in owner.items()
         if tensor is not None and id(tensor) not in streamed and id(tensor) not in adapters
     ]
+
+
+def adapter_places(layer: nn.Module, streamed: Collection[int]) -> list[AdapterPlace]:
+    """Where ``layer`` holds parameters and buffers of adapters that do not stream.
+
+    Args:
+        layer: A decoder layer.
+        streamed: Ids of the tensors that stream.
+    """
+    return [
+        AdapterPlace(
+            f"{name}.{part}.{inner}.{key}".replace("..", "."),
+            owner,
+            key,
+            module,
+            inner.partition(".")[0] or key,
+        )
+        for name, module in layer.named_modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        for part in (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
+        if isinstance(held := getattr(module, part, None), nn.Module)
+        for inner, submodule in held.named_modules()
+        for owner in (submodule._parameters, submodule._buffers)
+        for key, tensor in owner.items()
+        if tensor is not None and id(tensor) not in streamed
+    ]
+
+
+def _adapters_of(module: Any) -> set[str]:
+    """The names of the adapters in one of PEFT's modules."""
+    tables: list[Any] = [getattr(module, part, None) for part in module.adapter_layer_names]
+    return {name for table in tables if hasattr(table, "keys") for name in table.keys()}  # noqa: SIM118
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

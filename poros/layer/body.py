@@ -17,7 +17,7 @@ from poros.errors import PreparedModelError
 from poros.kernels.adapters import Tally
 from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.forwards import hand_back
-from poros.layer.adapters import staying_places
+from poros.layer.adapters import AdapterPlace, staying_places
 from poros.layer.audit import GraphAudit
 from poros.layer.captured import Captures
 from poros.layer.casts import is_region_within
@@ -307,9 +307,9 @@ class LayerBody:
         if self.context.dense is not None:
             self.context.dense.serve_nobody()
 
-    def staying(self) -> StayingState:
-        """What stays on the device, as it is now."""
-        return self._staying.state()
+    def staying(self, adapters: Sequence[AdapterPlace]) -> StayingState:
+        """What stays on the device, and what lies in the places of frozen ``adapters``, now."""
+        return self._staying.state(adapters)
 
     def edited_since(self, before: StayingState) -> str | None:
         """The name of a tensor that stays on the device and is not what it was ``before``."""

@@ -12,9 +12,9 @@ What may change between a forward and its backward:
 - a plain attribute of a module inside it or of its configuration: ``RematerializationError``.
 
 Hooks on modules inside a layer run twice per step, as under activation checkpointing. Hooks on
-parameters run once. An edit that PyTorch does not count (a fused optimizer's step, an assignment of
-the same memory through ``.data``) between a forward and its backward is not seen, here or by
-autograd.
+parameters run once. An edit that PyTorch does not count (a fused optimizer's step, a write through
+``.data``) between a forward and its backward is seen in frozen adapters alone, by their values; of
+what is trained, or stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
@@ -325,7 +325,7 @@ class LayerCall:
         self.result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
-        self._staying = self.layer.staying()
+        self._staying = self.layer.staying(self.condition.frozen)
         return results
 
     @staticmethod

@@ -1,8 +1,8 @@
 """What decides what a layer computes, besides its arguments and the state around it, at one time.
 
 Its modules, which adapters act and how, its parameters, hooks, plain attributes, training flags and
-what of it stays on the device. A call notes it; its backward, and whatever is recorded of it, has
-to find the same.
+what of it stays on the device, frozen adapters among it. A call notes it; its backward, and
+whatever is recorded of it, has to find the same.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ class Condition:
         parameters: These, each once.
         stand_ins: What stands in for them within the layer.
         versions: Of these.
+        frozen: Places of tensors of frozen adapters that act.
         hooks: Keys of the hooks inside the layer.
         adapter_state: Which adapters act, and how.
         attributes: A reading of its plain attributes.
@@ -43,6 +44,7 @@ class Condition:
         self.parameters = trained.parameters
         self.stand_ins = trained.stand_ins
         self.versions = list(map(_version, self.parameters))
+        self.frozen = [place for place in trained.frozen if place.acts()]
         self.hooks = contents.hooks()
         self.adapter_state = adapter_state(contents.adapter_modules)
         self.attributes = contents.attributes.read()
@@ -56,8 +58,8 @@ class Condition:
 
     @cached_property
     def staying(self) -> StayingState:
-        """What stays on the device."""
-        return self._layer.staying()
+        """What stays on the device, and the frozen adapters that act."""
+        return self._layer.staying(self.frozen)
 
     @cached_property
     def addresses(self) -> Any:
@@ -86,6 +88,7 @@ class Condition:
             and self.versions == other.versions
             and self.addresses == other.addresses
             and self.staying.marks == other.staying.marks
+            and self.staying.has_values_of(other.staying)
         )
 
     def is_known_as(self, other: "Condition", staying: StayingState | None) -> bool:

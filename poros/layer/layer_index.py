@@ -20,7 +20,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 from poros.kernels.forwards import Forward
-from poros.layer.adapters import is_adapter_module
+from poros.layer.adapters import AdapterPlace, adapter_places, is_adapter_module
 from poros.layer.attributes import Attributes
 from poros.layer.handover import sealed
 
@@ -50,16 +50,18 @@ class Adapters:
 
     Args:
         places: Each place of each of them.
+        frozen: Places of tensors of adapters that are not trained, active or not.
 
     Attributes:
-        places: Likewise.
+        places, frozen: Likewise.
         parameters: Each once. Likewise their ``stand_ins``.
         ids: Of the parameters.
         where: Where these lie, and in which form; so do the parameters.
     """
 
-    def __init__(self, places: list[Adapter]) -> None:
+    def __init__(self, places: list[Adapter], frozen: list[AdapterPlace]) -> None:
         self.places = places
+        self.frozen = frozen
         distinct = {id(adapter.parameter): adapter for adapter in places}
         self.parameters = [adapter.parameter for adapter in distinct.values()]
         self.stand_ins = [adapter.stand_in for adapter in distinct.values()]
@@ -108,6 +110,7 @@ class LayerIndex:
             or any(id(parameter) not in frozen for parameter in module._parameters.values())
         ]
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
+        self._adapter_places = adapter_places(layer, frozen)
         self.attributes = Attributes(layer)
         self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._frozen = frozen
@@ -186,7 +189,12 @@ class LayerIndex:
                     Adapter(owner, key, parameter, self._stand_in(parameter))
                     for owner, key, parameter in parameters
                     if parameter.requires_grad
-                ]
+                ],
+                [
+                    place
+                    for place in self._adapter_places
+                    if (held := place.owner.get(place.key)) is not None and not held.requires_grad
+                ],
             )
         return self._adapters
 

@@ -23,8 +23,9 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from poros.digests import digest
+from poros.digests import checksum, digest
 from poros.errors import PreparedModelError
+from poros.layer.adapters import AdapterPlace
 from poros.layer.frozen import FrozenTensor, constant_parts
 from poros.layout import BlockLayout, TensorSpec
 from poros.nf4 import Part
@@ -115,17 +116,38 @@ class StayingState:
     """What a layer's staying tensors were at one moment. Keeps them alive, so that ids are theirs.
 
     Trained ones are left out: they are looked after as adapters are.
+
+    Args:
+        tensors: These, then those of frozen adapters.
+        adapters: Places of the latter.
+
+    Attributes:
+        marks: What changes with an edit that PyTorch counts, one for each.
+        values: A checksum of the frozen adapters; None if there are none.
     """
 
-    __slots__ = ("_tensors", "marks")
+    __slots__ = ("_tensors", "adapters", "marks", "values")
 
-    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor | None], adapters: Sequence[AdapterPlace] = ()
+    ) -> None:
         self._tensors = tensors
+        self.adapters = adapters
         try:
             facts = zip(map(id, tensors), map(_POINTER, tensors), map(_FACTS, tensors), strict=True)
             self.marks = [None if mark[2][0] else mark for mark in facts]
         except (AttributeError, RuntimeError, TypeError):  # one is gone, or an inference tensor
             self.marks = [_mark(tensor) for tensor in tensors]
+        # PyTorch does not count every edit, and these are edited as training goes on.
+        of_adapters = tensors[len(tensors) - len(adapters) :]
+        found = [tensor for tensor in of_adapters if tensor is not None]
+        self.values = checksum(found) if found else None
+
+    def has_values_of(self, other: "StayingState") -> bool:
+        """Whether frozen adapters hold the same in both; the host waits for the device."""
+        if self.values is None or other.values is None:
+            return self.values is other.values
+        return self.values is other.values or torch.equal(self.values, other.values)
 
 
 # Looked up in C: this runs twice at every visit.
@@ -154,17 +176,21 @@ class Staying:
         self._owners = [owner for _, owner, _ in places]
         self._keys = [key for *_, key in places]
 
-    def state(self) -> StayingState:
-        """What they are now."""
-        return StayingState(list(map(dict.get, self._owners, self._keys)))
+    def state(self, adapters: Sequence[AdapterPlace] = ()) -> StayingState:
+        """What they are now, and what lies in the places of frozen ``adapters``."""
+        tensors = list(map(dict.get, self._owners, self._keys))
+        return StayingState(
+            [*tensors, *(place.owner.get(place.key) for place in adapters)], adapters
+        )
 
     def changed(self, before: StayingState) -> str | None:
         """The name of one that is not as it was ``before``."""
-        now = self.state()
+        now = self.state(before.adapters)
         if now.marks == before.marks:
-            return None
-        pairs = zip(self._places, before.marks, now.marks, strict=True)
-        return next(f"{self._layer}.{name}" for (name, *_), old, new in pairs if old != new)
+            return None if now.has_values_of(before) else f"{self._layer}, a frozen adapter"
+        names = [name for name, *_ in (*self._places, *before.adapters)]
+        pairs = zip(names, before.marks, now.marks, strict=True)
+        return next(f"{self._layer}.{name}" for name, old, new in pairs if old != new)
 
     def require_unwritten(self, before: StayingState) -> None:
         """Raise ``PreparedModelError`` if the layer's own forward has written or replaced one."""

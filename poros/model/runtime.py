@@ -109,7 +109,7 @@ class Runtime:
         self.digests = SourceDigests() if policy.self_check != "off" else None
         self.tally = (
             Tally(
-                moves=True,
+                is_constant=True,
                 dora_tier=cast(Tier | None, policy.dora_tier),
                 is_exact=policy.adapter_kernels == "exact",
             )

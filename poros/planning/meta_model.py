@@ -17,7 +17,7 @@ from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelErr
 from poros.head.choice import find_head
 from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
-from poros.kernels.dora import norms_num_bytes
+from poros.kernels.dora import squares_num_bytes
 from poros.layer.frozen import FrozenTensor
 from poros.layer.staying import small_parts
 from poros.layout import BlockLayout
@@ -283,7 +283,7 @@ def shapes_of(model: nn.Module) -> Shapes:
     ]
     embeddings = find_embeddings(model, layers)
     constants: dict[tuple[str, torch.dtype], int] = {}
-    other = norms_num_bytes(model)
+    other = squares_num_bytes(model)
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         parts = part_tensors(tensor_name, tensor, with_constants=True)
         if id(tensor) in in_layers:

@@ -102,9 +102,10 @@ def strangers(model: Model, captures: Any, recorder: TapeRecorder) -> list[Any]:
         | places(runtime.small.nested.values())
         # Of frozen weights, as long as these are what they are.
         | places(
-            forward._norms._squares[1]
+            kept
             for forward in (vars(each).get("forward") for each in model.modules())
-            if getattr(getattr(forward, "_norms", None), "_squares", None) is not None
+            if hasattr(forward, "_squares")
+            for kept in forward._squares._kept.values()
         )
     )
     kept = places(

@@ -15,7 +15,7 @@ from peft import PeftModel
 
 import poros
 from poros.errors import ParityError, PolicyError
-from poros.kernels.dora import RowNorms
+from poros.kernels.dora import SquaresOfRows
 from tests.exact.adapter_arms import Found, adapted, differences, step
 from tests.exact.arms import Bases, slice_resident_loss
 
@@ -247,13 +247,13 @@ def test_the_self_check_sees_a_norm_that_is_not_the_weights(
     poros.prepare(model, loss="reference", self_check="strict")
     layer = model.base_model.model.model.layers[0]
     forward = layer.mlp.up_proj.__dict__["forward"]
-    own = RowNorms.of
+    own = SquaresOfRows.of
 
-    def wrong(self: RowNorms, *args: Any, **kwargs: Any) -> torch.Tensor:
-        norm = own(self, *args, **kwargs)
-        return norm * 2 if self is forward._norms else norm
+    def wrong(self: SquaresOfRows, *args: Any, **kwargs: Any) -> torch.Tensor:
+        squares = own(self, *args, **kwargs)
+        return squares * 2 if self is forward._squares else squares
 
-    monkeypatch.setattr(RowNorms, "of", wrong)
+    monkeypatch.setattr(SquaresOfRows, "of", wrong)
     with pytest.raises(ParityError):
         step(model)
 
@@ -280,3 +280,30 @@ def test_a_weight_that_was_merged_into_has_new_norms(bases: Bases) -> None:
     poros.restore(model)
     assert step_of_merged.isfinite().all() and not torch.equal(before, weight)
     assert differences(found, resident(model)) == []
+
+
+EDITS: dict[str, Callable[[Any], None]] = {
+    "a weight through .data": lambda weight: weight.data.mul_(1.5),
+    "a weight in place": lambda weight: weight.mul_(1.5),
+    "scales through .data": lambda weight: weight.quant_state.absmax.data.bitwise_xor_(1),
+    "scales in place": lambda weight: weight.quant_state.absmax.bitwise_xor_(1),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_norms_are_those_of_the_base_as_it_is_now(edit: str, bases: Bases) -> None:
+    """A resident one, which anybody may edit: as if the edit had come first."""
+    found = []
+    for is_late in (False, True):
+        model = dora(bases, quantize="scales" in edit)
+        if is_late:
+            poros.use_adapter_kernels(model)
+            step(model)
+        for layer in model.base_model.model.model.layers:
+            with torch.no_grad():
+                EDITS[edit](layer.mlp.up_proj.base_layer.weight)
+        if not is_late:
+            poros.use_adapter_kernels(model)
+        found.append(step(model))
+    assert differences(*found) == []
+    assert differences(resident(dora(bases, quantize="scales" in edit)), found[0])

@@ -180,6 +180,10 @@ PROGRAMS: dict[str, Program] = {
         before=(Hook(does="capture", part="self_attn.o_proj"),),
         steps=(Step(before=(Compile(),), forwards=PENALIZED), Step(forwards=PENALIZED)),
     ),
+    "micro-batches together, a bank of vectors in a module that layers share": Program(
+        subject=Subject(kind="vblora"),
+        steps=(Step(forwards=(Forward(), Forward()), backward="together"),),
+    ),
     "DoRA in compiled layers, checked": Program(
         subject=Subject(kind="dora"), steps=(Step(before=(Compile(),)),)
     ),
@@ -237,7 +241,19 @@ REQUIRED = (
     "Subject.architecture=prophetnet",
     "EditBase.how=numpy",
     "Policy.streams=watched",
+    "Policy.recorded=True",
+    "Policy.keep_last=3",
+    "Policy.kernels=fused",
+    "Subject.frozen=lora_A",
+    "Subject.frozen=reference",
+    "Subject.train_head=True",
+    "EditAdapter.how=replace",
+    "EditAdapter.what=reference",
+    "Step.backward=together",
     "Program.optimizer=in_backward",
+    "Program.optimizer=fused",
+    "Program.optimizer=foreach",
+    "Program.optimizer=sgd_fused",
     "several forwards",
 )
 

@@ -29,17 +29,17 @@ def model_of(architecture: str = "qwen2") -> Any:
 
 def test_another_batch_needs_no_other_model_and_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made, ran = [], []
-    make, layer_cost = Recipe.make, cost_model.layer_cost
+    make, layer_cost = Recipe.make_short, cost_model.layer_cost
 
-    def noted_make(recipe: Recipe) -> Any:
+    def noted_make(recipe: Recipe, **options: Any) -> Any:
         made.append(recipe)
-        return make(recipe)
+        return make(recipe, **options)
 
     def noted_cost(*args: Any) -> Any:
         ran.append(args)
         return layer_cost(*args)
 
-    monkeypatch.setattr(Recipe, "make", noted_make)
+    monkeypatch.setattr(Recipe, "make_short", noted_make)
     monkeypatch.setattr(cost_model, "layer_cost", noted_cost)
     planner = Planner(config_of("qwen2.5-72b"))
     first = planner.plan(PlanRequest(seq_len=256, loss="reference"))

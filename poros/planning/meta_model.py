@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
 from poros.head.choice import find_head
@@ -182,6 +183,15 @@ def _is_same_everywhere(config: Any) -> bool:
     )
 
 
+class _Unfilled(TorchFunctionMode):
+    """Draws no weights: on the meta device that takes time and changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.uniform_, torch.Tensor.normal_) and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
     others = [str(found) for kind, found in kinds.items() if kind not in COUNTED_KINDS]
     if others:
@@ -209,7 +219,7 @@ def meta_model(
 
     # The model keeps what it is made from, and notes its quantization there.
     model_class, config = model_class_of(copy.deepcopy(config))
-    with one_at_a_time(), _META:
+    with one_at_a_time(), _META, _Unfilled():
         try:
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
         except Exception as error:
@@ -236,7 +246,7 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
 
     # PEFT looks for the means to fill in what an adapter is initialised from, and writes to the
     # configurations.
-    with _META:
+    with _META, _Unfilled():
         (first, config), *others = copy.deepcopy(dict(adapters)).items()
         adapted = get_peft_model(model, config, adapter_name=first)
         for name, config in others:

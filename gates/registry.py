@@ -19,7 +19,7 @@ Outcome = Literal["failed", "refused", "untested", "exact"]
 OUTCOMES: dict[Outcome, str] = {
     "failed": "the streamed run stopped, or differed from the resident one; refused like the next",
     "refused": "cannot be streamed",
-    "untested": "the small resident model cannot be made or trained, which says nothing of Poros",
+    "untested": "the small resident model cannot be made or trained, or it is exact in part",
     "exact": "not one bit differs",
 }
 """From the worst to the best; of several variants of a family the worst counts."""

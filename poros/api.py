@@ -19,7 +19,7 @@ from poros.layer.settings import settle
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
-from poros.saying import say
+from poros.saying import say, size
 from poros.slots.schedule import Action
 from poros.streams import StreamContext, streams_for
 
@@ -129,14 +129,13 @@ def prepare_with(
         )
     say(
         logger,
-        "poros: %s is prepared: %d blocks, %.1f GB in host memory, pass through %d places on %s "
-        "(%.2f GB); %s",
+        "poros: %s is prepared: %d blocks, %s in host memory, %s %s (%s); %s",
         type(inventory.base).__name__,
         runtime.num_blocks,
-        stats["host_num_bytes"] / 1e9,
-        runtime.num_slots,
+        size(stats["host_num_bytes"]),
+        f"pass through {runtime.num_slots} places on" if runtime.num_slots else "all stay on",
         runtime.device,
-        stats["device_num_bytes"] / 1e9,
+        size(stats["device_num_bytes"]),
         "the first step will be checked" if policy.self_check != "off" else "nothing is checked",
     )
     return model

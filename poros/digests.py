@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from poros.saying import Slowly
+from poros.saying import Slowly, size
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class SourceDigests:
         self._expected: dict[str, bytes] = {}
         self.max_pending = 2 * self._pool._max_workers
         self._num_bytes = 0
-        self._slowly = Slowly(logger, "poros: taking the base over: %.1f GB so far")
+        self._slowly = Slowly(logger, "poros: taking the base over: %s so far")
 
     def add(self, name: str, tensor: torch.Tensor, expected: bytes | None = None) -> None:
         """Hash ``tensor`` as it is now; it must not be written until ``results``.
@@ -143,7 +143,7 @@ class SourceDigests:
         if expected is not None:
             self._expected[name] = expected
         self._num_bytes += tensor.nbytes
-        self._slowly.step(self._num_bytes / 1e9)
+        self._slowly.step(size(self._num_bytes))
         host = tensor.detach().cpu().contiguous()
         while len(self._pending) >= self.max_pending:
             self._pending.popleft().result()

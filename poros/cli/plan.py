@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from poros.cli.shapes_only import leave_out, run_whole
 from poros.cli.shared import (
     NOT_HELD,
     SIZES,
@@ -18,6 +19,7 @@ from poros.cli.shared import (
     readable_errors,
 )
 from poros.config import parse_count, parse_num_bytes
+from poros.errors import UnsupportedModelError, VRAMBudgetError
 from poros.loaders.names import require_source
 from poros.planning.cards import CARDS, Card, find_card
 from poros.planning.optimizers import optimizer_cost
@@ -61,7 +63,7 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="Folder or OWNER/NAME on the hub; only config.json is read.")
     ],
-    seq: Annotated[int, typer.Option(help="Tokens per row.")],
+    seq: Annotated[int, typer.Option(help="Tokens per row.")] = 2048,
     vram: Annotated[
         str | None,
         typer.Option(help=f"Budget, such as 22GiB: {SIZES}.", show_default="the card's"),
@@ -201,18 +203,24 @@ def plan(
 
     # Imports and plans take seconds; nothing is shown where nobody watches.
     with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
-        from poros.planning.answer import answer
-        from poros.planning.answer_text import render
-        from poros.planning.planner import Planner
-        from poros.planning.planner import render as render_terms
+        is_light = not measure and leave_out()
+        try:
+            from poros.planning.answer import answer
+            from poros.planning.answer_text import render
+            from poros.planning.planner import Planner
+            from poros.planning.planner import render as render_terms
 
-        planner = Planner(
-            model, rank=rank, limits=bounds, adapter_dtype=dtype_named("", adapter_dtype)
-        )
-        if measure:
-            given = planner.measure(seq_len=seq, batch_size=batch, device=device)
-        request, place = _place(request, chosen, given, "measured" if measure else "given")
-        found = answer(planner, request, place, _host(host_num_bytes), num_tokens)
+            planner = Planner(
+                model, rank=rank, limits=bounds, adapter_dtype=dtype_named("", adapter_dtype)
+            )
+            if measure:
+                given = planner.measure(seq_len=seq, batch_size=batch, device=device)
+            request, place = _place(request, chosen, given, "measured" if measure else "given")
+            found = answer(planner, request, place, _host(host_num_bytes), num_tokens)
+        except (UnsupportedModelError, ImportError, AttributeError, RuntimeError) as error:
+            if not is_light or isinstance(error, VRAMBudgetError):
+                raise
+            raise typer.Exit(run_whole()) from error
     found = replace(found, advice=in_options(found.advice, _OPTIONS))
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=1))

@@ -222,7 +222,7 @@ class _Reader:
         except ImportError as error:
             raise DataFormatError(
                 f"{_shown(file)}:1: expected the package pyarrow to read it, found none; pip "
-                "install 'poros-runtime[finetune]', or write JSONL"
+                "install '.[finetune]' in a clone of Poros, or write JSONL"
             ) from error
         digest.update(file.read_bytes())
         try:

@@ -21,6 +21,7 @@ from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
 from poros.head.rows import RowReader
+from poros.saying import size
 
 logger = logging.getLogger(__name__)
 
@@ -227,10 +228,10 @@ def _whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         if not value._notes.has_told:
             value._notes.has_told = True
             logger.warning(
-                "poros: %s (%.2f GB) is in host memory; %s needs it whole, so it is copied to the "
+                "poros: %s (%s) is in host memory; %s needs it whole, so it is copied to the "
                 "device for that",
                 value._name,
-                value.host.nbytes / 1e9,
+                size(value.host.nbytes),
                 operator,
             )
         return value.on_device()

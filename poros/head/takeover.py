@@ -21,6 +21,7 @@ from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits, Origin
 from poros.head.loss import Slices, sliced_cross_entropy
 from poros.head.online import Regularizer
+from poros.saying import size
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +114,8 @@ class _Head:
             self._has_told = True
             logger.warning(
                 "poros: something other than the model's loss reads the logits, so they are "
-                "computed whole, %.2f GB of them (compute_metrics? a loss of one's own?)",
-                num_bytes / 1e9,
+                "computed whole, %s of them (compute_metrics? a loss of one's own?)",
+                size(num_bytes),
             )
 
 

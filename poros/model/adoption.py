@@ -8,6 +8,7 @@ import logging
 from poros.host.store import HostStore, attached_store
 from poros.layout import BlockLayout
 from poros.model.inspect import Inventory
+from poros.saying import size
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ def host_store(inventory: Inventory, block_size: int) -> tuple[HostStore, bool]:
     if left is not None and left.slabs:
         logger.warning(
             "poros: the base does not lie where poros.load put it (weights were replaced or cast "
-            "since): it is copied, and up to %.2f GB of host memory are held twice",
-            left.num_bytes / 1e9,
+            "since): it is copied, and up to %s of host memory are held twice",
+            size(left.num_bytes),
         )
     layouts = [BlockLayout.join([BlockLayout.pack(layer) for layer in block]) for block in blocks]
     host = HostStore.allocate(layouts)

@@ -18,6 +18,7 @@ from torch import nn
 from poros.errors import CheckpointFormatError
 from poros.host.disk import DiskStore
 from poros.host.limits import RESERVE_NUM_BYTES, host_memory_left
+from poros.saying import size
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +122,9 @@ class _Watch:
             state.update(zip(names, self._store.at_rest(tensors), strict=True))
             return
         logger.warning(
-            "poros: %.2f GB of layers do not fit in host memory (%s): they are checked, and saved "
+            "poros: %s of layers do not fit in host memory (%s): they are checked, and saved "
             "out of %s; nothing may write to it meanwhile",
-            num_bytes / 1e9,
+            size(num_bytes),
             room.limit,
             self._store.file,
         )

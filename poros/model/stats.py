@@ -8,6 +8,7 @@ from torch import nn
 from poros.head.host_matrix import HostMatrix
 from poros.layer.captured import EXPECTED
 from poros.layer.staying import SmallTensors
+from poros.saying import size
 from poros.streams import Timings, gb_per_s
 
 if TYPE_CHECKING:
@@ -118,12 +119,13 @@ def described(runtime: "Runtime", model: nn.Module | None) -> str:
     kept = f", {room.keep_last} layers keep their graph" if room.keep_last else ""
     inputs = ", inputs of layers in host memory" if room.offload_inputs else ""
     locked = "page-locked" if stats["pinned_num_bytes"] else "pageable"
+    number = runtime.num_blocks if runtime.num_slots == 0 else room.num_slots
     lines = [
         f"Runtime of {name} on {runtime.device}",
-        f"  {runtime.num_blocks} blocks, {room.num_slots} on the device at a time{kept}{inputs}",
-        f"  {stats['host_num_bytes'] / 1e9:.2f} GB in host memory ({locked}), "
-        f"{stats['device_num_bytes'] / 1e9:.2f} GB on the device",
-        f"  {stats['num_loads']} copies of blocks, {stats['h2d_num_bytes'] / 1e9:.2f} GB at "
+        f"  {runtime.num_blocks} blocks, {number} on the device at a time{kept}{inputs}",
+        f"  {size(stats['host_num_bytes'])} in host memory ({locked}), "
+        f"{size(stats['device_num_bytes'])} on the device",
+        f"  {stats['num_loads']} copies of blocks, {size(stats['h2d_num_bytes'])} at "
         f"{stats['h2d_gb_per_s']:.1f} GB/s; waited {stats['stall_ms']:.0f} ms for them",
         f"  check of the first step: {runtime.self_check['status']}",
     ]

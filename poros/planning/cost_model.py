@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.utils.output_capturing import _active_collector
@@ -31,6 +30,8 @@ from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back, use_others
 from poros.kernels.use import take_over
 from poros.model.inspect import find_layers
+from poros.planning.as_fused import FusedKernels
+from poros.planning.depth import lengthen, shapes_of_all
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
 from poros.planning.meta_model import Recipe, base_of, shapes_of
 from poros.planning.request import PlanRequest
@@ -41,10 +42,20 @@ class CostModel:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.model: Any = recipe.make()
-        self.shapes = shapes_of(self.model)
-        _, self.layers = find_layers(self.model)
         self._costs: dict[tuple[int, int, str, str, bool], StepCost] = {}
+        self._make(is_whole=recipe.is_whole)
+
+    def _make(self, *, is_whole: bool) -> None:
+        self.model: Any
+        self.model, self._left_out = self.recipe.make_short(is_whole=is_whole)
+        self.shapes = shapes_of(self.model)
+        name, self.layers = find_layers(self.model)
+        if self._left_out:
+            listed = self.model.get_submodule(name)
+            last = listed.pop(len(listed) - 1)
+            fewer = shapes_of(self.model)
+            listed.append(last)
+            self.shapes = shapes_of_all(self.shapes, fewer, self._left_out)
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
@@ -82,7 +93,12 @@ class CostModel:
                     _loss_as(loss, self.model),
                     adapter_kernels_as(adapter_kernels, self.layers, is_check),
                 ):
-                    self._costs[shape] = step_cost(self.model, self.layers, batch_size, seq_len)
+                    self._costs[shape] = step_cost(
+                        self.model, self.layers, batch_size, seq_len, self._left_out
+                    )
+            except _UnlikeError:
+                self._make(is_whole=True)
+                return self.cost(batch_size, seq_len, loss, adapter_kernels, is_check)
             except (RuntimeError, NotImplementedError) as error:
                 name, config = type(self.model).__name__, self.model.config
                 raise UnsupportedModelError(
@@ -169,66 +185,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-class FusedKernels(TorchFunctionMode):
-    """Writes attention and dropout down as the kernels of a GPU have them.
-
-    Attributes:
-        attention_flop: Floating-point operations of attention so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_flop = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            query, key, value = args[:3]
-            # Scores and their product with the values; a causal kernel leaves half of both out.
-            num_scores = query.shape[:-1].numel() * key.shape[-2]
-            flop = 2 * num_scores * (query.shape[-1] + value.shape[-1])
-            self.attention_flop += flop // 2 if (kwargs or {}).get("is_causal") else flop
-            return _Attention.apply(query, key, value)
-        if func is nn.functional.dropout:
-            return _dropout(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _dropout(
-    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    return _Dropout.apply(input) if p and training else input
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
-        return torch.empty_like(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(gradients[0])
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        *batch, heads, length, _ = query.shape
-        # Kernels lay the heads of a token side by side, as the projection behind them wants it.
-        output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
-        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, rows)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, value, _, rows = ctx.saved_tensors
-        torch.empty_like(rows)  # the row sums of gradient times output
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Nobody's hooks on all modules run on tensors without memory."""
@@ -247,9 +203,17 @@ def _without_global_hooks() -> Iterator[None]:
             table.update(hooks)
 
 
+class _UnlikeError(Exception):
+    """Layers that were taken for alike are called differently."""
+
+
 @_without_global_hooks()
 def step_cost(
-    model: nn.Module, layers: Sequence[nn.Module], batch_size: int, seq_len: int
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    batch_size: int,
+    seq_len: int,
+    left_out: int = 0,
 ) -> StepCost:
     """Run one micro-batch of full rows on the meta device: a fraction of a second at any depth.
 
@@ -259,6 +223,8 @@ def step_cost(
     live = LiveBytes()
     walk = Walk(layers, live)
     walk.run(model, tokens)
+    if left_out and not _are_alike(walk.calls[1], walk.calls[2]):
+        raise _UnlikeError
     boundary = _num_bytes(walk.calls[0].args[0])
     costs: dict[object, LayerCost] = {}
     for layer, call in zip(layers, walk.calls, strict=True):
@@ -270,12 +236,21 @@ def step_cost(
         for tensor in _tensors_in((call.args[1:], call.kwargs))
     }
     return StepCost(
-        layers=[costs[call.kind] for call in walk.calls],
+        layers=lengthen([costs[call.kind] for call in walk.calls], left_out),
         boundary=boundary,
         shared=sum(others.values()),
         loss_peak=live.peak - walk.num_bytes + boundary,
         inputs=2 * _num_bytes(tokens),
     )
+
+
+def _are_alike(call: "Call", other: "Call") -> bool:
+    """Whether two layers of one kind are given the same beside their inputs."""
+    given, others = (
+        [tensor.untyped_storage()._cdata for tensor in _tensors_in((each.args[1:], each.kwargs))]
+        for each in (call, other)
+    )
+    return call.kind == other.kind and given == others
 
 
 class Call(NamedTuple):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from poros.errors import CheckpointFormatError, PolicyError, UnsupportedModelError, quoted
 from poros.head.choice import find_head
@@ -27,6 +28,7 @@ from poros.loaders.source import find_config
 from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
 from poros.model.inspect import find_frozen, find_layers
 from poros.nf4 import QUANT_TYPES, Format, is_4bit, own, part_tensors
+from poros.planning.depth import shorten
 from poros.planning.formula import Shapes, SlicedHead
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class Recipe:
     """Dtype of a parameter, and whether it is trained, where that is not what PEFT gives it."""
     adapter_dtype: torch.dtype | None = None
     """Of all that is trained, where that is not what PEFT gives it."""
+    is_whole: bool = True
+    """Whether each layer is made, though they may be alike."""
 
     @classmethod
     def of(
@@ -91,6 +95,7 @@ class Recipe:
             dtype,
             {"default": adapters},
             adapter_dtype=adapter_dtype,
+            is_whole=not _is_same_everywhere(adapters),
         )
 
     @classmethod
@@ -143,9 +148,13 @@ class Recipe:
         Raises:
             UnsupportedModelError: If its adapters are of a kind that plans do not count.
         """
-        made: Any = with_adapters(
-            meta_model(self.config, self.quantization, self.dtype), self.adapters
-        )
+        return self.make_short(is_whole=True)[0]
+
+    def make_short(self, *, is_whole: bool = False) -> tuple[Any, int]:
+        """The same with four layers if all are alike, and how many were left out."""
+        base = meta_model(self.config, self.quantization, self.dtype)
+        left_out = 0 if is_whole or self.is_whole else shorten(base)
+        made: Any = with_adapters(base, self.adapters)
         _refuse_uncounted(adapter_kinds(made))
         if self.active and tuple(made.active_adapters) != self.active:
             made.base_model.set_adapter(list(self.active))
@@ -159,7 +168,28 @@ class Recipe:
             for parameter in made.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(self.adapter_dtype)
-        return made.train()
+        return made.train(), left_out
+
+
+def _is_same_everywhere(config: Any) -> bool:
+    """Whether adapters are the same in each layer, as far as their configuration says so."""
+    targets = config.target_modules if config.peft_type == "LORA" else None
+    names = [targets] if isinstance(targets, str) else targets or ["0"]
+    by_layer = ("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
+    others = ("layer_replication", "modules_to_save", "exclude_modules", "target_parameters")
+    return not (
+        any(character.isdigit() for name in names for character in name)
+        or any(getattr(config, name, None) for name in (*by_layer, *others))
+    )
+
+
+class _Unfilled(TorchFunctionMode):
+    """Draws no weights: on the meta device that takes time and changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.uniform_, torch.Tensor.normal_) and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
@@ -189,7 +219,7 @@ def meta_model(
 
     # The model keeps what it is made from, and notes its quantization there.
     model_class, config = model_class_of(copy.deepcopy(config))
-    with one_at_a_time(), _META:
+    with one_at_a_time(), _META, _Unfilled():
         try:
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
         except Exception as error:
@@ -216,7 +246,7 @@ def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]
 
     # PEFT looks for the means to fill in what an adapter is initialised from, and writes to the
     # configurations.
-    with _META:
+    with _META, _Unfilled():
         (first, config), *others = copy.deepcopy(dict(adapters)).items()
         adapted = get_peft_model(model, config, adapter_name=first)
         for name, config in others:

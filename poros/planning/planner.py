@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
+_LEAST_TOKENS = 64
+"""Of a row that is advised; what fits in less is no training."""
 _MOST_TRIES = 12
 _PRECISION = 0.02
 """By how much, in proportion, a larger value than the one that is advised may fit too."""
@@ -319,10 +321,10 @@ class _Advice:
         smaller = [self._changed("block_size", size) for size in sizes]
         if smaller:
             yield next((size for size in smaller if size.num_bytes <= self._budget), smaller[-1])
-        for knob in ("seq_len", "batch_size"):
+        for knob, lowest in (("seq_len", _LEAST_TOKENS), ("batch_size", 1)):
             most = _Try(knob, getattr(request, knob), before)
-            if most.value > 1:
-                least = self._changed(knob, 1)
+            if most.value > lowest:
+                least = self._changed(knob, lowest)
                 is_enough = least.num_bytes <= self._budget
                 change = partial(self._changed, knob)
                 yield self._largest(change, least, most) if is_enough else least

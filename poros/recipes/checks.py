@@ -127,7 +127,7 @@ def _check_data(draft: Draft, recipe: Recipe) -> None:
         draft.problem(
             "data.source",
             f"expected a file or folder, found {quoted(data.source)}, which is not there; to read "
-            "it from the hub: pip install 'poros-runtime[finetune]'",
+            "it from the hub: pip install '.[finetune]' in a clone of Poros",
         )
     if data.split and not is_hub:
         draft.problem(
@@ -257,5 +257,5 @@ def require_packages() -> None:
     if missing:
         raise MissingPackageError(
             f"expected the packages {' and '.join(missing)} to train with, "
-            "found none; pip install 'poros-runtime[finetune]'"
+            "found none; in a clone of Poros: pip install '.[finetune]'"
         )

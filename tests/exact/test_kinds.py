@@ -1,4 +1,4 @@
-"""Every kind of PEFT adapter that is promised: prepared, trained, saved and read back exactly.
+"""Eight kinds of PEFT adapters beside LoRA's: prepared, trained, saved and read back exactly.
 
 Each case is trained resident and prepared from the same bytes. The adapter that the prepared model
 saves has the files of the resident one, under PEFT's own names, and gives the trained outputs when
@@ -29,13 +29,9 @@ from tests.support import prepare_plain, same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DRAWN = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias")
-NEAR_LAYERS = (
-    *("adalora", "boft", "fourierft", "hra", "ia3", "ln_tuning", "loha", "lokr", "miss", "oft"),
-    *("pvera", "randlora", "road", "shira", "vera", "waveft"),
-)
-# PEFT cuts ranks as it saves, and saves the tokens that a network has made in its place.
-SAVED_AS_ANOTHER = ("adalora", "p_tuning")
-OUTSIDE = ("trainable_tokens", "prompt_tuning", "p_tuning")
+EIGHT = ("adalora", "fourierft", "ia3", "ln_tuning", "oft", "vera")
+EIGHT += ("trainable_tokens", "prompt_tuning")  # outside the layers
+SAVED_AS_ANOTHER = ("adalora",)  # PEFT cuts ranks as it saves
 ALL_LINEAR = {"target_modules": "all-linear"}
 Attach = Callable[[Any], Model]
 
@@ -89,16 +85,11 @@ class Case:
         return found
 
 
-SLOW = {"boft", "hra", "oft", "miss", "loha", "lokr", "gralora", "psoft", "c3a", "waveft"}
-"""Kinds that cost the most time here; the registry has a record of each."""
-
-
 def cases() -> Iterator[Case]:
     autocast = {"autocast_dtype": BF16}
-    for kind in (*NEAR_LAYERS, *OUTSIDE):
+    for kind in EIGHT:
         of_base = {"dtype": BF16, "quantize": kinds.KINDS[kind].on_4bit}
-        is_slow = kind in SLOW
-        yield Case(kind, with_kind(kind), of_base, {**autocast, "lr": 0.02}, is_slow)
+        yield Case(kind, with_kind(kind), of_base, {**autocast, "lr": 0.02})
     for name, options in KINDS.items():
         yield Case(f"lora: {name}", with_lora(**options))
     for quantize in (True, False):

@@ -16,7 +16,6 @@ from peft import (
     LoraConfig,
     PrefixTuningConfig,
     PveraConfig,
-    VBLoRAConfig,
     VeloraConfig,
     get_peft_model,
 )
@@ -195,13 +194,6 @@ CASES = {
     "no adapters": Case(base, "none", "get_peft_model", "layers"),
     "prepare before PEFT": Case(
         lambda: base(quantize=False), "none", "prepare_model_for_kbit_training"
-    ),
-    "one bank of vectors": Case(
-        lambda: get_peft_model(
-            base(), VBLoRAConfig(target_modules=["k_proj"], num_vectors=8, vector_length=8)
-        ),
-        r"vblora \(PEFT's VBLORA, Linear4?b?i?t?\)",
-        "refused on record.*--registered vblora.*without poros.prepare",
     ),
     "a variant of LoRA": Case(
         lambda: get_peft_model(

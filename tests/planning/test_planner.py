@@ -29,17 +29,17 @@ def model_of(architecture: str = "qwen2") -> Any:
 
 def test_another_batch_needs_no_other_model_and_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made, ran = [], []
-    make, layer_cost = Recipe.make, cost_model.layer_cost
+    make, layer_cost = Recipe.make_short, cost_model.layer_cost
 
-    def noted_make(recipe: Recipe) -> Any:
+    def noted_make(recipe: Recipe, **options: Any) -> Any:
         made.append(recipe)
-        return make(recipe)
+        return make(recipe, **options)
 
     def noted_cost(*args: Any) -> Any:
         ran.append(args)
         return layer_cost(*args)
 
-    monkeypatch.setattr(Recipe, "make", noted_make)
+    monkeypatch.setattr(Recipe, "make_short", noted_make)
     monkeypatch.setattr(cost_model, "layer_cost", noted_cost)
     planner = Planner(config_of("qwen2.5-72b"))
     first = planner.plan(PlanRequest(seq_len=256, loss="reference"))
@@ -153,7 +153,7 @@ def test_a_plan_is_the_same_whatever_surrounds_it(surroundings: str) -> None:
 @pytest.mark.parametrize("share", [0.7, 0.9, 0.99])
 def test_each_advice_makes_it_fit_and_hardly_a_larger_value_does(share: float) -> None:
     config = tiny.small_config("qwen2", num_layers=4, hidden_size=64, dropout=0.0)
-    asked: dict[str, Any] = {"seq_len": 96, "batch_size": 5, "block_size": 2, "rank": 32}
+    asked: dict[str, Any] = {"seq_len": 192, "batch_size": 5, "block_size": 2, "rank": 32}
 
     def needed(**changes: int) -> int:
         options = {**asked, **changes}
@@ -196,6 +196,15 @@ def test_offloading_is_advised_where_it_was_ruled_out() -> None:
         request = PlanRequest(seq_len=256, vram_budget=vram_budget, offload_boundaries=False)
         with pytest.raises(VRAMBudgetError, match=text):
             planner.plan(request)
+
+
+def test_no_advice_is_a_row_too_short_to_train_on() -> None:
+    """Not "seq_len=1", which a hopeless budget would leave."""
+    planner = Planner(config_of("qwen2.5-72b"))
+    for budget in ("10MiB", "3GiB"):
+        advice = planner.advice(PlanRequest(seq_len=2048, vram_budget=budget))
+        lengths = [int(number) for number in re.findall(r"seq_len=(\d+)", advice)]
+        assert lengths and min(lengths) >= 64
 
 
 def test_advice_at_real_shapes_is_short() -> None:

@@ -1,7 +1,9 @@
 """What is shipped is what is on disk, and importing it does nothing."""
 
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -156,7 +159,8 @@ class Installed:
             timeout=120,
         )
         self.site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
-        (self.site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        libraries = [path for path in sys.path if path.endswith("site-packages")]
+        (self.site / "dependencies.pth").write_text("\n".join(libraries) + "\n")
         pip = [sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check"]
         subprocess.run(
             [*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, timeout=120
@@ -191,6 +195,30 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 
 def test_the_installed_command_tells_its_version(installed: Installed) -> None:
     assert poros.__version__ in installed.run(str(installed.bin / "poros"), "--version")
+
+
+def test_the_line_of_readme_installs_from_source(checkout: Path, tmp_path: Path) -> None:
+    """In an environment of its own, without what it depends on; that the extra names."""
+    (line,) = re.findall(r"^pip install (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (what,) = shlex.split(line)
+    assert what.startswith(".[") and what[2:-1] in PROJECT["project"]["optional-dependencies"]
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
+    # What builds it, so that nothing is downloaded.
+    builder = Path(setuptools.__file__).parents[1]
+    pip = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    environment = {**os.environ, "PYTHONPATH": str(builder)}
+    subprocess.run([*pip, what], check=True, timeout=300, cwd=checkout, env=environment)
+    code = (
+        "import poros, poros.gates.registry as registry\n"
+        "print(poros.__file__, len(registry.read_registry().families))"
+    )
+    done = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    file, number = done.stdout.split()
+    assert Path(file).parents[1] == site and int(number) > 100
 
 
 SMOKE = """

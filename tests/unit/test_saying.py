@@ -1,6 +1,7 @@
 """What is said by default, and by whom it can be silenced."""
 
 import logging
+import re
 import subprocess
 import sys
 from functools import partial
@@ -11,13 +12,14 @@ import torch
 
 import poros
 from poros.gates import tiny
-from poros.saying import Slowly
+from poros.saying import Slowly, size
 from poros.self_check import check
 from tests.support import prepare_plain
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import logging
+import re
 {setup}
 import torch
 import poros
@@ -53,6 +55,20 @@ def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(folder: Path
     assert "PeftModel" in prepared or "Qwen2" in prepared
     assert "3 blocks" in prepared and "2 places on cpu" in prepared
     assert "3 layers give the bits" in checked
+
+
+def test_what_stays_is_not_counted_in_places_and_nothing_is_rounded_away(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not "0 places", nor "0.0 GB"."""
+    base = tiny.load_base(folder, dtype=torch.bfloat16)
+    with caplog.at_level("INFO", "poros"):
+        model = prepare_plain(tiny.attach_lora(base), slots=3, keep_last=3)
+    said = f"{caplog.text}{poros.runtime(model)!r}"
+    assert "all stay on cpu" in said and "3 blocks, 3 on the device at a time" in said
+    assert not re.search(r"\b0 places|\b0\.0+ ?GB\b", said)
+    sizes = {0: "0 bytes", 99: "99 bytes", 1234: "1.2 kB", 10**6: "1.0 MB", 10**8: "0.10 GB"}
+    assert {number: size(number) for number in sizes} == sizes
 
 
 @pytest.mark.parametrize(

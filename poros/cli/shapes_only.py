@@ -1,0 +1,49 @@
+"""Imports for a process that runs operators on shapes alone, without compiling or distributing.
+
+PyTorch's compiler and its distributed tensors are most of what importing transformers takes, and a
+plan uses neither. So they are left out of a process in which nothing has imported PyTorch yet: that
+of ``poros plan``. Where a model's own code wants them after all, the command runs once more with
+everything.
+"""
+
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+_WHOLE = "import torch; from poros.cli.app import main; main()"
+
+
+def leave_out() -> bool:
+    """Leave them out of this process, unless PyTorch is in it already; whether that was done."""
+    if "torch" in sys.modules:
+        return False
+    import torch
+
+    compiler, hook = (ModuleType(f"torch._dynamo{name}") for name in ("", f".{_HOOK}"))
+    compiler.__path__ = []
+    stand_ins: dict[str, Any] = dict.fromkeys(_DECORATORS, _as_it_is)
+    vars(compiler).update(stand_ins)
+    vars(hook)["TransformGetItemToIndex"] = object
+    sys.modules |= {"torch._dynamo": compiler, hook.__name__: hook}
+    torch._dynamo = compiler  # type: ignore[assignment]
+    torch.compile = _as_it_is
+    torch.distributed.is_available = lambda: False
+    from transformers import utils
+
+    for module in (utils, utils.import_utils):
+        vars(module)["is_torch_flex_attn_available"] = lambda: False
+    return True
+
+
+_HOOK = "_trace_wrapped_higher_order_op"
+_DECORATORS = ("allow_in_graph", "assume_constant_result", "disable", "mark_static_address")
+
+
+def _as_it_is(what: Any = None, *_: Any, **__: Any) -> Any:
+    return what if what is not None else _as_it_is
+
+
+def run_whole() -> int:
+    """Run this process's command in another one that leaves nothing out; its exit code."""
+    return subprocess.run([sys.executable, "-c", _WHOLE, *sys.argv[1:]]).returncode

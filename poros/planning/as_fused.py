@@ -1,0 +1,67 @@
+"""Attention and dropout on shapes alone, with what the kernels of a GPU allocate and keep."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class FusedKernels(TorchFunctionMode):
+    """Writes attention and dropout down as the kernels of a GPU have them.
+
+    Attributes:
+        attention_flop: Floating-point operations of attention so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_flop = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            # Scores and their product with the values; a causal kernel leaves half of both out.
+            num_scores = query.shape[:-1].numel() * key.shape[-2]
+            flop = 2 * num_scores * (query.shape[-1] + value.shape[-1])
+            self.attention_flop += flop // 2 if (kwargs or {}).get("is_causal") else flop
+            return _Attention.apply(query, key, value)
+        if func is nn.functional.dropout:
+            return _dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    return _Dropout.apply(input) if p and training else input
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty_like(hidden, dtype=torch.bool))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gradients[0])
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        *batch, heads, length, _ = query.shape
+        # Kernels lay the heads of a token side by side, as the projection behind them wants it.
+        output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, _, rows = ctx.saved_tensors
+        torch.empty_like(rows)  # the row sums of gradient times output
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

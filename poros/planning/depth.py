@@ -1,0 +1,88 @@
+"""Deep models whose layers are all alike, planned from four of them.
+
+The first layer's input is the embedding's output and the last one's goes to the norm, so the two in
+between stand for all that are left out. What a model of four layers needs is put beside what one of
+three needs; every size grows by the same with each further layer.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from poros.model.inspect import find_layers
+from poros.planning.formula import Shapes
+
+NUM_LAYERS = 4
+_Item = TypeVar("_Item")
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+def shorten(model: nn.Module) -> int:
+    """Leave ``NUM_LAYERS`` layers of a model without adapters, if they are alike.
+
+    Returns:
+        How many were taken out.
+    """
+    name, layers = find_layers(model)
+    left_out = len(layers) - NUM_LAYERS
+    first = _form(layers[0])
+    if left_out < 1 or any(_form(layer) != first for layer in layers[1:]):
+        return 0
+    del model.get_submodule(name)[NUM_LAYERS:]  # type: ignore[attr-defined]
+    return left_out
+
+
+def _form(layer: nn.Module) -> object:
+    """Equal for layers that are alike but for their index."""
+    return [
+        (
+            name,
+            type(module),
+            {
+                key: value
+                for key, value in vars(module).items()
+                if isinstance(value, _PLAIN) and key != "layer_idx"
+            },
+            [
+                (key, tensor.shape, tensor.dtype)
+                for table in (module._parameters, module._buffers)
+                for key, tensor in table.items()
+                if tensor is not None
+            ],
+        )
+        for name, module in layer.named_modules()
+    ]
+
+
+def lengthen(items: Sequence[_Item], left_out: int) -> list[_Item]:
+    """One item a layer, for all layers of the model that was shortened."""
+    return [*items[:2], *[items[1]] * left_out, *items[2:]]
+
+
+def shapes_of_all(shapes: Shapes, fewer: Shapes, left_out: int) -> Shapes:
+    """The sizes of the whole model.
+
+    Args:
+        shapes: Of the shortened model.
+        fewer: Of the same with one layer less.
+        left_out: How many layers that model lacks.
+    """
+    changes: dict[str, Any] = {
+        each.name: value + left_out * (value - getattr(fewer, each.name))
+        for each in fields(Shapes)
+        if isinstance(value := getattr(shapes, each.name), int) and each.name != "dense_layer"
+    }
+    sizes = Counter(shapes.adapter_sizes)
+    sizes.subtract(fewer.adapter_sizes)
+    further = [size for size, number in sizes.items() for _ in range(number)]
+    return replace(
+        shapes,
+        **changes,
+        layers=lengthen(shapes.layers, left_out),
+        layer_adapters=lengthen(shapes.layer_adapters, left_out),
+        adapter_sizes=[*shapes.adapter_sizes, *further * left_out],
+    )

@@ -1,0 +1,74 @@
+"""A plan of a deep model from four of its layers is the plan of all of them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from poros.gates import tiny
+from poros.planning.cost_model import CostModel
+from poros.planning.meta_model import Recipe
+from poros.planning.request import PlanRequest
+
+ALIKE = ("qwen2", "llama", "mistral", "phi3", "mixtral", "qwen3_moe", "starcoder2")
+REQUESTS = (
+    PlanRequest(seq_len=16),
+    PlanRequest(seq_len=48, batch_size=2, loss="reference", adapter_kernels="peft", keep_last=2),
+    PlanRequest(seq_len=32, block_size=2, vram_budget="3MB", optimizer="sgd"),
+)
+
+
+def recipe_of(name: str, **options: object) -> Recipe:
+    config = tiny.small_config(name, num_layers=9, hidden_size=64, dropout=0.0)
+    lora = LoraConfig(**{"r": 4, "target_modules": "all-linear", **options})
+    return Recipe.of(config, "nf4", torch.bfloat16, lora)
+
+
+@pytest.mark.parametrize("name", [*ALIKE, "gemma3", "gemma4", "gemma4_shared_kv"])
+def test_four_layers_are_enough(name: str) -> None:
+    recipe = recipe_of(name)
+    found, expected = CostModel(recipe), CostModel(replace(recipe, is_whole=True))
+    assert len(expected.layers) == 9 and len(found.layers) == (4 if name in ALIKE else 9)
+    for request in REQUESTS:
+        assert found.plan(request).as_dict() == expected.plan(request).as_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank_pattern": {"layers.1.self_attn.q_proj": 8}},
+        {"layers_to_transform": [2, 7], "target_modules": ["q_proj"]},
+        {"target_modules": r".*\.5\..*q_proj"},
+        {"modules_to_save": ["input_layernorm"]},
+    ],
+)
+def test_adapters_that_differ_by_layer_need_all_layers(options: dict[str, object]) -> None:
+    assert len(CostModel(recipe_of("qwen2", **options)).layers) == 9
+
+
+def test_the_command_leaves_compilers_out_and_plans_the_same(tmp_path: Path) -> None:
+    """``--seq`` has a default, too."""
+    config = tiny.small_config("qwen2", num_layers=9, hidden_size=64, dropout=0.0)
+    config.max_position_embeddings = 4096
+    config.save_pretrained(tmp_path)
+    first = "import sys\nfrom poros.cli.app import app\n"
+    run = f"app(['plan', {str(tmp_path)!r}, '--vram', '1GiB', '--ram', '64G', '--json'], "
+    light = f"{first}{run}standalone_mode=False)\nprint('torch._inductor' in sys.modules)"
+    whole = f"import torch\n{light}"
+    found, expected = (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for code in (light, whole)
+    )
+    assert found.stderr == ""
+    (values, is_heavy), (all_values, was_heavy) = (
+        each.stdout.rstrip().rsplit("\n", 1) for each in (found, expected)
+    )
+    assert (is_heavy, was_heavy) == ("False", "True")
+    assert json.loads(values)["seq_len"] == 2048
+    wanted, given = json.loads(all_values), json.loads(values)
+    assert given | {"ram_left_num_bytes": 0} == wanted | {"ram_left_num_bytes": 0}

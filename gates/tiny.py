@@ -52,6 +52,52 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"output_router_logits": True},
 }
 
+# Checkpoints of a language model with a vision tower, by the name a user types: their model_type,
+# the architecture of the language model, sizes of the tower, and other fields. The tower's layers
+# are checkpointable as those of the decoder are, and there are fewer of them.
+_VIT: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "image_size": 28, "patch_size": 14},
+}
+_QWEN_VIT: dict[str, Any] = {
+    **{"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 14},
+    "out_hidden_size": 128,
+}
+_TOKENS = {"image_token_id": 505, "video_token_id": 506, "vision_start_token_id": 507}
+MULTIMODAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3_multimodal": (
+        *("gemma3", "gemma3", {**_VIT, "model_type": "siglip_vision_model"}),
+        {"mm_tokens_per_image": 4, "image_token_index": 505},
+    ),
+    "gemma4_multimodal": (
+        *("gemma4", "gemma4_shared_kv"),
+        {**_VIT, "head_dim": 16, "num_key_value_heads": 4, "position_embedding_size": 64},
+        {"audio_config": None, "image_token_id": 505, "video_token_id": 506, "audio_token_id": 507},
+    ),
+    "qwen2_5_vl": (
+        *("qwen2_5_vl", "qwen2_5_vl_text"),
+        {**_QWEN_VIT, "fullatt_block_indexes": [1], "window_size": 56},
+        _TOKENS,
+    ),
+    "qwen3_vl": (
+        *("qwen3_vl", "qwen3_vl_text"),
+        {**_QWEN_VIT, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+        _TOKENS,
+    ),
+    "mistral3": (
+        *("mistral3", "mistral", {**_VIT, "model_type": "pixtral", "head_dim": 16}),
+        {"image_token_index": 505},
+    ),
+    "llama4": (
+        *("llama4", "llama4_text"),
+        {
+            **{**_VIT, "image_size": 56, "vision_output_dim": 64, "projector_input_dim": 64},
+            **{"projector_output_dim": 64, "pixel_shuffle_ratio": 0.5},
+        },
+        {"image_token_index": 505},
+    ),
+}
+
 VOCAB_SIZE = 512
 
 # Attributes under which configurations keep a dropout probability inside the decoder.
@@ -78,6 +124,8 @@ def model_type_of(architecture: str) -> str:
     from transformers import CONFIG_MAPPING
 
     model_type = ARCHITECTURES.get(architecture, architecture)
+    if architecture in MULTIMODAL:
+        model_type = MULTIMODAL[architecture][0]
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"expected an architecture that the gates can build, found {architecture!r}; the "
@@ -107,6 +155,8 @@ def small_config(
     from transformers import CONFIG_MAPPING
 
     model_type = model_type_of(architecture)
+    if architecture in MULTIMODAL:
+        return _with_tower(architecture, num_layers, hidden_size, dropout)
     wanted = _small_sizes(num_layers, hidden_size, dropout)
     if architecture not in ARCHITECTURES:
         # As the Trainer sets it: with a cache a family may compute in another precision (codegen).
@@ -121,6 +171,31 @@ def small_config(
             f"{type(error).__name__}: {error}; check a small checkpoint of it with "
             "`poros check MODEL_DIR` instead"
         ) from error
+
+
+def _with_tower(
+    architecture: str, num_layers: int, hidden_size: int, dropout: float
+) -> "PreTrainedConfig":
+    """A small language model of ``MULTIMODAL`` with its tower."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    model_type, language_model, tower, others = MULTIMODAL[architecture]
+    text = small_config(
+        language_model, num_layers=num_layers, hidden_size=hidden_size, dropout=dropout
+    ).to_dict()
+    if language_model.startswith("qwen"):
+        sections = hidden_size // 8 // 4
+        text["rope_parameters"] = {
+            **{"rope_type": "default", "rope_theta": 10000.0},
+            "mrope_section": [hidden_size // 8 - 2 * sections, sections, sections],
+        }
+    if "out_hidden_size" in tower:
+        tower = {**tower, "out_hidden_size": hidden_size}
+    config_class = CONFIG_MAPPING[model_type]
+    config = config_class(text_config=text, vision_config=tower, **others)
+    # As a checkpoint on the hub has it; a model that is made here gets it only when it is saved.
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class].__name__]
+    return config
 
 
 def _small_sizes(num_layers: int, hidden_size: int, dropout: float) -> dict[str, Any]:
@@ -212,14 +287,14 @@ def write_checkpoint(
     Raises:
         UnsupportedModelError: If transformers has no causal language model for the configuration.
     """
-    from transformers import AutoModelForCausalLM
-
     from poros.loaders.build import quiet
+    from poros.loaders.settings import model_class_of
 
     with torch.random.fork_rng(devices=[]), quiet():
         torch.default_generator.manual_seed(seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model_class, config = model_class_of(config)
+            model = model_class._from_config(config, dtype=dtype)
         except Exception as error:
             raise UnsupportedModelError(
                 f"expected a causal language model of type {config.model_type!r}, found "
@@ -234,11 +309,12 @@ def write_checkpoint(
 
 def _refuse_large(config: "PreTrainedConfig") -> None:
     """Count the parameters of a model without memory before one that takes it is made."""
-    from transformers import AutoModelForCausalLM
+    from poros.loaders.settings import model_class_of
 
     try:
+        model_class, config = model_class_of(config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = model_class._from_config(config)
     except Exception:  # the model that is made next says better why
         return
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -267,9 +343,10 @@ def load_base(
         quantize: False loads dense weights.
         attn_implementation: As in ``from_pretrained``; None is its default.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from poros.loaders.build import quiet
+    from poros.loaders.settings import model_class_of
 
     options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
     options["trust_remote_code"] = False  # left open, transformers would ask on the terminal
@@ -278,7 +355,9 @@ def load_base(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        model_class, _ = model_class_of(config)
+        model = model_class.from_pretrained(directory, local_files_only=True, **options)
     return without_repacking(model)
 
 

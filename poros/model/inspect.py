@@ -30,6 +30,8 @@ from poros.layer.frozen import FrozenTensor
 from poros.layout import is_small
 from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds
 from poros.model.foreign import refuse_foreign_quantization
+from poros.model.targets import is_router
+from poros.model.vision import find_towers
 from poros.nf4 import is_4bit, is_params4bit, is_plain
 
 _WRAPPERS = (
@@ -111,7 +113,8 @@ def take_inventory(
     untested = _check_records(base, kinds) if goes_by_records else ""
     head = choose_head(model, base, policy.loss, policy.stream_head)
     kept = head.users if head is not None and head.is_on_host else ()
-    embeddings = choose_embeddings(model, layers, policy.stream_embedding, kept)
+    apart = [*layers, *find_towers(base).values()]
+    embeddings = choose_embeddings(model, apart, policy.stream_embedding, kept)
     return Inventory(
         base, layers_name, layers, *frozen, tied, kinds.keys(), embeddings, head, untested
     )
@@ -253,6 +256,13 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
                 raise UnsupportedModelError(
                     f"{name}: expected separate adapters, found {module.merged_adapters} "
                     "merged into the base; call model.unmerge_adapter() before poros.prepare"
+                )
+            if isinstance(module, BaseTunerLayer) and is_router(module.get_base_layer()):
+                raise UnsupportedModelError(
+                    f"{name}: expected adapters on modules that return one tensor, found one on a "
+                    f"router, {type(module.get_base_layer()).__name__}, which PEFT cannot call; "
+                    "leave it out, as in LoraConfig(target_modules='all-linear', "
+                    f"exclude_modules=[{name.rpartition('.')[2]!r}])"
                 )
             if _has_generator(module):
                 raise UnsupportedModelError(

@@ -63,12 +63,6 @@ def are_dropped(model: Any) -> bool:
     return any(isinstance(module, DroppedTower) for module in model.modules())
 
 
-def on_language_model(model: Any) -> str | None:
-    """PEFT's ``exclude_modules`` for adapters on the language model alone; None leaves none out."""
-    names = "|".join(name.replace(".", r"\.") for name in find_towers(model))
-    return rf"({names})(\..*)?" if names else None
-
-
 def _beside(module: nn.Module, kept: set[int], prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         if id(child) in kept:

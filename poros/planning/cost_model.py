@@ -31,8 +31,9 @@ from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back, use_others
 from poros.kernels.use import take_over
 from poros.model.inspect import find_layers
+from poros.model.vision import base_of
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
-from poros.planning.meta_model import Recipe, base_of, shapes_of
+from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.request import PlanRequest
 
 

@@ -15,6 +15,7 @@ import torch
 
 from poros.errors import UnsupportedModelError
 from poros.gates.kinds import attach
+from poros.gates.multimodal import MULTIMODAL, with_tower
 from poros.nf4 import double_quantization
 
 if TYPE_CHECKING:
@@ -52,52 +53,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"output_router_logits": True},
 }
 
-# Checkpoints of a language model with a vision tower, by the name a user types: their model_type,
-# the architecture of the language model, sizes of the tower, and other fields. The tower's layers
-# are checkpointable as those of the decoder are, and there are fewer of them.
-_VIT: dict[str, Any] = {
-    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "image_size": 28, "patch_size": 14},
-}
-_QWEN_VIT: dict[str, Any] = {
-    **{"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 14},
-    "out_hidden_size": 128,
-}
-_TOKENS = {"image_token_id": 505, "video_token_id": 506, "vision_start_token_id": 507}
-MULTIMODAL: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "gemma3_multimodal": (
-        *("gemma3", "gemma3", {**_VIT, "model_type": "siglip_vision_model"}),
-        {"mm_tokens_per_image": 4, "image_token_index": 505},
-    ),
-    "gemma4_multimodal": (
-        *("gemma4", "gemma4_shared_kv"),
-        {**_VIT, "head_dim": 16, "num_key_value_heads": 4, "position_embedding_size": 64},
-        {"audio_config": None, "image_token_id": 505, "video_token_id": 506, "audio_token_id": 507},
-    ),
-    "qwen2_5_vl": (
-        *("qwen2_5_vl", "qwen2_5_vl_text"),
-        {**_QWEN_VIT, "fullatt_block_indexes": [1], "window_size": 56},
-        _TOKENS,
-    ),
-    "qwen3_vl": (
-        *("qwen3_vl", "qwen3_vl_text"),
-        {**_QWEN_VIT, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
-        _TOKENS,
-    ),
-    "mistral3": (
-        *("mistral3", "mistral", {**_VIT, "model_type": "pixtral", "head_dim": 16}),
-        {"image_token_index": 505},
-    ),
-    "llama4": (
-        *("llama4", "llama4_text"),
-        {
-            **{**_VIT, "image_size": 56, "vision_output_dim": 64, "projector_input_dim": 64},
-            **{"projector_output_dim": 64, "pixel_shuffle_ratio": 0.5},
-        },
-        {"image_token_index": 505},
-    ),
-}
-
 VOCAB_SIZE = 512
 
 # Attributes under which configurations keep a dropout probability inside the decoder.
@@ -125,12 +80,12 @@ def model_type_of(architecture: str) -> str:
 
     model_type = ARCHITECTURES.get(architecture, architecture)
     if architecture in MULTIMODAL:
-        model_type = MULTIMODAL[architecture][0]
+        model_type = MULTIMODAL[architecture].model_type
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"expected an architecture that the gates can build, found {architecture!r}; the "
-            f"validated names are {', '.join(ARCHITECTURES)}, and any other model_type that this "
-            "transformers release knows can be tried"
+            f"validated names are {', '.join((*ARCHITECTURES, *MULTIMODAL))}, and any other "
+            "model_type that this transformers release knows can be tried"
         )
     return model_type
 
@@ -141,9 +96,9 @@ def small_config(
     """Build a small configuration of an architecture.
 
     Args:
-        architecture: A name of ``ARCHITECTURES``, or any ``model_type`` that transformers knows; a
-            model type outside ``ARCHITECTURES`` is shrunk as far as its attribute names are the
-            usual ones.
+        architecture: A name of ``ARCHITECTURES`` or of ``poros.gates.multimodal``, or any
+            ``model_type`` that transformers knows; one outside these is shrunk as far as its
+            attribute names are the usual ones.
         num_layers: Decoder layers. When the architecture has several kinds of layers (sliding and
             full attention), they take turns.
         hidden_size: Width; a multiple of 8, since there are four heads and two key-value heads.
@@ -156,7 +111,13 @@ def small_config(
 
     model_type = model_type_of(architecture)
     if architecture in MULTIMODAL:
-        return _with_tower(architecture, num_layers, hidden_size, dropout)
+        text = small_config(
+            MULTIMODAL[architecture].language_model,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            dropout=dropout,
+        )
+        return with_tower(architecture, text)
     wanted = _small_sizes(num_layers, hidden_size, dropout)
     if architecture not in ARCHITECTURES:
         # As the Trainer sets it: with a cache a family may compute in another precision (codegen).
@@ -171,31 +132,6 @@ def small_config(
             f"{type(error).__name__}: {error}; check a small checkpoint of it with "
             "`poros check MODEL_DIR` instead"
         ) from error
-
-
-def _with_tower(
-    architecture: str, num_layers: int, hidden_size: int, dropout: float
-) -> "PreTrainedConfig":
-    """A small language model of ``MULTIMODAL`` with its tower."""
-    from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    model_type, language_model, tower, others = MULTIMODAL[architecture]
-    text = small_config(
-        language_model, num_layers=num_layers, hidden_size=hidden_size, dropout=dropout
-    ).to_dict()
-    if language_model.startswith("qwen"):
-        sections = hidden_size // 8 // 4
-        text["rope_parameters"] = {
-            **{"rope_type": "default", "rope_theta": 10000.0},
-            "mrope_section": [hidden_size // 8 - 2 * sections, sections, sections],
-        }
-    if "out_hidden_size" in tower:
-        tower = {**tower, "out_hidden_size": hidden_size}
-    config_class = CONFIG_MAPPING[model_type]
-    config = config_class(text_config=text, vision_config=tower, **others)
-    # As a checkpoint on the hub has it; a model that is made here gets it only when it is saved.
-    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class].__name__]
-    return config
 
 
 def _small_sizes(num_layers: int, hidden_size: int, dropout: float) -> dict[str, Any]:

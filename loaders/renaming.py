@@ -2,16 +2,23 @@
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class OwnName(NamedTuple):
+    """What a model calls a tensor of a checkpoint."""
+
+    name: str
+    is_part: bool
+    """Whether the model's tensor is made of this one and others, or is a piece of it."""
 
 
 def own_names(
     model: Any, names: Iterable[str], key_mapping: Mapping[str, str] | None = None
-) -> dict[str, str]:
+) -> "dict[str, OwnName]":
     """The name in ``model`` of each tensor of a checkpoint, as ``from_pretrained`` finds it.
 
-    A tensor that is stacked with others has the name of the whole. What the model does not have
-    keeps the name that the rules give it.
+    What the model does not have keeps the name that the rules give it.
 
     Args:
         model: A transformers model, on any device.
@@ -33,10 +40,10 @@ def own_names(
     prefix = model.base_model_prefix
     found = {}
     for name in names:
-        own, _ = rename_source_key(name, renamings, converters, prefix, known)
+        own, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if own not in known and name in known:
-            own, _ = rename_source_key(name, [], [], prefix, known)
-        found[name] = own
+            own, pattern = rename_source_key(name, [], [], prefix, known)
+        found[name] = OwnName(own, pattern is not None)
     return found
 
 
@@ -52,4 +59,4 @@ def without_towers(
         model = model_class._from_config(copy.deepcopy(config))
     towers = tuple(f"{name}." for name in find_towers(model))
     own = own_names(model, names, key_mapping)
-    return [name for name in own if not own[name].startswith(towers)]
+    return [name for name in own if not own[name].name.startswith(towers)]

@@ -170,11 +170,9 @@ def model_class_of(config: Any) -> tuple[Any, Any]:
     ``AutoModelForCausalLM`` chooses, else what ``AutoModelForImageTextToText`` does.
 
     Raises:
-        UnsupportedModelError: If transformers has none, or it is no decoder alone.
+        UnsupportedModelError: If transformers has none.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    from poros.model.inspect import require_language_model
 
     text_classes = _classes(MODEL_FOR_CAUSAL_LM_MAPPING, config)
     classes = [*_classes(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config), *text_classes]
@@ -189,7 +187,6 @@ def model_class_of(config: Any) -> tuple[Any, Any]:
     text_class = getattr(config, "sub_configs", {}).get("text_config")
     if text_class is not None and chosen.config_class == text_class:
         config = config.get_text_config()
-    require_language_model(chosen.__name__, config)
     return chosen, config
 
 

@@ -1,7 +1,7 @@
 """Finds what can be streamed in a model, by its structure, and refuses by name what cannot.
 
-No family is special: the decoder layers are the one ModuleList in the decoder whose entries are all
-transformers' checkpointable layers, adapters are what PEFT's tuner layers say they added, and
+No family is special: the decoder layers are the one ModuleList outside vision towers whose entries
+are all transformers' checkpointable layers, adapters are what PEFT's tuner layers say they added, and
 everything else that is frozen inside a layer moves.
 """
 
@@ -197,14 +197,12 @@ def find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
     Raises:
         UnsupportedModelError: If there is not exactly one such list, or a layer is in it twice.
     """
-    get_decoder = getattr(model, "get_decoder", None)
-    decoder = get_decoder() if callable(get_decoder) else model
-    in_decoder = {id(module) for module in decoder.modules()}
+    in_towers = {id(module) for tower in find_towers(model).values() for module in tower.modules()}
     lists = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
-        and id(module) in in_decoder
+        and id(module) not in in_towers
         and len(module)
         and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     ]

@@ -44,7 +44,8 @@ def find_towers(model: Any) -> dict[str, nn.Module]:
     that was left away counts.
     """
     base = base_of(model)
-    if base.config.get_text_config(decoder=True) is base.config:
+    config = getattr(base, "config", None)
+    if config is None or config.get_text_config(decoder=True) is config:
         return {}
     ends = (base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings())
     kept = {id(each) for end in ends if end is not None for each in end.modules()}

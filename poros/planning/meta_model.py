@@ -25,7 +25,7 @@ from poros.loaders.build import one_at_a_time
 from poros.loaders.settings import configuration, model_class_of, said
 from poros.loaders.source import find_config
 from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
-from poros.model.inspect import find_frozen, find_layers
+from poros.model.inspect import find_frozen, find_layers, require_language_model
 from poros.model.targets import excluded_modules
 from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
 from poros.nf4 import QUANT_TYPES, Format, is_4bit, own, part_tensors
@@ -205,6 +205,7 @@ def meta_model(
 
     # The model keeps what it is made from, and notes its quantization there.
     model_class, config = model_class_of(copy.deepcopy(config))
+    require_language_model(model_class.__name__, config)
     with one_at_a_time(), _META:
         try:
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype)

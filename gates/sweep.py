@@ -86,7 +86,7 @@ def make_record(name: str, adapter: str | None = None) -> Record:
     """Run the gate on one architecture, in each of its modes, on the CPU.
 
     Args:
-        name: A name of ``tiny.ARCHITECTURES`` or ``MULTIMODAL``, or any ``model_type`` of transformers.
+        name: A name of ``tiny.ARCHITECTURES`` or ``MULTIMODAL``, or any other ``model_type``.
         adapter: A kind of adapter to record on it; None records the architecture, with LoRA.
 
     Returns:
@@ -160,11 +160,8 @@ def architectures() -> list[str]:
     # A promised name may also be the model type of a larger model around it, such as with images.
     towers = {name: row.model_type for name, row in MULTIMODAL.items()}
     taken = {*promised, *promised.values(), *towers, *towers.values()}
-    return [
-        *promised,
-        *towers,
-        *(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in taken),
-    ]
+    others = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in taken]
+    return [*promised, *towers, *others]
 
 
 def sweep(

@@ -1,8 +1,8 @@
 """Finds what can be streamed in a model, by its structure, and refuses by name what cannot.
 
 No family is special: the decoder layers are the one ModuleList outside vision towers whose entries
-are all transformers' checkpointable layers, adapters are what PEFT's tuner layers say they added, and
-everything else that is frozen inside a layer moves.
+are all transformers' checkpointable layers, adapters are what PEFT's tuner layers say they added,
+and everything else that is frozen inside a layer moves.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

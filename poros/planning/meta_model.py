@@ -217,6 +217,10 @@ def meta_model(
         if vision == "drop":
             drop_towers(model)
         if quantization is not None:
+            head: Any = model.get_output_embeddings()
+            if hasattr(head, "weight"):
+                # Not tied yet, as where it is loaded: the quantizer spares the last parameter.
+                head.weight = nn.Parameter(torch.empty_like(head.weight))
             quantizer = Bnb4BitHfQuantizer(quantization, pre_quantized=False)
             before = set(model.modules())
             quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)

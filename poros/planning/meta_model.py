@@ -162,7 +162,7 @@ class Recipe:
         if self.on_language_model:
             adapters = copy.deepcopy(adapters)
             for config in adapters.values():
-                config.exclude_modules = excluded_modules(model)  # type: ignore[attr-defined]
+                config.exclude_modules = excluded_modules(model)
         made: Any = with_adapters(model, adapters)
         _refuse_uncounted(adapter_kinds(made))
         if self.active and tuple(made.active_adapters) != self.active:

@@ -36,7 +36,8 @@ def own_names(
     rules = get_model_conversion_mapping(model, mapping)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    known = model.state_dict()
+    # A module with an adapter holds its weight one level below.
+    known = {name.replace(".base_layer.", "."): each for name, each in model.state_dict().items()}
     prefix = model.base_model_prefix
     found = {}
     for name in names:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poros.errors import PorosError
 from poros.gates.reference import Trajectory, compare_steps, hash_digests, start_digests
@@ -154,10 +153,9 @@ def _unstreamed(
     """Say what of the second arm was not streamed; None if all of it was."""
     from poros.api import runtime
     from poros.layer.streamed import is_streamed
+    from poros.model.inspect import find_layers
 
-    layers = [
-        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
+    _, layers = find_layers(model)
     resident = sum(not is_streamed(layer) for layer in layers)
     if resident:
         return f"{resident} of {len(layers)} decoder layers of the streamed arm were not streamed"

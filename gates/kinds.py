@@ -13,6 +13,8 @@ import torch
 
 from poros.errors import UnsupportedModelError
 from poros.model.adapter_kinds import adapter_kinds
+from poros.model.targets import is_router
+from poros.model.vision import find_towers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -214,12 +216,13 @@ def linears_in_layers(base: "PreTrainedModel") -> list[str]:
     linears = [
         name
         for name, module in modules.items()
-        if isinstance(module, torch.nn.Linear | Conv1D) and "Router" not in type(module).__name__
+        if isinstance(module, torch.nn.Linear | Conv1D) and not is_router(module)
     ]
+    towers = tuple(f"{name}." for name in find_towers(base))
     layers = tuple(
         f"{name}."
         for name, module in modules.items()
-        if isinstance(module, GradientCheckpointingLayer)
+        if isinstance(module, GradientCheckpointingLayer) and not name.startswith(towers)
     )
     # Without such layers: blocks are numbered; the head and other single layers are not.
     inside = [
@@ -247,6 +250,7 @@ def linears_in_layers(base: "PreTrainedModel") -> list[str]:
     last_names = {name.split(".")[-1] for name in inside}
     # A last name may also be that of a linear layer outside, or of fused experts' parameters.
     others = {*linears, *(name for name, _ in base.named_parameters())} - set(inside)
+    others |= {name for name in modules if name.startswith(towers)}
     if any(name.split(".")[-1] in last_names for name in others):
         return sorted(inside)
     return sorted(last_names)

@@ -23,6 +23,7 @@ from poros.errors import PorosError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams
 from poros.gates.kinds import KINDS, kind_of
+from poros.gates.multimodal import MULTIMODAL
 from poros.gates.parity import check_architecture
 from poros.gates.registry import OUTCOMES, Outcome, Record, read_registry
 from poros.gates.report import ParityReport, environment
@@ -77,14 +78,15 @@ def modes_of(name: str, adapter: str | None = None) -> tuple[dict[str, Any], ...
     """The modes in which the gate runs an architecture, or a kind of adapter on it."""
     if adapter is not None:
         return ADAPTER_MODES
-    return PROMISED_MODES if name in tiny.ARCHITECTURES else OTHER_MODES
+    is_promised = name in tiny.ARCHITECTURES or name in MULTIMODAL
+    return PROMISED_MODES if is_promised else OTHER_MODES
 
 
 def make_record(name: str, adapter: str | None = None) -> Record:
     """Run the gate on one architecture, in each of its modes, on the CPU.
 
     Args:
-        name: A name of ``tiny.ARCHITECTURES`` or any ``model_type`` of transformers.
+        name: A name of ``tiny.ARCHITECTURES`` or ``MULTIMODAL``, or any other ``model_type``.
         adapter: A kind of adapter to record on it; None records the architecture, with LoRA.
 
     Returns:
@@ -151,13 +153,18 @@ def judge(report: ParityReport) -> tuple[Outcome, str | None]:
 
 
 def architectures() -> list[str]:
-    """The promised architectures and every other model type that has a causal language model."""
+    """The promised architectures and every other model type that has a causal language model.
+
+    Where a checkpoint has a vision tower, it is with its tower.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     promised = tiny.ARCHITECTURES
     # A promised name may also be the model type of a larger model around it, such as with images.
-    taken = {*promised, *promised.values()}
-    return [*promised, *(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in taken)]
+    towers = {name: row.model_type for name, row in MULTIMODAL.items()}
+    taken = {*promised, *promised.values(), *towers, *towers.values()}
+    others = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in taken]
+    return [*promised, *towers, *others]
 
 
 def sweep(

@@ -15,6 +15,7 @@ import torch
 
 from poros.errors import UnsupportedModelError
 from poros.gates.kinds import attach
+from poros.gates.multimodal import MULTIMODAL, with_tower
 from poros.nf4 import double_quantization
 
 if TYPE_CHECKING:
@@ -78,11 +79,13 @@ def model_type_of(architecture: str) -> str:
     from transformers import CONFIG_MAPPING
 
     model_type = ARCHITECTURES.get(architecture, architecture)
+    if architecture in MULTIMODAL:
+        model_type = MULTIMODAL[architecture].model_type
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"expected an architecture that the gates can build, found {architecture!r}; the "
-            f"validated names are {', '.join(ARCHITECTURES)}, and any other model_type that this "
-            "transformers release knows can be tried"
+            f"validated names are {', '.join((*ARCHITECTURES, *MULTIMODAL))}, and any other "
+            "model_type that this transformers release knows can be tried"
         )
     return model_type
 
@@ -93,9 +96,9 @@ def small_config(
     """Build a small configuration of an architecture.
 
     Args:
-        architecture: A name of ``ARCHITECTURES``, or any ``model_type`` that transformers knows; a
-            model type outside ``ARCHITECTURES`` is shrunk as far as its attribute names are the
-            usual ones.
+        architecture: A name of ``ARCHITECTURES`` or of ``poros.gates.multimodal``, or any
+            ``model_type`` that transformers knows; one outside these is shrunk as far as its
+            attribute names are the usual ones.
         num_layers: Decoder layers. When the architecture has several kinds of layers (sliding and
             full attention), they take turns.
         hidden_size: Width; a multiple of 8, since there are four heads and two key-value heads.
@@ -107,6 +110,14 @@ def small_config(
     from transformers import CONFIG_MAPPING
 
     model_type = model_type_of(architecture)
+    if architecture in MULTIMODAL:
+        text = small_config(
+            MULTIMODAL[architecture].language_model,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            dropout=dropout,
+        )
+        return with_tower(architecture, text)
     wanted = _small_sizes(num_layers, hidden_size, dropout)
     if architecture not in ARCHITECTURES:
         # As the Trainer sets it: with a cache a family may compute in another precision (codegen).
@@ -212,14 +223,14 @@ def write_checkpoint(
     Raises:
         UnsupportedModelError: If transformers has no causal language model for the configuration.
     """
-    from transformers import AutoModelForCausalLM
-
     from poros.loaders.build import quiet
+    from poros.loaders.settings import model_class_of
 
     with torch.random.fork_rng(devices=[]), quiet():
         torch.default_generator.manual_seed(seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model_class, config = model_class_of(config)
+            model = model_class._from_config(config, dtype=dtype)
         except Exception as error:
             raise UnsupportedModelError(
                 f"expected a causal language model of type {config.model_type!r}, found "
@@ -234,11 +245,12 @@ def write_checkpoint(
 
 def _refuse_large(config: "PreTrainedConfig") -> None:
     """Count the parameters of a model without memory before one that takes it is made."""
-    from transformers import AutoModelForCausalLM
+    from poros.loaders.settings import model_class_of
 
     try:
+        model_class, config = model_class_of(config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = model_class._from_config(config)
     except Exception:  # the model that is made next says better why
         return
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -267,9 +279,10 @@ def load_base(
         quantize: False loads dense weights.
         attn_implementation: As in ``from_pretrained``; None is its default.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from poros.loaders.build import quiet
+    from poros.loaders.settings import model_class_of
 
     options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
     options["trust_remote_code"] = False  # left open, transformers would ask on the terminal
@@ -278,7 +291,9 @@ def load_base(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        model_class, _ = model_class_of(config)
+        model = model_class.from_pretrained(directory, local_files_only=True, **options)
     return without_repacking(model)
 
 

@@ -1,7 +1,7 @@
 """A model that transformers builds and a slab writer fills."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,13 +123,14 @@ class _NotedSlice:
 
 @contextmanager
 def progress(
-    checkpoint: Checkpoint, taken: set[str]
+    checkpoint: Checkpoint, taken: set[str], names: Sequence[str] | None = None
 ) -> Iterator[tuple[dict[str, _NotedSlice], Callable[[], None]]]:
     """A progress bar in bytes in place of transformers' own in tensors.
 
     Args:
         checkpoint: What is read.
         taken: The names of the tensors that were read are added to it.
+        names: Of the tensors to read; None is all of them.
 
     Yields:
         The slices of the checkpoint, and what to call when all that was read so far is taken.
@@ -150,14 +151,14 @@ def progress(
     with (
         quiet() as was_enabled,
         tqdm(
-            total=checkpoint.num_bytes,
+            total=sum(each.num_bytes for each in map(checkpoint.entry, names or checkpoint.names)),
             desc="poros: loading",
             unit="B",
             unit_scale=True,
             disable=not was_enabled,
         ) as bar,
     ):
-        slices = checkpoint.slices()
+        slices = checkpoint.slices(names)
         yield (
             {
                 name: _NotedSlice(tensor_slice, _bind(note, name))

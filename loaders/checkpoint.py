@@ -9,6 +9,7 @@ opened than configuration, index and the shards that the index names.
 
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -144,15 +145,20 @@ class Checkpoint:
         shard.check_unchanged()
         return tensor
 
-    def slices(self, *, ahead_num_bytes: int = AHEAD_NUM_BYTES) -> dict[str, "CheckpointSlice"]:
-        """Every tensor as a slice to be read later, to pass to transformers as a ``state_dict``.
+    def slices(
+        self, names: Sequence[str] | None = None, *, ahead_num_bytes: int = AHEAD_NUM_BYTES
+    ) -> dict[str, "CheckpointSlice"]:
+        """Tensors as slices to be read later, to pass to transformers as a ``state_dict``.
+
+        Those of ``names``, or all.
 
         transformers indexes each with ``[...]`` when its turn comes, as it does with the slices of
         ``safetensors.safe_open``; that is ``fetch``. It takes them in natural order (layer 2 before
         layer 10), and while one is used the next ``ahead_num_bytes`` are being read.
         """
-        ahead = _ReadAhead(self, ahead_num_bytes)
-        return {name: CheckpointSlice(self, name, ahead) for name in self.names}
+        names = self.names if names is None else names
+        ahead = _ReadAhead(self, names, ahead_num_bytes)
+        return {name: CheckpointSlice(self, name, ahead) for name in names}
 
     def will_need(self, name: str) -> None:
         """Have a thread read a tensor, after those that were asked for before, and return.
@@ -316,10 +322,10 @@ class CheckpointSlice:
 class _ReadAhead:
     """Asks for the tensors that follow the one taken, in natural order, each once."""
 
-    def __init__(self, checkpoint: Checkpoint, num_bytes: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], num_bytes: int) -> None:
         self._checkpoint = checkpoint
         self._num_bytes = num_bytes
-        self._order = sorted(checkpoint.names, key=_natural)
+        self._order = sorted(names, key=_natural)
         self._place = {name: place for place, name in enumerate(self._order)}
         self._asked = 0  # place in the order up to which pages have been asked for
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.config import parse_num_bytes
-from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
+from poros.errors import PolicyError, StoreWriteError, quoted
 from poros.host.disk import DiskStore
 from poros.host.limits import require_host_memory
 from poros.host.store import HostStore, attach_store
@@ -31,6 +31,7 @@ from poros.loaders.options import (
     quantizing_device,
 )
 from poros.loaders.quantize import Quantizer
+from poros.loaders.renaming import without_towers
 from poros.loaders.resolved import ResolvedLoad, resolve, set_generation
 from poros.loaders.settings import (
     configuration,
@@ -45,6 +46,7 @@ from poros.loaders.store import OpenStore, is_store, open_store
 from poros.loaders.store_reader import StoreReader, contents, small_files
 from poros.model.inspect import find_layers
 from poros.model.saving import watch_saving
+from poros.model.vision import drop_towers
 from poros.nf4 import QUANT_TYPES
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ def load(
     device: torch.device | str | None = None,
     store: str | os.PathLike[str] | None = None,
     host_budget: int | str | None = None,
+    vision: str | Unset = UNSET,
     allow_nonfinite: bool = False,
     limits: Limits | None = None,
     **from_pretrained_kwargs: Any,
@@ -90,6 +93,9 @@ def load(
         host_budget: Host memory for the layers, in bytes or such as ``"24GiB"``. The first layers
             lie in memory as far as they fit into it; the others stay in the store's file, from
             which they are read ahead during training. Needs a store. None is all of them.
+        vision: Of a checkpoint that takes images or sound too, ``"keep"`` its towers, quantized and
+            frozen like the rest; they stay on the device. Or ``"drop"`` them, for text alone; the
+            names of everything else stay. The default is ``"keep"``, or that of the store.
         allow_nonfinite: Load weights with NaN and infinities instead of refusing them.
         limits: Bounds on what files may ask for; None are the defaults.
         **from_pretrained_kwargs: Of ``AutoModelForCausalLM.from_pretrained``: ``revision``,
@@ -113,15 +119,15 @@ def load(
         ParityError: If scales change while a weight is quantized.
         StoreWriteError: If the store cannot be written, or bytes change on their way into it;
             nothing of it is left.
-        UnsupportedModelError: If it is no causal language model, has an adapter beside it, or is
-            quantized in another way.
+        UnsupportedModelError: If it is no causal language model, has no decoder layers that can be
+            streamed, has an adapter beside it, or is quantized in another way.
 
     In each case nothing of the model is left.
 
     Source:
         Poros technical report, section 4.2.
     """
-    options = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs)
+    options = LoadOptions.of(quantization, dtype, device, from_pretrained_kwargs, vision)
     options.refuse_for_a_folder(source)
     bounds = checked_limits(limits)
     budget = (
@@ -169,15 +175,10 @@ class _Reading:
     def into_memory(self) -> "PreTrainedModel":
         """The model, in new memory."""
         with self._checkpoint() as checkpoint:
-            try:
-                resolved = resolve(checkpoint, self._options, self._limits)
-                model, slab_writer, _ = self._read(checkpoint, resolved)
-            except _NotStreamableError as error:
-                model = self._load_standard(checkpoint, resolved, error)
-                store = HostStore([], fallbacks=[f"loaded by transformers: {error}"])
-            else:
-                store = slab_writer.finished
-                store.fallbacks += slab_writer.fallbacks
+            resolved = resolve(checkpoint, self._options, self._limits)
+            model, slab_writer, _ = self._read(checkpoint, resolved)
+        store = slab_writer.finished
+        store.fallbacks += slab_writer.fallbacks
         model.name_or_path = model.config.name_or_path = os.fspath(self._source)
         attach_store(model, store)
         return model
@@ -222,6 +223,7 @@ class _Reading:
                 "is_prequantized": used is not None and model.hf_quantizer.pre_quantized,
                 "dtype": dtype_name(resolved.dtype),
                 "allow_nonfinite": self._quantizer.allow_nonfinite,
+                "vision": self._options.about_vision,
                 **names,
                 **provenance(self._quantizer.device),
             }
@@ -247,6 +249,14 @@ class _Reading:
 
         require_whole_experts(checkpoint)
         used = copy.deepcopy(resolved.quantization)
+        names, leave_out = None, _nothing
+        if self._options.drops_vision:
+            key_mapping = self._options.handed_on.get("key_mapping")
+            with one_at_a_time():
+                names = without_towers(
+                    resolved.model_class, resolved.config, checkpoint.names, key_mapping
+                )
+            leave_out = drop_towers
         slab_writer = SlabWriter(
             checkpoint.path,
             find_layers,
@@ -254,11 +264,12 @@ class _Reading:
             format_of(used),
             checkpoint.owns,
             allocate,
+            leave_out,
         )
         taken: set[str] = set()
         with (
             one_at_a_time(),
-            progress(checkpoint, taken) as (slices, after_each),
+            progress(checkpoint, taken, names) as (slices, after_each),
             reading_into(
                 slab_writer, used, is_quantized=resolved.is_quantized, after_each=after_each
             ) as quantization,
@@ -268,10 +279,7 @@ class _Reading:
                 "dtype": resolved.dtype,
                 **self._options.handed_on,
             }
-            try:
-                model = fill(resolved.model_class, slab_writer, quantization, slices, arguments)
-            except UnsupportedModelError as error:  # of the plan
-                raise _NotStreamableError(str(error), slab_writer.num_bytes) from error
+            model = fill(resolved.model_class, slab_writer, quantization, slices, arguments)
         clean(model)
         require_floats(checkpoint, taken, model)
         # A file that was cut off would end the process when what is left of it is copied.
@@ -280,63 +288,6 @@ class _Reading:
         checkpoint.check_unchanged()
         set_generation(model, resolved.generation, self._options)
         return model, slab_writer, used
-
-    def _load_standard(
-        self, checkpoint: Checkpoint, resolved: ResolvedLoad, why: "_NotStreamableError"
-    ) -> "PreTrainedModel":
-        """What transformers does without a slab writer, loudly."""
-        from transformers import AutoModelForCausalLM
-
-        logger.warning(
-            "poros: %s cannot be streamed (%s). transformers loads it, into about %.2f GB of host "
-            "memory; poros.prepare will refuse it",
-            quoted(os.fspath(self._source), is_bare=True),
-            why,
-            why.num_bytes / 1e9,
-        )
-        what = f"the weights of {quoted(os.fspath(self._source), is_bare=True)}"
-        quantization = resolved.quantization
-        if getattr(quantization, "llm_int8_enable_fp32_cpu_offload", False):
-            raise UnsupportedModelError(
-                f"{what}: expected llm_int8_enable_fp32_cpu_offload=False for a model that cannot "
-                "be streamed, found True. transformers would quantize nothing that lies in host "
-                f"memory, which is all. It cannot be streamed because: {why}"
-            )
-        require_host_memory(why.num_bytes, what)
-        options = self._options
-        # As it was read, with the quantization that was taken out of the other one.
-        config = configuration(
-            checkpoint.path, checkpoint.texts, options.fields, given=options.config
-        )
-        arguments = dict(options.handed_on)
-        if not resolved.is_quantized and resolved.quantization is not None:
-            arguments["quantization_config"] = copy.deepcopy(resolved.quantization)
-        if checkpoint.source.is_named:
-            config.transformers_weights = checkpoint.source.files[0].name
-        with one_at_a_time():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                checkpoint.path,
-                config=config,
-                dtype=resolved.dtype,
-                device_map={"": "cpu"},
-                local_files_only=True,
-                trust_remote_code=False,
-                variant=checkpoint.source.variant,
-                **arguments,
-            )
-        checkpoint.check_unchanged()
-        if checkpoint.source.is_named:
-            del model.config.transformers_weights
-        set_generation(model, resolved.generation, options)
-        return model
-
-
-class _NotStreamableError(UnsupportedModelError):
-    """A model that transformers can load and that has no layers to stream."""
-
-    def __init__(self, why: str, num_bytes: int) -> None:
-        super().__init__(why)
-        self.num_bytes = num_bytes
 
 
 def _open(
@@ -373,7 +324,8 @@ def _open(
         model_class, config = model_class_of(config)
         generation = generation_settings(opened.path, texts)
         host = _slabs(opened, budget)
-        reader = StoreReader(opened, host, find_layers, format_of(used))
+        leave_out = drop_towers if about.get("vision") == "drop" else _nothing
+        reader = StoreReader(opened, host, find_layers, format_of(used), leave_out)
         placeholders = {name: torch.empty(0, dtype=dtype) for name in reader.names()}
         with one_at_a_time(), quiet(), reading_into(reader, used) as quantization:
             arguments = {"config": config, "dtype": dtype, **options.handed_on}
@@ -389,6 +341,10 @@ def _open(
     if isinstance(host, DiskStore):
         watch_saving(model, host)
     return model
+
+
+def _nothing(model: Any) -> None:
+    """Leave all of it."""
 
 
 def _made(opened: OpenStore) -> "tuple[torch.dtype, BitsAndBytesConfig | None]":

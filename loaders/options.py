@@ -60,6 +60,8 @@ class LoadOptions:
     device: torch.device | str | None
     place: Place
     config: "PreTrainedConfig | None"
+    vision: str | Unset = UNSET
+    """``"keep"`` or ``"drop"``."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the configuration to change."""
     handed_on: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class LoadOptions:
         dtype: Any,
         device: torch.device | str | None,
         others: Mapping[str, Any],
+        vision: Any = UNSET,
     ) -> "LoadOptions":
         """From the arguments of ``poros.load``.
 
@@ -79,6 +82,8 @@ class LoadOptions:
             PolicyError: If one cannot be honoured.
         """
         left = dict(others)
+        if vision not in (UNSET, "keep", "drop"):
+            raise PolicyError(f"vision: expected 'keep' or 'drop', found {quoted(vision)}")
         if "quantization_config" in left:
             if quantization is not UNSET:
                 raise PolicyError(
@@ -95,7 +100,7 @@ class LoadOptions:
         config = left.pop("config", None)
         handed_on = {key: left.pop(key) for key in _HANDED_ON if left.get(key) is not None}
         _require_generation_config(handed_on.get("generation_config"))
-        options = cls(quantization, _dtype(dtype), device, place, config, left, handed_on)
+        options = cls(quantization, _dtype(dtype), device, place, config, vision, left, handed_on)
         if quantization is not UNSET:
             options.wanted(torch.bfloat16)  # refused here if it makes no sense
         return options
@@ -112,6 +117,16 @@ class LoadOptions:
     def chosen_dtype(self) -> torch.dtype:
         """To load in, if it is not to be found out."""
         return self.dtype if isinstance(self.dtype, torch.dtype) else torch.bfloat16
+
+    @property
+    def drops_vision(self) -> bool:
+        """Whether vision towers are left away."""
+        return self.vision == "drop"
+
+    @property
+    def about_vision(self) -> str | None:
+        """What a store says of that."""
+        return "drop" if self.drops_vision else None
 
     def wanted(self, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
         """How to quantize a checkpoint that is dense."""
@@ -158,6 +173,8 @@ class LoadOptions:
         if is_source and not has_dtype:
             dtype = str(about.get("dtype"))
         expected: dict[str, Any] = {}
+        if self.vision is not UNSET or not is_source:
+            expected["vision"] = self.about_vision
         if has_dtype or not is_source:
             expected["dtype"] = dtype
         if is_given and (self.quantization is not UNSET or not is_source):

@@ -16,6 +16,7 @@ from poros.loaders.settings import (
     model_class_of,
     stored_quantization,
 )
+from poros.model.inspect import require_language_model
 
 if TYPE_CHECKING:
     from transformers import (
@@ -53,6 +54,7 @@ def resolve(checkpoint: Checkpoint, options: LoadOptions, limits: Limits) -> Res
     config = configuration(path, texts, options.fields, given=options.config, limits=limits)
     stored = stored_quantization(path, config)
     model_class, config = model_class_of(config)
+    require_language_model(model_class.__name__, config)
     if options.dtype == "auto":
         options = options.of_dtype(getattr(config, "dtype", None) or checkpoint.float_dtype())
     if stored is not None:

@@ -164,20 +164,26 @@ def stored_quantization(path: Path, config: Any) -> "BitsAndBytesConfig | None":
 
 
 def model_class_of(config: Any) -> tuple[Any, Any]:
-    """The class that ``AutoModelForCausalLM`` would choose, and the configuration it takes."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    """The class that a checkpoint is of, and the configuration it takes.
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    That is the one with a vision tower if ``architectures`` names it, else what
+    ``AutoModelForCausalLM`` chooses, else what ``AutoModelForImageTextToText`` does.
+
+    Raises:
+        UnsupportedModelError: If transformers has none.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    text_classes = _classes(MODEL_FOR_CAUSAL_LM_MAPPING, config)
+    classes = [*_classes(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config), *text_classes]
+    if not classes:
         raise UnsupportedModelError(
             "expected a causal language model of transformers, found model_type "
             f"{quoted(config.model_type)}, which has none"
         )
-    chosen = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if isinstance(chosen, list | tuple):
-        named = [
-            candidate for candidate in chosen if candidate.__name__ in (config.architectures or ())
-        ]
-        chosen = (named or list(chosen))[0]
+    names = config.architectures or ()
+    named = [candidate for candidate in classes if candidate.__name__ in names]
+    chosen = (named or text_classes or classes)[0]
     text_class = getattr(config, "sub_configs", {}).get("text_config")
     if text_class is not None and chosen.config_class == text_class:
         config = config.get_text_config()
@@ -200,6 +206,11 @@ def refuse_code(error: BaseException, source: str) -> None:
             "code of their own (auto_map), which is never run; install a release of transformers "
             "that knows this model, or take another one"
         ) from error
+
+
+def _classes(mapping: Any, config: Any) -> list[Any]:
+    found = mapping.get(type(config), [])
+    return list(found) if isinstance(found, list | tuple) else [found]
 
 
 def said(error: BaseException) -> str:

@@ -53,6 +53,7 @@ class SlabWriter:
         is_mapped: Whether a tensor's memory is a mapped file of the checkpoint, which the model
             must not keep.
         allocate: Makes the slabs; None reserves memory for them, if the model fits in it.
+        leave_out: Takes away from the model, while it has no memory, what is not to be loaded.
 
     Attributes:
         store: One slab per decoder layer; None before ``plan``.
@@ -68,6 +69,7 @@ class SlabWriter:
         format: Format | None,
         is_mapped: Callable[[torch.Tensor], bool],
         allocate: Allocate | None = None,
+        leave_out: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
         self.path = path
         self.format = format
@@ -76,6 +78,7 @@ class SlabWriter:
         self.num_bytes = 0
         self.layers_name = ""
         self._allocate = allocate
+        self._leave_out = leave_out
         self._find_layers = find_layers
         self._quantizer = quantizer
         self._is_mapped = is_mapped
@@ -98,6 +101,7 @@ class SlabWriter:
             UnsupportedModelError: If it has no decoder layers that can be streamed.
             HostMemoryError: If the model would not fit in host memory.
         """
+        self._leave_out(model)
         everything = [
             part for name, tensor in _named_tensors(model) for part in self._parts(name, tensor)
         ]

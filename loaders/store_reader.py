@@ -5,7 +5,7 @@ and of each 4-bit weight the few constants that stay on the device. Buffers that
 computes from the configuration are computed again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +71,7 @@ class StoreReader(SlabWriter):
         host: Its slabs.
         find_layers: As in ``SlabWriter``.
         format: Of 4-bit weights; None if nothing is quantized.
+        leave_out: As in ``SlabWriter``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class StoreReader(SlabWriter):
         host: HostStore,
         find_layers: FindLayers,
         format: Format | None,
+        leave_out: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
         super().__init__(
             opened.path,
@@ -87,6 +89,7 @@ class StoreReader(SlabWriter):
             format,
             lambda tensor: False,
             allocate=self._given,
+            leave_out=leave_out,
         )
         self._opened = opened
         self._host = host

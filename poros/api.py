@@ -19,6 +19,7 @@ from poros.layer.settings import settle
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
+from poros.model.targets import leave_out_dropped
 from poros.saying import say, size
 from poros.slots.schedule import Action
 from poros.streams import StreamContext, streams_for
@@ -119,6 +120,8 @@ def prepare_with(
         except BaseException:
             runtime.detach()
             raise
+    for config in getattr(model, "peft_config", {}).values():
+        leave_out_dropped(model, config)
     stats = runtime.stats()
     if policy.slots is not None and runtime.num_slots < policy.slots and not policy.keep_last:
         logger.warning(

@@ -43,6 +43,10 @@ class UnsupportedModelError(PorosError, ValueError):
     """The model, or a call of it, has a form that cannot be streamed exactly."""
 
 
+class DroppedTowerError(UnsupportedModelError, AttributeError):
+    """A tower was used, or something of it read, that the model was loaded without."""
+
+
 class UnvalidatedArchitectureError(UnsupportedModelError):
     """The family or the kind of adapters may train exactly, but no gate and no check has run it."""
 

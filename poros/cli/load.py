@@ -22,6 +22,7 @@ _OPTIONS = {
     "quantization": "--quantization",
     "dtype": "--dtype",
     "device": "--device",
+    "vision": "--vision",
 }
 
 
@@ -44,6 +45,10 @@ def load(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to quantize.")] = None,
+    vision: Annotated[
+        str | None,
+        typer.Option(help="Of towers for images: keep them, or drop them.", show_default="keep"),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check every byte of the store SOURCE instead.")
     ] = False,
@@ -57,6 +62,7 @@ def load(
         raise typer.BadParameter("give either --out DIR or --verify")
     named = dtype_name("--dtype", dtype, "float64", "auto")
     options: dict[str, Any] = {"quantization": quantization, "dtype": named, "device": device}
+    options["vision"] = vision
     said = {name: value for name, value in options.items() if value is not None}
     if verify and said:
         raise typer.BadParameter(f"--verify takes no --{', --'.join(said)}: nothing is quantized")

@@ -48,6 +48,7 @@ _OPTIONS = {
     "adapter_kernels": "--adapter-kernels",
     "cuda_graphs": "--cuda-graphs",
     "share_dense": "--share-dense",
+    "vision": "--vision",
     "copy_gb_per_s": "--copy-gb-per-s",
     "tflop_per_s": "--tflop-per-s",
     "device": "--device",
@@ -89,6 +90,9 @@ def plan(
         str | None,
         typer.Option(help="Of the adapters: fp32, bf16, fp16.", show_default="what PEFT takes"),
     ] = None,
+    vision: Annotated[
+        str, typer.Option(help="Of towers for images: keep them, or drop them.")
+    ] = "keep",
     accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     accumulate: Annotated[
         int | None, typer.Option(help="The same, going through the blocks together.")
@@ -211,7 +215,11 @@ def plan(
             from poros.planning.planner import render as render_terms
 
             planner = Planner(
-                model, rank=rank, limits=bounds, adapter_dtype=dtype_named("", adapter_dtype)
+                model,
+                rank=rank,
+                limits=bounds,
+                adapter_dtype=dtype_named("", adapter_dtype),
+                vision=vision,
             )
             if measure:
                 given = planner.measure(seq_len=seq, batch_size=batch, device=device)

@@ -1,12 +1,16 @@
 """The PEFT configuration that a recipe asks for."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from poros.errors import RecipeError, quoted
-from poros.loaders.settings import said
-from poros.planning.meta_model import with_adapters
+from poros.loaders.settings import configuration, said
+from poros.loaders.source import find_config
+from poros.model.targets import excluded_modules
+from poros.planning.meta_model import meta_model, with_adapters
 from poros.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def adapter_config(recipe: Recipe) -> "PeftConfig":
-    """A recipe's adapter, for ``get_peft_model``."""
+    """A recipe's adapter, for ``get_peft_model``: on the language model alone."""
     from peft import LoraConfig
 
     adapter = recipe.adapter
@@ -29,6 +33,7 @@ def adapter_config(recipe: Recipe) -> "PeftConfig":
         use_dora=adapter.kind == "dora",
         use_rslora=adapter.kind == "rslora",
         task_type="CAUSAL_LM",
+        exclude_modules=_excluded(recipe.model.source),
     )
 
 
@@ -71,3 +76,9 @@ def require_targets(recipe: Recipe, base: Any) -> None:
             f"found {', '.join(sorted(targets))}: {said(error)}; name linear layers "
             "(--target-modules)"
         ) from error
+
+
+def _excluded(source: str) -> str | None:
+    """What of a model gets no adapter: towers that text does not reach, and routers."""
+    config = configuration(*find_config(Path(source).expanduser()), {})
+    return excluded_modules(meta_model(config, None, torch.bfloat16))

@@ -74,12 +74,15 @@ def is_kept_apart(model: Any) -> bool:
 
 def _small(config: "PreTrainedConfig", attention: str | None = None) -> Any:
     """A small random model of the same kind."""
-    from transformers import AutoModelForCausalLM
-
     from poros.gates import tiny
+    from poros.gates.multimodal import MULTIMODAL
+    from poros.loaders.settings import model_class_of
 
-    text = config.get_text_config(decoder=True)
-    small = tiny.small_config(text.model_type, num_layers=4, hidden_size=64)
+    text, name = config.get_text_config(decoder=True), config.model_type
+    if text is not config:
+        (name,) = [name for name, row in MULTIMODAL.items() if row.model_type == config.model_type]
+    whole = tiny.small_config(name, num_layers=4, hidden_size=64)
+    small = whole.get_text_config(decoder=True)
     known = small.to_dict()
     for name, value in text.to_dict().items():
         # Sizes are its own; how it computes is the real one's.
@@ -89,9 +92,8 @@ def _small(config: "PreTrainedConfig", attention: str | None = None) -> Any:
     if kinds and getattr(small, "layer_types", None):
         num_layers = len(small.layer_types)
         small.layer_types = [kinds[layer % len(kinds)] for layer in range(num_layers)]
-    return AutoModelForCausalLM.from_config(
-        small, dtype=torch.float32, attn_implementation=attention
-    )
+    model_class, whole = model_class_of(whole)
+    return model_class._from_config(whole, dtype=torch.float32, attn_implementation=attention)
 
 
 def pack(dataset: "Dataset", row_length: int) -> "Dataset":

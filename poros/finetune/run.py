@@ -263,6 +263,7 @@ def _model(recipe: Recipe, device: torch.device, run: RunFolder) -> Any:
     chosen, memory = recipe.model, recipe.memory
     store = chosen.store and str(Path(chosen.store).expanduser())
     options: dict[str, Any] = {"store": store, "host_budget": chosen.host_budget}
+    options["vision"] = chosen.vision
     if chosen.attention is not None:
         options["attn_implementation"] = chosen.attention
     if chosen.quantization != "nf4":

@@ -76,6 +76,7 @@ def planned(
             quantization=None if quantization == "none" else quantization,
             dtype=DTYPES[recipe.model.dtype],
             adapter_dtype=DTYPES[recipe.adapter.dtype],
+            vision=recipe.model.vision,
         )
         speeds = None
         if device.type == "cuda":

@@ -48,19 +48,19 @@ def stays_on_host(num_bytes: int, wanted: bool | None) -> bool:
 
 def choose_embeddings(
     model: nn.Module,
-    layers: Sequence[nn.Module],
+    apart: Sequence[nn.Module],
     wanted: bool | None,
     kept: Sequence[nn.Module] = (),
 ) -> list[Embedding]:
     """Those of ``find_embeddings`` that stay in host memory; says so if it was asked in vain.
 
     Args:
-        model: As for ``find_embeddings``, like ``layers``.
-        layers: Likewise.
+        model: As for ``find_embeddings``, like ``apart``.
+        apart: Likewise.
         wanted: ``StreamingPolicy.stream_embedding``.
         kept: Modules whose matrix stays in host memory as the head's.
     """
-    found = find_embeddings(model, layers)
+    found = find_embeddings(model, apart)
     if wanted and not found and not any(isinstance(module, nn.Embedding) for module in kept):
         logger.warning(
             "poros: stream_embedding=True, but the embedding stays on the device: it is trained, "
@@ -69,23 +69,23 @@ def choose_embeddings(
     return [each for each in found if stays_on_host(each.matrix.nbytes, wanted)]
 
 
-def find_embeddings(model: nn.Module, layers: Sequence[nn.Module]) -> list[Embedding]:
+def find_embeddings(model: nn.Module, apart: Sequence[nn.Module]) -> list[Embedding]:
     """The embeddings whose matrices can stay in host memory.
 
     Args:
         model: With its adapters.
-        layers: The decoder layers, which are left out.
+        apart: The decoder layers, and towers for images and sound, which are left out.
 
     Returns:
-        Those that are frozen and plain, outside the layers, used by nothing else (a tied head reads
+        Those that are frozen and plain, outside of these, used by nothing else (a tied head reads
         the whole matrix) and not adapted. What is in host memory already is among them.
     """
-    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    left_out = {id(module) for part in apart for module in part.modules()}
     uses = Counter(id(tensor) for module in model.modules() for tensor in _tensors(module))
     adapted = adapted_modules(model)
     found = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Embedding) or id(module) in in_layers:
+        if not isinstance(module, nn.Embedding) or id(module) in left_out:
             continue
         matrix = module.weight
         if (

@@ -180,10 +180,11 @@ def _trained_of_base(adapted: Any, weights: dict[str, torch.Tensor]) -> dict[str
 
 def _tied(model: "PreTrainedModel") -> set[str]:
     """Names of a tensor that the model uses in two places."""
-    if not getattr(model.config, "tie_word_embeddings", False):
-        return set()
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    own = {id(each.weight) for each in ends if hasattr(each, "weight")}
+    ends = [each for each in ends if hasattr(each, "weight")]
+    own = {id(each.weight) for each in ends}
+    if len(own) == len(ends):
+        return set()
     every = model.named_parameters(remove_duplicate=False)
     return {name for name, each in every if id(each) in own}
 

@@ -18,6 +18,7 @@ from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
 from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
+from poros.loaders.renaming import own_names
 from poros.loaders.settings import configuration, generation_settings
 from poros.merging.adapter import Adapter
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder
@@ -145,7 +146,8 @@ class _Plan:
         dtype: torch.dtype | None,
     ) -> None:
         self.checkpoint, self.adapter, self._dtype = checkpoint, adapter, dtype
-        self._own = _own_names(checkpoint, model)
+        found = own_names(model, checkpoint.names)
+        self._own = {name: name if own.is_part else own.name for name, own in found.items()}
         self._quantized = quantized
         _require_like(checkpoint, self._own, model)
         missing = adapter.touched - set(self._own.values())
@@ -219,19 +221,11 @@ def _require_like(checkpoint: Checkpoint, own: dict[str, str], model: "PreTraine
             )
 
 
-def _own_names(checkpoint: Checkpoint, model: "PreTrainedModel") -> dict[str, str]:
-    """What the model calls the tensors of a checkpoint; others keep their names."""
-    known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    prefix = f"{model.base_model_prefix}."
-    found = {}
-    for name in checkpoint.names:
-        choices = (name, prefix + name, name.removeprefix(prefix))
-        found[name] = next((each for each in choices if each in known), name)
-    return found
-
-
 def _quantized(config: Any, dense: "PreTrainedModel", dtype: torch.dtype) -> dict[str, bool]:
-    """Names of the weights that ``poros.load`` quantizes, and whether it does their transpose."""
+    """Names of the weights that ``poros.load`` quantizes, and whether it does their transpose.
+
+    Vision towers are left as they are: training may have left them away.
+    """
     from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
     from transformers.pytorch_utils import Conv1D
@@ -242,7 +236,7 @@ def _quantized(config: Any, dense: "PreTrainedModel", dtype: torch.dtype) -> dic
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
-    model = meta_model(config, settings, dtype)
+    model = meta_model(config, settings, dtype, vision="drop")
     return {
         f"{name}.weight": isinstance(dense.get_submodule(name), Conv1D)
         for name, module in model.named_modules()

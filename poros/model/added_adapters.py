@@ -20,6 +20,7 @@ from torch import nn
 from poros.errors import PreparedModelError, UnvalidatedArchitectureError
 from poros.layer.streamed import is_streamed, streamed_layer
 from poros.model.adapter_kinds import adapter_kinds
+from poros.model.targets import leave_out_dropped
 from poros.slots.schedule import Phase
 
 
@@ -68,6 +69,7 @@ class Initialisation:
     ) -> None:
         tuner: Any = self._tuner()
         make = partial(type(tuner)._create_and_replace, tuner, config, adapter, *args, **kwargs)
+        leave_out_dropped(tuner.model, config)
         layer = _layer_at(tuner.model, current_key)
         if layer is None:
             make(current_key=current_key)

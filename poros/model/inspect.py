@@ -1,13 +1,13 @@
 """Finds what can be streamed in a model, by its structure, and refuses by name what cannot.
 
-No family is special: the decoder layers are the one ModuleList whose entries are all transformers'
-checkpointable layers, adapters are what PEFT's tuner layers say they added, and everything else
-that is frozen inside a layer moves.
+No family is special: the decoder layers are the one ModuleList outside vision towers whose entries
+are all transformers' checkpointable layers, adapters are what PEFT's tuner layers say they added,
+and everything else that is frozen inside a layer moves.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
@@ -29,6 +30,8 @@ from poros.layer.frozen import FrozenTensor
 from poros.layout import is_small
 from poros.model.adapter_kinds import IN_CACHE, AdapterKind, adapter_kinds
 from poros.model.foreign import refuse_foreign_quantization
+from poros.model.targets import is_router
+from poros.model.vision import find_towers
 from poros.nf4 import is_4bit, is_params4bit, is_plain
 
 _WRAPPERS = (
@@ -39,6 +42,16 @@ _WRAPPERS = (
     "FullyShardedDataParallel",
     "OptimizedModule",
 )
+
+
+_LANGUAGE_MODELS = {
+    name
+    for names in (
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
+    )
+    for name in ((names,) if isinstance(names, str) else names)
+}
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,8 @@ def take_inventory(
     untested = _check_records(base, kinds) if goes_by_records else ""
     head = choose_head(model, base, policy.loss, policy.stream_head)
     kept = head.users if head is not None and head.is_on_host else ()
-    embeddings = choose_embeddings(model, layers, policy.stream_embedding, kept)
+    apart = [*layers, *find_towers(base).values()]
+    embeddings = choose_embeddings(model, apart, policy.stream_embedding, kept)
     return Inventory(
         base, layers_name, layers, *frozen, tied, kinds.keys(), embeddings, head, untested
     )
@@ -131,20 +145,29 @@ def _base_model(model: nn.Module) -> PreTrainedModel:
         raise UnsupportedModelError(
             f"expected a transformers model or a PEFT model of one, found {type(base).__qualname__}"
         )
+    require_language_model(type(base).__name__, base.config)
+    return base
+
+
+def require_language_model(class_name: str, config: Any) -> None:
+    """Refuse a class of transformers whose layers do not write text from left to right.
+
+    Raises:
+        UnsupportedModelError: If it is none of a decoder, with or without a vision tower.
+    """
     if (
-        base.config.is_encoder_decoder
-        or type(base).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        config.is_encoder_decoder
+        or class_name not in _LANGUAGE_MODELS
         # Only where a model type is both: GPT-NeoX says is_decoder=False and means nothing by it.
         or (
-            base.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-            and getattr(base.config, "is_decoder", True) is False
+            config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+            and getattr(config, "is_decoder", True) is False
         )
     ):
         raise UnsupportedModelError(
-            f"expected a decoder-only causal language model (AutoModelForCausalLM), found "
-            f"{type(base).__name__} (model_type {base.config.model_type!r})"
+            "expected a decoder-only causal language model (AutoModelForCausalLM, or "
+            f"AutoModelForImageTextToText), found {class_name} (model_type {config.model_type!r})"
         )
-    return base
 
 
 def _refuse_placement(model: nn.Module) -> None:
@@ -174,10 +197,12 @@ def find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
     Raises:
         UnsupportedModelError: If there is not exactly one such list, or a layer is in it twice.
     """
+    in_towers = {id(module) for tower in find_towers(model).values() for module in tower.modules()}
     lists = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
+        and id(module) not in in_towers
         and len(module)
         and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     ]
@@ -229,6 +254,13 @@ def _check_adapters(layers_name: str, layers: Sequence[nn.Module]) -> list[str]:
                 raise UnsupportedModelError(
                     f"{name}: expected separate adapters, found {module.merged_adapters} "
                     "merged into the base; call model.unmerge_adapter() before poros.prepare"
+                )
+            if isinstance(module, BaseTunerLayer) and is_router(module.get_base_layer()):
+                raise UnsupportedModelError(
+                    f"{name}: expected adapters on modules that return one tensor, found one on a "
+                    f"router, {type(module.get_base_layer()).__name__}, which PEFT cannot call; "
+                    "leave it out, as in LoraConfig(target_modules='all-linear', "
+                    f"exclude_modules=[{name.rpartition('.')[2]!r}])"
                 )
             if _has_generator(module):
                 raise UnsupportedModelError(

@@ -30,10 +30,11 @@ from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back, use_others
 from poros.kernels.use import take_over
 from poros.model.inspect import find_layers
+from poros.model.vision import base_of
 from poros.planning.as_fused import FusedKernels
 from poros.planning.depth import lengthen, shapes_of_all
 from poros.planning.formula import LayerCost, MemoryPlan, StepCost, plan_for
-from poros.planning.meta_model import Recipe, base_of, shapes_of
+from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.request import PlanRequest
 
 

@@ -9,8 +9,9 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
                   graphs (what autograd keeps of the kept layers), workspace (head
                   and loss, one layer recomputed, or the optimizer's temporaries): at the moment of
                   the step when their sum is largest
-    embedding, head, other   what is not in the layers, and what is small in them (norms, biases,
-                  quantization constants)
+    vision        towers for images and sound
+    embedding, head, other   what else is not in the layers, and what is small in them (norms,
+                  biases, quantization constants)
     inputs        tokens, labels, masks and rotary embeddings
     dense layer   the 4-bit weights of one layer, dense, which micro-batches together share
     libraries     workspaces of cuBLAS; left out of a plan that is made without a GPU
@@ -73,6 +74,8 @@ class Shapes:
     head: int
     """0 if tied to the embedding."""
     other: int
+    vision: int = 0
+    """Towers for images and sound."""
     num_linear_parameters: int = 0
     """Weight elements of the linear layers of all blocks, for the forecast of time."""
     num_head_parameters: int = 0
@@ -312,6 +315,7 @@ class _Formula:
             **dict(zip(_COMING_AND_GOING, peak, strict=True)),
             "embedding": shapes.embedding - on_host["embedding"],
             "head": shapes.head - on_host["head"] + buffers,
+            **({"vision": shapes.vision} if shapes.vision else {}),
             "other": shapes.other - on_host["other"],
             "inputs": request.micro_batches * (self.cost.inputs + self.cost.shared),
             "recordings": self._recordings(first_kept) if request.cuda_graphs else 0,

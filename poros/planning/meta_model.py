@@ -26,7 +26,9 @@ from poros.loaders.build import one_at_a_time
 from poros.loaders.settings import configuration, model_class_of, said
 from poros.loaders.source import find_config
 from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kinds
-from poros.model.inspect import find_frozen, find_layers
+from poros.model.inspect import find_frozen, find_layers, require_language_model
+from poros.model.targets import excluded_modules
+from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
 from poros.nf4 import QUANT_TYPES, Format, is_4bit, own, part_tensors
 from poros.planning.depth import shorten
 from poros.planning.formula import Shapes, SlicedHead
@@ -67,6 +69,10 @@ class Recipe:
     """Of all that is trained, where that is not what PEFT gives it."""
     is_whole: bool = True
     """Whether each layer is made, though they may be alike."""
+    vision: str = "keep"
+    """As in ``poros.load``."""
+    on_language_model: bool = False
+    """Whether the adapters leave out what is not for them (``poros.model.targets``)."""
 
     @classmethod
     def of(
@@ -77,16 +83,21 @@ class Recipe:
         adapters: "PeftConfig",
         limits: "Limits | None" = None,
         adapter_dtype: torch.dtype | None = None,
+        vision: str = "keep",
+        on_language_model: bool = False,
     ) -> "Recipe":
         """From a configuration, or a folder or hub name where one is.
 
         Raises:
-            PolicyError: If ``quantization`` is none of "nf4", "fp4" and None.
+            PolicyError: If ``quantization`` is none of "nf4", "fp4" and None, or ``vision`` none of
+                "keep" and "drop".
             UnsupportedModelError: If there is no configuration that transformers knows, or the
                 adapters are of a kind that plans do not count.
         """
         from transformers import PreTrainedConfig
 
+        if vision not in ("keep", "drop"):
+            raise PolicyError(f"vision: expected 'keep' or 'drop', found {quoted(vision)}")
         _refuse_uncounted(configured_kinds({"default": adapters}))
         config = source if isinstance(source, PreTrainedConfig) else _configuration(source, limits)
         return cls(
@@ -96,6 +107,8 @@ class Recipe:
             {"default": adapters},
             adapter_dtype=adapter_dtype,
             is_whole=not _is_same_everywhere(adapters),
+            vision=vision,
+            on_language_model=on_language_model,
         )
 
     @classmethod
@@ -125,6 +138,7 @@ class Recipe:
                 for name, parameter in base.named_parameters()
                 if not is_4bit(parameter)
             },
+            vision="drop" if are_dropped(base) else "keep",
         )
 
     @property
@@ -152,9 +166,14 @@ class Recipe:
 
     def make_short(self, *, is_whole: bool = False) -> tuple[Any, int]:
         """The same with four layers if all are alike, and how many were left out."""
-        base = meta_model(self.config, self.quantization, self.dtype)
+        base = meta_model(self.config, self.quantization, self.dtype, self.vision)
         left_out = 0 if is_whole or self.is_whole else shorten(base)
-        made: Any = with_adapters(base, self.adapters)
+        adapters = dict(self.adapters)
+        if self.on_language_model:
+            adapters = copy.deepcopy(adapters)
+            for config in adapters.values():
+                config.exclude_modules = excluded_modules(base)
+        made: Any = with_adapters(base, adapters)
         _refuse_uncounted(adapter_kinds(made))
         if self.active and tuple(made.active_adapters) != self.active:
             made.base_model.set_adapter(list(self.active))
@@ -202,15 +221,13 @@ def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:
         )
 
 
-def base_of(model: Any) -> Any:
-    """The transformers model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def meta_model(
-    config: "PreTrainedConfig", quantization: "BitsAndBytesConfig | None", dtype: torch.dtype
+    config: "PreTrainedConfig",
+    quantization: "BitsAndBytesConfig | None",
+    dtype: torch.dtype,
+    vision: str = "keep",
 ) -> "PreTrainedModel":
-    """The causal language model of ``config``, which is left as it is, on the meta device.
+    """The model of ``config``, which is left as it is, on the meta device; ``vision`` as in load.
 
     Raises:
         UnsupportedModelError: If there is none.
@@ -219,6 +236,7 @@ def meta_model(
 
     # The model keeps what it is made from, and notes its quantization there.
     model_class, config = model_class_of(copy.deepcopy(config))
+    require_language_model(model_class.__name__, config)
     with one_at_a_time(), _META, _Unfilled():
         try:
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
@@ -227,7 +245,13 @@ def meta_model(
                 "expected a configuration that transformers builds a model from, found "
                 f"{said(error)}; check its settings, and the release of transformers"
             ) from error
+        if vision == "drop":
+            drop_towers(model)
         if quantization is not None:
+            head: Any = model.get_output_embeddings()
+            if hasattr(head, "weight"):
+                # Not tied yet, as where it is loaded: the quantizer spares the last parameter.
+                head.weight = nn.Parameter(torch.empty_like(head.weight))
             quantizer = Bnb4BitHfQuantizer(quantization, pre_quantized=False)
             before = set(model.modules())
             quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
@@ -311,9 +335,13 @@ def shapes_of(model: nn.Module) -> Shapes:
         _num_bytes(elsewhere.pop(id(own)) for own in layer.parameters() if id(own) in elsewhere)
         for layer in layers
     ]
-    embeddings = find_embeddings(model, layers)
+    towers = list(find_towers(base).values())
+    embeddings = find_embeddings(model, [*layers, *towers])
+    in_towers = {
+        id(tensor) for tower in towers for tensor in (*tower.parameters(), *tower.buffers())
+    }
     constants: dict[tuple[str, torch.dtype], int] = {}
-    other = squares_num_bytes(model)
+    other, vision = squares_num_bytes(model), 0
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         parts = part_tensors(tensor_name, tensor, with_constants=True)
         if id(tensor) in in_layers:
@@ -321,6 +349,8 @@ def shapes_of(model: nn.Module) -> Shapes:
                 # Code books are there once; other constants are one number per tensor.
                 once = key.rpartition(".")[2] if parts[key].numel() > 1 else key
                 constants[once, parts[key].dtype] = _num_bytes([parts[key]])
+        elif id(tensor) in in_towers and id(tensor) not in trained:
+            vision += _num_bytes(parts.values())
         elif id(tensor) not in trained.keys() | embedding.keys() | head.keys():
             other += _num_bytes(parts.values())
     return Shapes(
@@ -333,6 +363,7 @@ def shapes_of(model: nn.Module) -> Shapes:
         embedding=_num_bytes(embedding.values()),
         head=_num_bytes(tensor for key, tensor in head.items() if key not in embedding),
         other=other + sum(constants.values()) + sum(layout.num_bytes for layout in buffers),
+        vision=vision,
         on_host=[
             ("embedding" if id(each.matrix) in embedding else "other", each.matrix.nbytes)
             for each in embeddings

@@ -15,9 +15,10 @@ from torch import nn
 from poros.errors import PolicyError, PorosError, UnsupportedModelError, VRAMBudgetError
 from poros.loaders.settings import said
 from poros.model.sizing import SURELY_KEPT, is_quicker_alone, room_of
+from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
-from poros.planning.meta_model import Recipe, base_of
+from poros.planning.meta_model import Recipe
 from poros.planning.request import PlanRequest, Speeds, require_positive
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def plan(
     vram_budget: int | float | str | None = None,
     quantization: str | None = "nf4",
     dtype: torch.dtype = torch.bfloat16,
+    vision: str = "keep",
     limits: "Limits | None" = None,
     block_size: int = 1,
     num_slots: int | None = None,
@@ -77,10 +79,11 @@ def plan(
     Args:
         source: A folder or hub name with a ``config.json``, a configuration, or a transformers or
             PEFT model (then its own adapters and quantization count, not ``rank`` and ``lora``).
-        rank: Of LoRA on every linear layer of the blocks.
+        rank: Of LoRA on every linear layer of the language model, without routers.
         lora: Other adapters, as given to ``get_peft_model``.
         quantization: ``"nf4"``, ``"fp4"``, or None for a dense base.
         dtype: Of everything that is not quantized.
+        vision: As in ``poros.load``: whether towers for images and sound are there.
         adapter_dtype: Of the adapters; None is PEFT's choice, float32. A model has its own.
         limits: Bounds on what a ``config.json`` may ask for; None are the defaults.
 
@@ -98,6 +101,7 @@ def plan(
         dtype=dtype,
         limits=limits,
         adapter_dtype=adapter_dtype,
+        vision=vision,
     )
     request = PlanRequest(
         seq_len=seq_len,
@@ -143,6 +147,7 @@ class Planner:
         dtype: torch.dtype = torch.bfloat16,
         limits: "Limits | None" = None,
         adapter_dtype: torch.dtype | None = None,
+        vision: str = "keep",
     ) -> None:
         from peft import LoraConfig
 
@@ -155,7 +160,16 @@ class Planner:
             self._adapters = _adapters_of(source)
         else:
             wanted = lora or LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-            self._recipe = Recipe.of(source, quantization, dtype, wanted, limits, adapter_dtype)
+            self._recipe = Recipe.of(
+                source,
+                quantization,
+                dtype,
+                wanted,
+                limits,
+                adapter_dtype,
+                vision,
+                on_language_model=lora is None,
+            )
         self._known: CostModel | None = None
 
     def plan(self, request: PlanRequest) -> MemoryPlan:

@@ -53,6 +53,12 @@ class ModelPart:
         "--attention",
         "Of transformers: sdpa, eager, flash_attention_2, ...; its choice if not given.",
     )
+    vision: str = _setting(
+        "keep",
+        choice("keep", "drop"),
+        "--vision",
+        "Towers for images of the base: keep them on the device, or leave them away.",
+    )
     store: str | None = _setting(
         None, text(), "--store", "Folder that keeps the quantized base for the next run."
     )

@@ -75,9 +75,11 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     )
 
 
-def write_model(folder: Path, *, template: str | None = None, layers: int = 3) -> Path:
+def write_model(
+    folder: Path, *, template: str | None = None, layers: int = 3, architecture: str = "qwen2"
+) -> Path:
     """A random checkpoint with its tokenizer."""
-    config = tiny.small_config("qwen2", num_layers=layers, hidden_size=64)
+    config = tiny.small_config(architecture, num_layers=layers, hidden_size=64)
     tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
     tokenizer(template).save_pretrained(folder)
     return folder

@@ -3,12 +3,15 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from poros.head.logits import LazyLogits
 from tests.finetune.arms import RECIPES, arm
+from tests.finetune.subjects import write_model
 
 
 @pytest.mark.parametrize("kind", RECIPES)
@@ -66,3 +69,17 @@ def test_the_warmup_of_a_schedule_free_optimizer(model: Path, data: Path, tmp_pa
         groups = torch.load(state, weights_only=True)["param_groups"]
         assert [each["warmup_steps"] for each in groups] == [2 if warmup else 0] * len(groups)
     assert found[0].losses[0] == found[1].losses[0] and found[0].adapter != found[1].adapter
+
+
+@pytest.mark.parametrize("vision", ["keep", "drop"])
+def test_a_model_with_a_vision_tower(vision: str, data: Path, tmp_path: Path) -> None:
+    """Its adapter is on the language model alone, by the names of the whole model."""
+    model = write_model(tmp_path / "tiny", architecture="qwen3_vl")
+    options: Any = {"model__vision": vision, "training__steps": 2}
+    streamed = arm(model, data, tmp_path / "streamed", "lora+", memory__slots=2, **options)
+    resident = arm(model, data, tmp_path / "resident", "lora+", memory__resident=True, **options)
+    assert streamed.losses == resident.losses and streamed.adapter == resident.adapter
+    (file,) = (tmp_path / "streamed").rglob("adapter/adapter_model.safetensors")
+    with safe_open(file, "pt") as saved:
+        names = list(saved.keys())
+    assert names and all(".model.language_model.layers." in name for name in names)

@@ -14,7 +14,8 @@ from poros.finetune.packing import _small, is_kept_apart, keeps_apart
 from tests.finetune.subjects import recipe_of, run
 
 APART = ["qwen2", "qwen3", "llama", "mistral", "phi3", "gemma3_text", "gemma4_text", "mixtral"]
-ACROSS = ["bloom", "opt", "mamba", "jamba", "qwen3_next"]
+APART += ["gemma3", "gemma4", "qwen3_vl", "mistral3", "llama4"]
+ACROSS = ["bloom", "opt", "mamba", "jamba", "qwen3_next", "qwen2_5_vl"]
 
 
 @pytest.mark.parametrize("family", APART)

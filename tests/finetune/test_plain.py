@@ -27,7 +27,7 @@ COMMON = {
 }
 
 
-def plain(recipe: Recipe, device: torch.device) -> Any:
+def plain(recipe: Recipe, device: torch.device, run: object = None) -> Any:
     """The base in 4 bit by transformers alone, resident."""
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -47,7 +47,7 @@ def plain(recipe: Recipe, device: torch.device) -> Any:
     return get_peft_model(base, adapter_config(recipe))
 
 
-def streamed(recipe: Recipe, device: torch.device) -> Any:
+def streamed(recipe: Recipe, device: torch.device, run: object = None) -> Any:
     """As ``poros finetune`` does, with the loss and the kernels whose bits are the plain ones."""
     base = poros.load(recipe.model.source)
     base.config.use_cache = False

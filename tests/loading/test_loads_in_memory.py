@@ -2,14 +2,12 @@
 
 import ctypes
 import gc
-import logging
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import poros.loaders.load
 from poros.errors import CheckpointFormatError, HostMemoryError, UnsupportedModelError
@@ -22,7 +20,6 @@ from poros.loaders.quantize import Quantizer
 from tests.loading.loaded import (
     Kinds,
     budget_for,
-    copy_of,
     differences,
     quantization,
     standard,
@@ -34,45 +31,22 @@ from tests.loading.loaded import (
 BOTH = (True, False)
 
 
-# Models without layers to stream: openai-gpt has no list of checkpointable layers.
-
-
-@pytest.mark.parametrize("is_quantized", BOTH, ids=["nf4", "dense"])
-def test_without_layers_transformers_loads_it_loudly(
-    kinds: Kinds, caplog: pytest.LogCaptureFixture, is_quantized: bool
+@pytest.mark.parametrize("how", ["memory", "store"])
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("openai-gpt", "expected exactly one ModuleList"),  # no list of checkpointable layers
+        ("bert", "expected a decoder-only causal language model"),  # its layers see both ways
+    ],
+)
+def test_what_cannot_be_streamed_is_not_loaded(
+    family: str, why: str, how: str, kinds: Kinds, tmp_path: Path
 ) -> None:
-    """With the memory that it takes, and on record."""
-    path = kinds.dense("openai-gpt", num_layers=2)
-    ours, theirs = wanted(is_quantized)
-    with caplog.at_level(logging.WARNING, logger="poros.loaders.load"):
-        model = load(path, quantization=ours)
-    assert differences(model, kinds.expected(path, theirs)) == []
-    records = [record for record in caplog.records if record.name == "poros.loaders.load"]
-    (line,) = [record.getMessage() for record in records]
-    constants = (".code", ".offset", ".nested_code")
-    sizes = {name: tensor.nbytes for name, tensor in tensors(model).items()}
-    num_bytes = sum(size for name, size in sizes.items() if not name.endswith(constants))
-    assert "cannot be streamed" in line and f"about {num_bytes / 1e9:.2f} GB" in line
-    (fallback,) = attached_store(model).fallbacks
-    assert fallback.startswith("loaded by transformers: expected exactly one ModuleList")
-
-
-def test_without_layers_it_gets_no_store(kinds: Kinds, tmp_path: Path) -> None:
-    """There would be no slab in it."""
-    with pytest.raises(UnsupportedModelError, match="expected exactly one ModuleList"):
-        load(kinds.dense("openai-gpt", num_layers=2), store=tmp_path / "store")
+    """``poros.prepare`` would refuse it; nothing of it is left."""
+    options = {"store": tmp_path / "store"} if how == "store" else {}
+    with pytest.raises(UnsupportedModelError, match=why):
+        load(kinds.dense(family, num_layers=2), **options)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_named_file_that_transformers_has_to_load(kinds: Kinds, tmp_path: Path) -> None:
-    """That file, not the one beside it."""
-    copy_of(kinds.dense("openai-gpt", num_layers=2), tmp_path)
-    found = load_file(tmp_path / "model.safetensors")
-    name = next(key for key in found if key.endswith("tokens_embed.weight"))
-    save_file({**found, name: found[name] + 1}, tmp_path / "named.safetensors", {"format": "pt"})
-    model = load(tmp_path / "named.safetensors", quantization=None)
-    assert torch.equal(model.get_input_embeddings().weight, found[name] + 1)
-    assert not hasattr(model.config, "transformers_weights")
 
 
 # Host memory.

@@ -1,0 +1,320 @@
+"""Checkpoints with a vision tower, as the hub has them: text rows, with and without the tower."""
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+import poros
+from poros.api import prepare_with
+from poros.errors import DroppedTowerError, PolicyError, UnsupportedModelError
+from poros.gates import tiny
+from poros.gates.kinds import attach
+from poros.gates.tape import TapeRecorder
+from poros.loaders.checkpoint import Checkpoint
+from poros.merging.merge import merge
+from poros.model.targets import excluded_modules
+from tests.exact.together import num_groups, own_loss, reasons, same, train
+from tests.loading.loaded import tensors
+from tests.support import AS_PLAIN, prepare_plain, same_bits
+
+Model = Any
+NUM_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the hub's checkpoints of a family look like."""
+
+    architecture: str
+    layers: str
+    """The names of the decoder layers, there."""
+    tower: tuple[str, ...]
+    """How the names of the tower and its projector begin, there."""
+    own_layers: str = "model.language_model.layers"
+    types: dict[str, str] = field(default_factory=dict)
+    """What its processor gives for text besides."""
+    goes_together: bool = True
+
+
+FAMILIES = {
+    "gemma3": Family(
+        "gemma3_multimodal",
+        "language_model.model.layers",
+        ("vision_tower.vision_model.", "multi_modal_projector."),
+        types={"token_type_ids": "input_ids"},
+    ),
+    "gemma4": Family(
+        "gemma4_multimodal",
+        "model.language_model.layers",
+        ("model.vision_tower.", "model.embed_vision."),
+        types={"mm_token_type_ids": "input_ids"},
+        goes_together=False,  # its layers share a mapping of keys and values
+    ),
+    "qwen2_5_vl": Family(
+        "qwen2_5_vl", "model.layers", ("visual.",), types={"mm_token_type_ids": "input_ids"}
+    ),
+    "qwen3_vl": Family(
+        "qwen3_vl",
+        "model.language_model.layers",
+        ("model.visual.",),
+        types={"mm_token_type_ids": "input_ids"},
+    ),
+    "mistral3": Family(
+        "mistral3", "language_model.model.layers", ("vision_tower.", "multi_modal_projector.")
+    ),
+    "llama4": Family(
+        "llama4",
+        "language_model.model.layers",
+        ("vision_model.", "multi_modal_projector."),
+        own_layers="language_model.model.layers",
+    ),
+}
+
+Checkpoints = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    made: dict[str, Path] = {}
+
+    def checkpoint(name: str) -> Path:
+        if name not in made:
+            folder = made[name] = tmp_path_factory.mktemp(name)
+            config = tiny.small_config(FAMILIES[name].architecture, num_layers=NUM_LAYERS)
+            tiny.write_checkpoint(config, folder, dtype=torch.bfloat16)
+            file = folder / "model.safetensors"
+            if name == "gemma3":  # transformers writes it without the name of the inner model
+                prefix = ("vision_tower.", "vision_tower.vision_model.")
+                renamed = {key.replace(*prefix): value for key, value in load_file(file).items()}
+                save_file(renamed, file, {"format": "pt"})
+        return made[name]
+
+    return checkpoint
+
+
+def load(path: Path, **options: Any) -> Model:
+    return tiny.without_repacking(poros.load(path, device="cpu", **options))
+
+
+def resident(path: Path) -> Model:
+    return attach(tiny.load_base(path, dtype=torch.bfloat16), "lora", rank=4).train()
+
+
+def loaded(path: Path, vision: str) -> Model:
+    return attach(load(path, vision=vision), "lora", rank=4).train()
+
+
+def text_loss(types: dict[str, str], model: Model, batch: dict[str, torch.Tensor]) -> Any:
+    """With what the family's processor says of text."""
+    return own_loss(model, batch | {key: 0 * batch[value] for key, value in types.items()})
+
+
+RUN: Any = {"sizes": (2, 1), "padded": True}
+
+
+def names(path: Path) -> list[str]:
+    with Checkpoint.open(path) as checkpoint:
+        return list(checkpoint.names)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bytes_are_those_of_transformers(name: str, checkpoints: Checkpoints) -> None:
+    family, path = FAMILIES[name], checkpoints(name)
+    towers = [each for each in names(path) if each.startswith(family.tower)]
+    assert towers and any(each.startswith(f"{family.layers}.0.") for each in names(path))
+    expected = tiny.load_base(path, dtype=torch.bfloat16).state_dict()
+    for vision in ("keep", "drop"):
+        model = load(path, vision=vision)
+        assert type(model) is type(AutoModelForImageTextToText.from_pretrained(path))
+        found = model.state_dict()
+        assert all(same_bits(tensor, expected[key]) for key, tensor in found.items())
+        left = {key for key in expected if key not in found}
+        assert bool(left) == (vision == "drop")
+        assert not any(key.startswith(family.own_layers) or "embed_tokens" in key for key in left)
+        assert type(model.get_output_embeddings()) is torch.nn.Linear
+
+
+MODES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "2 slots": ("keep", False, {"slots": 2}),
+    "kept, without the tower": ("drop", False, {"slots": NUM_LAYERS, "keep_last": NUM_LAYERS}),
+    "together, without the tower": ("drop", True, {"slots": 2}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streamed_equals_resident(name: str, checkpoints: Checkpoints) -> None:
+    """Losses, gradients, adapters, moments and random states; the resident run has its tower."""
+    family, path = FAMILIES[name], checkpoints(name)
+    run = {**RUN, "loss": partial(text_loss, family.types)}
+    expected = train(resident(path), together=False, **run)
+    for vision, together, policy in MODES.values():
+        model = prepare_plain(loaded(path, vision), **policy)
+        assert same(train(model, together=together, **run), expected)
+        assert poros.runtime(model).self_check["status"] == "passed"
+        assert num_groups(model) == (1 if together and family.goes_together else 0)
+        assert bool(reasons(model)) == (together and not family.goes_together)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_recorded_equals_resident(name: str, checkpoints: Checkpoints) -> None:
+    run: Any = {"sizes": (2, 2, 2), "lengths": (12,)}
+    expected = train(resident(checkpoints(name)), together=False, **run)
+    model = loaded(checkpoints(name), "keep")
+    policy = poros.StreamingPolicy(**AS_PLAIN, slots=2, device="cpu")
+    prepare_with(model, policy, recorder=TapeRecorder())
+    assert same(train(model, together=False, **run), expected)
+    captures: Any = poros.runtime(model).context.captures
+    assert captures.num_replays > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_head_in_slices_and_embedding_on_the_host(name: str, checkpoints: Checkpoints) -> None:
+    """Wherever the head sits: the bits do not hang on the budget, nor on the tower."""
+    policy: Any = {"stream_head": True, "stream_embedding": True}
+    budgets: dict[str, Any] = {
+        "keep": {"slots": 2},
+        "drop": {"slots": NUM_LAYERS, "keep_last": NUM_LAYERS},
+    }
+    results = []
+    for vision, budget in budgets.items():
+        model = poros.prepare(loaded(checkpoints(name), vision), **policy, **budget)
+        assert poros.runtime(model).stats()["fallbacks"] == []
+        results.append(train(model, together=False, **RUN))
+    assert same(*results)
+    plain = train(resident(checkpoints(name)), together=False, **RUN)
+    torch.testing.assert_close(results[0][0], plain[0], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("vision", ["keep", "drop"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_adapter_elsewhere(
+    name: str, vision: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Plain transformers and PEFT load it, with its names and its logits; it merges as by PEFT."""
+    family, path = FAMILIES[name], checkpoints(name)
+    model = prepare_plain(loaded(path, vision), slots=2)
+    train(model, together=False, **RUN)
+    model.eval().save_pretrained(tmp_path / "adapter")
+    tokens = torch.arange(5, 15)[None]
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    layers = f"base_model.model.{family.own_layers}."
+    assert saved and all(key.startswith(layers) for key in saved)
+
+    base = tiny.load_base(path, dtype=torch.bfloat16)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        elsewhere = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        assert same_bits(elsewhere(input_ids=tokens).logits, logits)
+
+    out = merge(tmp_path / "adapter", tmp_path / "merged", base=path)
+    dense: Model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
+    by_peft = PeftModel.from_pretrained(dense, tmp_path / "adapter").merge_and_unload()
+    expected = by_peft.state_dict()
+    again: Model = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.bfloat16)
+    found = again.state_dict()
+    assert found.keys() == expected.keys()
+    assert [key for key in found if not same_bits(found[key], expected[key])] == []
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, out))
+    changed = [key for key in before if not same_bits(before[key], after[key])]
+    assert before.keys() == after.keys()
+    assert changed and all(key.startswith(family.layers) for key in changed)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [type(dense).__name__]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_plans_count_the_tower(name: str, checkpoints: Checkpoints) -> None:
+    path, request = checkpoints(name), {"seq_len": 16, "library_num_bytes": 0}
+    whole, text = (poros.plan(path, vision=vision, **request) for vision in ("keep", "drop"))
+    sizes = [
+        sum(tensor.nbytes for tensor in tensors(load(path, vision=vision)).values())
+        for vision in ("keep", "drop")
+    ]
+    assert "vision" not in text.terms
+    assert whole.total_num_bytes - text.total_num_bytes == whole.terms["vision"]
+    assert whole.terms["vision"] == sizes[0] - sizes[1]
+    assert whole.num_adapter_parameters == text.num_adapter_parameters > 0
+    for vision, expected in (("keep", whole), ("drop", text)):
+        base = load(path, vision=vision)
+        config = LoraConfig(
+            r=16,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+            exclude_modules=excluded_modules(base),
+        )
+        found = poros.plan(get_peft_model(base, config), **request)
+        assert found.terms == expected.terms
+
+
+def test_stores_keep_what_was_loaded(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    path, store = checkpoints("gemma3"), tmp_path / "store"
+    expected = load(path, vision="drop").state_dict()
+    load(path, vision="drop", store=store)
+    for source, options in ((path, {"vision": "drop", "store": store}), (store, {})):
+        found = load(source, **options).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(same_bits(found[key], expected[key]) for key in found)
+    for source, options in ((store, {"vision": "keep"}), (path, {"store": store})):
+        with pytest.raises(PolicyError, match="expected one with vision"):
+            load(source, **options)
+    with pytest.raises(PolicyError, match="vision: expected 'keep' or 'drop'"):
+        load(path, vision="frozen")
+
+
+def test_a_tower_that_was_left_away_is_missed(checkpoints: Checkpoints) -> None:
+    model = load(checkpoints("gemma3"), vision="drop")
+    with pytest.raises(DroppedTowerError, match=r"model\.vision_tower: .*vision='drop'"):
+        model(input_ids=torch.full((1, 8), 505), pixel_values=torch.zeros(1, 3, 28, 28))
+    assert not hasattr(model.model.vision_tower, "embeddings")
+
+
+def all_linear(base: Model, **options: Any) -> Model:
+    """As PEFT does it by itself: on the tower too."""
+    config = LoraConfig(
+        r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **options
+    )
+    torch.manual_seed(0)
+    return get_peft_model(base, config).train()
+
+
+def test_adapters_on_the_tower_stay_as_they_are(checkpoints: Checkpoints) -> None:
+    """Text gives them no gradient, resident or streamed."""
+    path = checkpoints("qwen2_5_vl")
+    expected = train_present(all_linear(tiny.load_base(path, dtype=torch.bfloat16)))
+    found = train_present(prepare_plain(all_linear(load(path)), slots=2))
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[key], expected[key]) for key in found)
+    assert any("visual" in key for key in expected) and "grad of visual" not in "".join(expected)
+
+
+def train_present(model: Model) -> dict[str, torch.Tensor]:
+    """One step; adapters, and gradients where there are some."""
+    trained = {key: each for key, each in model.named_parameters() if each.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
+    (batch,) = tiny.make_batches(1)
+    model(**batch, use_cache=False).loss.backward()
+    found = {f"grad of {key}": each.grad for key, each in trained.items() if each.grad is not None}
+    assert 0 < len(found) < len(trained)
+    optimizer.step()
+    return {**found, **{key: each.detach().clone() for key, each in trained.items()}}
+
+
+def test_adapters_on_routers_are_refused(checkpoints: Checkpoints) -> None:
+    base = load(checkpoints("llama4"))
+    with pytest.raises(UnsupportedModelError, match=r"router.*exclude_modules=\['router'\]"):
+        prepare_plain(all_linear(base), slots=2)
+    model = prepare_plain(all_linear(load(checkpoints("llama4")), exclude_modules=["router"]))
+    (batch,) = tiny.make_batches(1)
+    model(**batch, use_cache=False).loss.backward()

@@ -26,8 +26,7 @@ def leave_out() -> bool:
     vars(compiler).update(stand_ins)
     vars(hook)["TransformGetItemToIndex"] = object
     sys.modules |= {"torch._dynamo": compiler, hook.__name__: hook}
-    torch._dynamo = compiler  # type: ignore[assignment]
-    torch.compile = _as_it_is
+    vars(torch).update({"_dynamo": compiler, "compile": _as_it_is})
     torch.distributed.is_available = lambda: False
     from transformers import utils
 

@@ -105,7 +105,7 @@ def finetune(
             require_template(tokenizer, recipe.model.source)
         with panics_told(recipe.model.source):
             tokens = tokenize(data.train, tokenizer, recipe)
-            held_out = data.validation and tokenize(data.validation, tokenizer, recipe)
+            held_out = tokenize(data.validation, tokenizer, recipe) if data.validation else None
         require_known_tokens(_largest(tokens, held_out), num_known, recipe.model.source)
         if num_shown:
             screen.show_rows(console, num_shown, data.train, tokens, tokenizer)

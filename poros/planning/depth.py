@@ -32,7 +32,8 @@ def shorten(model: nn.Module) -> int:
     first = _form(layers[0])
     if left_out < 1 or any(_form(layer) != first for layer in layers[1:]):
         return 0
-    del model.get_submodule(name)[NUM_LAYERS:]  # type: ignore[attr-defined]
+    every: Any = model.get_submodule(name)
+    del every[NUM_LAYERS:]
     return left_out
 
 

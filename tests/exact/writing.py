@@ -15,7 +15,8 @@ def scale(module: Any, given: Any, result: torch.Tensor) -> None:
 
 def steer(module: Any, given: Any, result: torch.Tensor) -> None:
     """As steering vectors and patches of activations are added."""
-    result[:, -1] += torch.linspace(-1, 1, result.shape[-1]).to(result)
+    # Made on the device: a copy from the host cannot be recorded.
+    result[:, -1] += torch.linspace(-1, 1, result.shape[-1], device=result.device).to(result.dtype)
 
 
 def on(*names: str, hook: Callable[..., Any]) -> Callable[[Model], None]:

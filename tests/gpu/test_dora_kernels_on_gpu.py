@@ -142,21 +142,6 @@ def test_of_more_elements_than_32_bits_can_count() -> None:
     assert bool(((backward[2] - expected).abs() < 1e-3 * expected).all())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_composition_compiles_into_one_graph(backend: str) -> None:
-    torch._dynamo.reset()
-    given = forms(tensors(512, 64, BF16, FP32))[1]
-
-    def both(gradient: torch.Tensor) -> list[torch.Tensor | None]:
-        sum_, inner = compose(**given, scaling=SCALING, wants_inner=True)
-        how = of_backward(given)
-        return [sum_, inner, *compose_backward(gradient, given["g"], SCALING, inner, **how)]
-
-    gradient = normal(2, 64, 512, dtype=BF16)
-    compiled = torch.compile(both, fullgraph=True, backend=backend)
-    assert all(map(same, compiled(gradient), both(gradient)))
-
-
 # ------------------------------------------------------------------- norm
 
 

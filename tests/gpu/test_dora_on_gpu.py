@@ -113,7 +113,7 @@ def test_nothing_is_as_large_as_the_weight_but_one_weight(dropout: float, tmp_pa
 def test_peft_s_offload_initialises_as_a_base_on_the_gpu_does(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """The same packed bytes; each weight is rounded once when it is made dense."""
+    """The same packed bytes. Either norm is rounded to bfloat16: they are neighbours at most."""
     config = tiny.small_config("qwen2", num_layers=2, hidden_size=256)
     tiny.write_checkpoint(config, tmp_path / "checkpoint", dtype=dtype)
     found = []
@@ -132,6 +132,6 @@ def test_peft_s_offload_initialises_as_a_base_on_the_gpu_does(
         assert offloaded[name].device.type == "cpu"
         expected = resident[name].cpu()
         if "magnitude" in name:
-            assert ((offloaded[name] - expected).abs() <= 2**-8 * expected).all(), name
+            assert ((offloaded[name] - expected).abs() <= 2**-7 * expected).all(), name
         else:
             assert same(offloaded[name], expected), name

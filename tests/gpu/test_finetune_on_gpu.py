@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import poros
 from poros.chatting import Chat
 from poros.merging.merge import merge
+from poros.merging.saved_adapter import SavedAdapter
 from tests.command import poros_command
 from tests.finetune.arms import arm
 from tests.finetune.subjects import recipe_of, rows, run, write_model, write_rows
@@ -102,6 +103,6 @@ def test_a_merge_into_what_was_trained_on_has_its_bytes(finished: Path, tmp_path
 def test_a_chat_says_what_the_resident_model_says(finished: Path) -> None:
     config = json.loads((finished / "adapter" / "adapter_config.json").read_text())
     base = config["base_model_name_or_path"]
-    talk = Chat(finished / "adapter", base, vram="64MiB", max_new_tokens=8)
-    other = Chat(finished / "adapter", base, max_new_tokens=8)
+    talk = Chat(SavedAdapter(finished / "adapter"), base, vram="64MiB", max_new_tokens=8)
+    other = Chat(SavedAdapter(finished / "adapter"), base, max_new_tokens=8)
     assert talk.answer("the slot", lambda text: None) == other.answer("the slot", lambda text: None)

@@ -38,7 +38,8 @@ def test_results_are_as_writable_as_those_of_peft(
         streamed = [gradients(model) for _ in range(6)]
         stats = poros.runtime(model).stats()
         assert poros.runtime(model).self_check["status"] == "passed"
-        assert (stats["num_replayed_visits"] > 0) == is_recorded
+        # Falcon's layers are not recorded on a GPU.
+        assert (stats["num_replayed_visits"] > 0) == (is_recorded and architecture != "falcon")
         poros.restore(model)
         pairs = [(resident, found) for found in streamed]
         if kernels == "exact" or "use_dora" not in options:

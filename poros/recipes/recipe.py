@@ -23,6 +23,10 @@ from poros.recipes.values import (
 
 ADAPTERS = ("lora", "dora", "rslora")
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit", "schedule_free_adamw", "sgd")
+_REFUSED = {
+    "flora": "expected an optimizer of adapters, found flora, which trains all weights of a model "
+    "on the GPU; poros finetune trains adapters alone: use poros.optim.Flora with a Trainer"
+}
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
 
 
@@ -155,7 +159,9 @@ class TrainingPart:
     )
     weight_decay: float = _setting(0.0, real(0, 10), "--weight-decay", "Of the adapter.")
     max_grad_norm: float = _setting(1.0, real(0), "--max-grad-norm", "Clipping; 0 does not clip.")
-    optimizer: str = _setting("adamw", choice(*OPTIMIZERS), "--optimizer", "Of the adapter.")
+    optimizer: str = _setting(
+        "adamw", choice(*OPTIMIZERS, refused=_REFUSED), "--optimizer", "Of the adapter."
+    )
     lora_plus: float | None = _setting(
         None,
         real(0, is_above=True),

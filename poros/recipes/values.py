@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class Kind:
         """
         try:
             return self.read(text)
+        except UnexpectedValueError:
+            raise
         except (ValueError, OverflowError, RuntimeError, PolicyError):
             raise UnexpectedValueError(f"expected {self.expects}, found {quoted(text)}") from None
 
@@ -73,10 +75,12 @@ def real(least: float, most: float = math.inf, *, is_above: bool = False) -> Kin
     return Kind(f"a number {lower}{upper}", read)
 
 
-def choice(*names: str) -> Kind:
-    """One of some names."""
+def choice(*names: str, refused: Mapping[str, str] | None = None) -> Kind:
+    """One of some names; of those that are ``refused``, why."""
 
     def read(text: str) -> str:
+        if text in (refused or {}):
+            raise UnexpectedValueError((refused or {})[text])
         if text not in names:
             raise ValueError
         return text

@@ -30,6 +30,7 @@ RECIPES: dict[str, tuple[str, int, str, str]] = {
     "not a number": ("training:\n  learning_rate: .nan\n", 4, "above 0", "0.0002"),
     "negative rate": ("training:\n  learning_rate: -1e-4\n", 4, "above 0", "0.0002"),
     "unknown optimizer": ("training:\n  optimizer: adam\n", 4, "one of adamw", "adamw"),
+    "optimizer of all weights": ("training:\n  optimizer: flora\n", 4, "adapters", "poros.optim"),
     "unknown method": ("training:\n  method: ppo\n", 4, "one of sft, dpo", "method: sft"),
     "unknown adapter": ("adapter:\n  kind: qlora\n", 4, "one of lora", "kind: lora"),
     "list for a number": ("adapter:\n  rank: [1, 2]\n", 4, "found a list", "rank: 16"),

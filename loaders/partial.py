@@ -9,7 +9,6 @@ and from what is not ours.
 import glob
 import logging
 import os
-import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -81,9 +80,7 @@ def remove_partial(partial: Path) -> None:
     """
     with suppress(OSError):
         for entry in partial.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif entry.name != MARK:
+            if entry.name != MARK:
                 entry.unlink()
         (partial / MARK).unlink()
     with suppress(OSError):

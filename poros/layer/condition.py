@@ -67,7 +67,7 @@ class Condition:
         return (
             self._trained.ids,
             self._trained.where,
-            [mark and (*mark[:2], mark[2][2:]) for mark in self.staying.marks],
+            [mark and (*mark[:2], mark[2][1:]) for mark in self.staying.marks],
             id(self._layer.weights.bindings),
         )
 

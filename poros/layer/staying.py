@@ -133,11 +133,18 @@ class StayingState:
     ) -> None:
         self._tensors = tensors
         self.adapters = adapters
+        # Frozen adapters may be trained again by the time of the backward.
+        first_adapter = len(tensors) - len(adapters)
         try:
             facts = zip(map(id, tensors), map(_POINTER, tensors), map(_FACTS, tensors), strict=True)
-            self.marks = [None if mark[2][0] else mark for mark in facts]
+            self.marks = [
+                None if is_trained and number < first_adapter else (*where, form)
+                for number, (*where, (is_trained, *form)) in enumerate(facts)
+            ]
         except (AttributeError, RuntimeError, TypeError):  # one is gone, or an inference tensor
-            self.marks = [_mark(tensor) for tensor in tensors]
+            self.marks = [
+                _mark(tensor, number < first_adapter) for number, tensor in enumerate(tensors)
+            ]
         # PyTorch does not count every edit, and these are edited as training goes on.
         of_adapters = tensors[len(tensors) - len(adapters) :]
         found = [tensor for tensor in of_adapters if tensor is not None]
@@ -155,11 +162,11 @@ _POINTER: Callable[[Any], int] = torch.Tensor.data_ptr
 _FACTS = attrgetter("requires_grad", "_version", "dtype", "shape")
 
 
-def _mark(tensor: torch.Tensor | None) -> Any:
-    if tensor is None or tensor.requires_grad:
+def _mark(tensor: torch.Tensor | None, is_of_base: bool) -> Any:
+    if tensor is None or (is_of_base and tensor.requires_grad):
         return None
     version = 0 if tensor.is_inference() else tensor._version
-    return id(tensor), tensor.data_ptr(), (False, version, tensor.dtype, tensor.shape)
+    return id(tensor), tensor.data_ptr(), [version, tensor.dtype, tensor.shape]
 
 
 class Staying:
@@ -211,8 +218,8 @@ def _is_cast_bias(owner: dict[str, Any], key: str, old: Any, new: Any) -> bool:
     """Whether the same object, never written, has another dtype: see "Edits of what stays"."""
     if key != "bias" or old is None or new is None or not isinstance(owner[key], nn.Parameter):
         return False
-    before, _, (_, old_version, old_dtype, old_shape) = old
-    after, _, (_, new_version, new_dtype, new_shape) = new
+    before, _, (old_version, old_dtype, old_shape) = old
+    after, _, (new_version, new_dtype, new_shape) = new
     return (
         before == after
         and old_version == new_version

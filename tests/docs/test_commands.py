@@ -20,7 +20,7 @@ pytest.importorskip("trl", reason="poros finetune needs TRL")
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MODELS = re.compile(r"Qwen/[\w.-]+")
+MODELS = re.compile(r"(?:Qwen/|\./Qwen)[\w.-]+")
 # What installs packages, and what cannot be run.
 NOT_RUN = {"console", "json", "yaml", "text"}
 

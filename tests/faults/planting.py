@@ -230,7 +230,8 @@ def skip_an_adapter(patch: Patch) -> None:
     genuine = LayerIndex.adapters
 
     def adapters(self: LayerIndex) -> Adapters:
-        return Adapters(genuine(self).places[:-1])
+        found = genuine(self)
+        return Adapters(found.places[:-1], found.frozen)
 
     patch.setattr(LayerIndex, "adapters", adapters)
 

@@ -1,6 +1,7 @@
 """A plan needs a configuration only, and says what the model and the runtime then have."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -161,16 +162,17 @@ def test_leaving_layers_out_changes_no_figure(
         ran.append(own)
         return own(*args, **kwargs)
 
-    def cost() -> StepCost:
+    def cost(*, is_whole: bool = False) -> StepCost:
         ran.clear()
-        costs = CostModel(recipe_of(config_of(architecture, num_layers=6)))
+        recipe = recipe_of(config_of(architecture, num_layers=6))
+        costs = CostModel(replace(recipe, is_whole=is_whole or recipe.is_whole))
         for layer in costs.layers:
             layer.forward = partial(note, layer.forward)
         return costs.cost(2, 32)
 
     some, num_some = cost(), len(ran)
     monkeypatch.setattr(cost_model, "_has_side_channels", lambda kwargs: True)
-    assert cost() == some
+    assert cost(is_whole=True) == some
     assert len(ran) == 6
     has_side_channels = architecture in ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
     assert (num_some < 6) != has_side_channels

@@ -250,3 +250,29 @@ def test_with_tf32_nothing_is_merged_unless_asked(bases: Bases) -> None:
         torch.set_float32_matmul_precision(before)
     assert all("float32 with float32" in each for each in shapes[0])
     assert all("TF32" in each for each in shapes[1]) and not any("TF32" in s for s in shapes[0])
+
+
+def test_tune_paths_writes_what_measured_reads(tmp_path: Path, bases: Bases) -> None:
+    from typer.testing import CliRunner
+
+    from poros.cli.app import app
+
+    model = adapted(bases)
+    folder, out = tmp_path / "model", tmp_path / "table.json"
+    model.get_base_model().config.save_pretrained(folder)
+    options = ["--rank", "8", "--passes", "1", "--device", "cpu", "--out", str(out)]
+    found = CliRunner().invoke(
+        app, ["tune-paths", str(folder), "--tokens", "48", "--tokens", "4", *options]
+    )
+    assert found.exit_code == 0, found.output
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["tokens"] for row in rows} == {4, 48}
+    assert all(row["ms"][row["order"]] == min(row["ms"].values()) for row in rows)
+    paths = f"measured:{out}"
+    poros.use_adapter_kernels(model, lora_paths=paths)
+    expected = step(model)
+    stats = poros.kernel_stats(model)["lora_paths"]
+    wanted = {f"{row['tokens']} tokens, {row['layer']}": row["order"] for row in rows}
+    assert stats["shapes"].items() <= wanted.items() and not stats["as_peft"]
+    model = streamed(adapted(bases), slots=2, lora_paths=paths)
+    assert differences(step(model), expected) == []

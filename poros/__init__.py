@@ -31,6 +31,7 @@ _HOME = {
     "prepare": "poros.api",
     "restore": "poros.api",
     "runtime": "poros.api",
+    "kernel_stats": "poros.api",
     "patch_hf_model": "poros.api",
     "use_adapter_kernels": "poros.api",
     "Runtime": "poros.model.runtime",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from poros.accumulation.loop import accumulate as accumulate
     from poros.accumulation.trainer import BlockMajorMixin as BlockMajorMixin
     from poros.accumulation.trainer import PorosTrainer as PorosTrainer
+    from poros.api import kernel_stats as kernel_stats
     from poros.api import patch_hf_model as patch_hf_model
     from poros.api import prepare as prepare
     from poros.api import restore as restore

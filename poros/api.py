@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.config import MIN_SLOTS, StreamingPolicy, require_lora_paths
 from poros.devices import default_device, library_workspace, usable_device
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
 from poros.graphs import Recorder
-from poros.kernels.adapters import Tally
+from poros.kernels.adapters import Tally, tally_of
 from poros.kernels.forwards import hand_back
+from poros.kernels.paths import Paths
 from poros.kernels.use import are_used, take_over
 from poros.layer.adapters import is_adapter_module
 from poros.layer.settings import settle
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
+from poros.model.stats import adapter_counts
 from poros.model.targets import leave_out_dropped
 from poros.saying import say, size
 from poros.slots.schedule import Action
@@ -190,6 +192,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
             loss=policy.loss,
             stream_head=policy.stream_head,
             adapter_kernels=policy.adapter_kernels,
+            lora_paths=policy.lora_paths,
             cuda_graphs=policy.cuda_graphs if device.type == "cuda" else False,
             share_dense=policy.share_dense if device.type == "cuda" else bool(policy.share_dense),
             library_num_bytes=library_workspace(device),
@@ -207,7 +210,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
     return estimate
 
 
-def use_adapter_kernels(model: ModelT, kernels: str = "fused") -> ModelT:
+def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str = "peft") -> ModelT:
     """Have a resident model run the kernels that ``prepare`` uses, without streaming.
 
     In its decoder layers alone, as ``prepare`` does: adapters elsewhere (on the head, say) run as
@@ -223,18 +226,20 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused") -> ModelT:
         model: A PEFT model, wherever it is. Changed in place, but for parameters and names.
         kernels: ``"fused"``, or ``"exact"`` to leave DoRA to PEFT; as ``adapter_kernels`` of
             ``StreamingPolicy``.
+        lora_paths: In which order the products of LoRA are formed; as in ``StreamingPolicy``.
 
     Returns:
         ``model``, the same object.
 
     Exactness:
         Losses, gradients and random states are bit for bit those of PEFT's own modules, on the same
-        machine and software; with DoRA and ``"fused"`` within rounding of them, and bit for bit
-        those of a prepared model.
+        machine and software; with DoRA and ``"fused"``, or ``lora_paths`` other than ``"peft"``,
+        within rounding of them, and bit for bit those of a prepared model.
 
     Raises:
-        PolicyError: If there are no such kernels.
-        PreparedModelError: If the model is prepared: then it runs them already.
+        PolicyError: If there are no such kernels or orders.
+        PreparedModelError: If the model is prepared: then it runs them already. If it runs kernels
+            with other ``lora_paths``.
         UnsupportedModelError: If the model has no decoder layers that ``prepare`` would find.
     """
     if kernels not in ("fused", "exact"):
@@ -244,11 +249,38 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused") -> ModelT:
             "expected a resident model, found one that is prepared, which runs these kernels by "
             'itself unless adapter_kernels="peft"'
         )
+    require_lora_paths(lora_paths, kernels)
+    tally, before = Tally(is_exact=kernels == "exact", paths=Paths.of(lora_paths)), tally_of(model)
+    if before is not None and before.lora_paths != lora_paths:
+        raise PreparedModelError(
+            f"expected a model without adapter kernels, or with lora_paths={lora_paths!r}, found "
+            f"one with {before.lora_paths!r}; call poros.restore(model) first"
+        )
+    if before is not None and before.is_exact == tally.is_exact:
+        tally = before  # one count for all of them
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    tally = Tally(is_exact=kernels == "exact")
     for layer in find_layers(model)[1]:
         take_over(layer, device, tally)
     return model
+
+
+def kernel_stats(model: nn.Module) -> dict[str, Any]:
+    """Which way the adapted modules of a model ran since ``use_adapter_kernels`` or ``prepare``.
+
+    Returns:
+        ``num_fused_adapters``, ``num_unfused_adapters``, ``num_left_out_adapters``, ``lora_paths``,
+        as ``Runtime.stats`` has them (see ``poros.model.stats``).
+
+    Raises:
+        PreparedModelError: If no adapter of the model runs a kernel of ours.
+    """
+    tally = tally_of(model)
+    if tally is None:
+        raise PreparedModelError(
+            f"expected a model with adapter kernels, found a {type(model).__name__} without; call "
+            "poros.use_adapter_kernels(model) first"
+        )
+    return adapter_counts(tally)
 
 
 def patch_hf_model(model: ModelT, block_size: int = 4) -> ModelT:

@@ -14,6 +14,8 @@ LEAST_BUDGET = 200_000
 SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
 ADAPTER_KERNELS = ("fused", "exact", "peft")
+LORA_ORDERS = ("peft", *(f"f{first}:b{second}" for first in (1, 2) for second in range(1, 6)))
+MEASURED_PATHS = "measured:"
 DORA_TIERS = (None, "fused", "forward", "eager")
 ALLOW_IS_GONE = (
     "expected no such setting, found one: it is gone, because an architecture that no gate has run "
@@ -30,7 +32,9 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingPolicy:
-    """How the frozen base moves through the device. No field but ``loss`` changes a bit.
+    """How the frozen base moves through the device.
+
+    No field but ``loss`` and ``lora_paths`` changes a bit.
 
     Args:
         block_size: Decoder layers per transfer, at least 1. Recomputation stays per layer.
@@ -69,6 +73,13 @@ class StreamingPolicy:
             and bit for bit those of a resident run with ``poros.use_adapter_kernels``. ``"exact"``
             takes only operators with the bits of PEFT's modules, so DoRA is PEFT's. ``"peft"``
             keeps PEFT's modules everywhere.
+        lora_paths: In which order the products of LoRA are formed (see ``poros.kernels.paths``).
+            ``"peft"`` is PEFT's, with its bits. ``"flops"`` takes for each shape the order that
+            costs least by a fixed formula, ``"measured:TABLE.json"`` the one that was fastest when
+            ``poros tune-paths`` wrote that table; a name such as ``"f2:b5"`` takes that order
+            everywhere. All but ``"peft"`` are within rounding of PEFT's modules and bit for bit
+            what ``poros.use_adapter_kernels`` gives with the same ``lora_paths``; they need
+            ``adapter_kernels="fused"``.
         dora_tier: Which kernels compose DoRA: ``"fused"`` has one for forward and one for backward,
             ``"forward"`` one for forward, ``"eager"`` takes PyTorch's operators. None chooses by
             device and size. The environment variable POROS_DORA_TIER does so for all models.
@@ -102,6 +113,7 @@ class StreamingPolicy:
     loss: str = "chunked"
     stream_head: bool | None = None
     adapter_kernels: str = "fused"
+    lora_paths: str = "peft"
     dora_tier: str | None = None
     cuda_graphs: bool | None = None
     share_dense: bool | None = None
@@ -132,6 +144,7 @@ class StreamingPolicy:
                 f"adapter_kernels: expected one of {', '.join(ADAPTER_KERNELS)}, found "
                 f"{self.adapter_kernels!r}"
             )
+        require_lora_paths(self.lora_paths, self.adapter_kernels)
         if self.dora_tier not in DORA_TIERS:
             raise PolicyError(
                 f"dora_tier: expected one of {', '.join(map(str, DORA_TIERS))}, found "
@@ -151,6 +164,21 @@ class StreamingPolicy:
                     f"{name!r} is not a policy field; the fields are {', '.join(known)}"
                 )
         return replace(self, **changes)
+
+
+def require_lora_paths(paths: object, kernels: str) -> None:
+    """Raise ``PolicyError`` unless adapters can run with these ``lora_paths`` and kernels."""
+    is_table = isinstance(paths, str) and paths.removeprefix(MEASURED_PATHS) not in ("", paths)
+    if not (is_table or paths == "flops" or paths in LORA_ORDERS):
+        raise PolicyError(
+            'lora_paths: expected "flops", "measured:TABLE" with a table that poros tune-paths has '
+            f"written, or one of {', '.join(LORA_ORDERS)}, found {paths!r}"
+        )
+    if paths != LORA_ORDERS[0] and kernels != "fused":
+        raise PolicyError(
+            f'lora_paths: expected "peft" with adapter_kernels={kernels!r}, which has the bits of '
+            f'PEFT, found {paths!r}; set adapter_kernels="fused"'
+        )
 
 
 def _require_int(name: str, value: object, *, at_least: int) -> None:

@@ -20,7 +20,9 @@ from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
 from poros.kernels.forwards import Forward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
 from poros.kernels.lora import Added, add_lora, add_lora_ref, multiply_and_add
-from poros.kernels.product import product_of
+from poros.kernels.ordered import InOrder, multiply_in_order
+from poros.kernels.paths import PEFT, LoraShape, Paths, merges
+from poros.kernels.product import Product, product_of
 from poros.kernels.unformed import Unformed, forget
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
@@ -34,22 +36,31 @@ class Tally:
         is_constant: Whether the bytes of frozen weights cannot change: they come from a host store.
         dora_tier: As in ``poros.kernels.compose``.
         is_exact: Whether only operators with the bits of PEFT's modules may run.
+        paths: Chooses the order of LoRA's products; None takes PEFT's.
 
     Attributes:
         num_fused: Calls that took an operator of ours.
         unfused: Calls that ran as PEFT has them, by reason.
+        orders: Calls by shape and order of products, or by why that could only be PEFT's; none
+            without ``paths``.
         num_left_out: Calls in recomputations whose result nobody needed.
         is_recording: Whether what runs is recorded, to be replayed: then it keeps nothing.
     """
 
     def __init__(
-        self, is_constant: bool = False, dora_tier: Tier | None = None, is_exact: bool = False
+        self,
+        is_constant: bool = False,
+        dora_tier: Tier | None = None,
+        is_exact: bool = False,
+        paths: Paths | None = None,
     ) -> None:
         self.is_constant = is_constant
         self.dora_tier = dora_tier
         self.is_exact = is_exact
+        self.paths = paths
         self.num_fused = 0
         self.unfused: Counter[str] = Counter()
+        self.orders: Counter[tuple[LoraShape | str, str]] = Counter()
         self.num_left_out = 0
         self.is_recording = False
         self._left_out: list[tuple[_Forward, Unformed]] | None = None
@@ -71,13 +82,13 @@ class Tally:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within it, what runs is recorded and not counted."""
-        counts = self.num_fused, Counter(self.unfused), self.num_left_out
+        counts = self.num_fused, Counter(self.unfused), self.num_left_out, Counter(self.orders)
         self.is_recording = True
         try:
             yield
         finally:
             self.is_recording = False
-            self.num_fused, self.unfused, self.num_left_out = counts
+            self.num_fused, self.unfused, self.num_left_out, self.orders = counts
 
     def settle(self) -> None:
         """The recomputation has run. What it has read after all is not left out again."""
@@ -94,6 +105,16 @@ class Tally:
         adding = [each for each in modules if _is_known(each) and _lora_names(each)]
         if adding:
             self.unfused[_COMPILED] += len(adding)
+
+    @property
+    def lora_paths(self) -> str:
+        """As in ``StreamingPolicy``."""
+        return PEFT if self.paths is None else self.paths.wanted
+
+    def as_peft(self, reason: str) -> None:
+        """A call takes PEFT's order of products, whatever was wanted."""
+        if self.paths is not None:
+            self.orders[reason, PEFT] += 1
 
     def note(self, forward: "_Forward", result: torch.Tensor) -> None:
         """``result`` of that module is without values."""
@@ -126,10 +147,11 @@ class _Forward(Forward):
 
     @property
     def is_exact(self) -> bool:
-        """Whether what it gives has the bits of the module's own forward: not with DoRA."""
+        """Whether it gives the bits of the module's own forward: not with DoRA, or other orders."""
         module = self._module()
-        return self._tally.is_exact or not any(
-            name in module.lora_variant for name in module.active_adapters
+        return self._tally.paths is None and (
+            self._tally.is_exact
+            or not any(name in module.lora_variant for name in module.active_adapters)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -146,6 +168,7 @@ class _Forward(Forward):
         if not isinstance(lora, _Lora):
             if lora:
                 self._tally.unfused[lora] += 1
+                self._tally.as_peft(lora)
             own: torch.Tensor = self.own(module, input, *args, **kwargs)
             return own
         if lora.magnitude is not None:
@@ -163,14 +186,17 @@ class _Forward(Forward):
         self._tally.num_fused += 1
         base = module._modules["base_layer"]
         leaves_out = self._tally.leaves_out(self)
-        product = product_of(base, input, leaves_out)
+        product, order = self._product(base, input, lora, dtype is not None, leaves_out)
         result: Any = base(input) if product is None else None
         if dtype is not None:
             # In the order in which autocast makes them for linear: that of their gradients.
             a = _as_autocast(a, dtype)
             bias = None if bias is None else _as_autocast(bias, dtype)
             b = _as_autocast(b, dtype)
-        if product is not None:
+        if product is not None and order != PEFT:
+            call = InOrder(order, product, how, self, leaves_out)
+            sum_ = multiply_in_order(call, input, a, b, bias)
+        elif product is not None:
             sum_ = multiply_and_add(product, input, a, b, bias, how, self, leaves_out)
         elif type(result) is torch.Tensor or type(result) is Unformed:
             sum_ = add_lora(result, input, a, b, bias, how, self)
@@ -179,6 +205,45 @@ class _Forward(Forward):
         if leaves_out:
             self._tally.note(self, sum_)
         return sum_
+
+    def _product(
+        self,
+        base: nn.Module,
+        input: torch.Tensor,
+        lora: _Lora,
+        under_autocast: bool,
+        leaves_out: bool,
+    ) -> tuple[Product | None, str]:
+        """The product of the linear module, if that is known, and the order of all of them."""
+        paths = self._tally.paths
+        if paths is None:
+            return product_of(base, input, leaves_out), PEFT
+        # No bits of the module itself are promised here, so each product will do.
+        product = None if under_autocast else product_of(base, input, leaves_out=True)
+        if under_autocast:
+            # There a call may have to be PEFT's own: while casts are watched, or kept for others.
+            self._tally.as_peft("autocast")
+        elif product is None:
+            self._tally.as_peft("a linear module, or an input, whose product is not known")
+        elif lora.dropout and merges(paths.wanted):
+            self._tally.as_peft("dropout, for which f2, b4 and b5 are not defined")
+        else:
+            shape = LoraShape(
+                input.numel() // lora.a.shape[1],
+                lora.a.shape[1],
+                product.num_rows,
+                lora.a.shape[0],
+                input.dtype,
+                lora.a.dtype,
+                lora.dropout > 0,
+                product.state is not None,
+                torch.backends.cuda.matmul.fp32_precision == "tf32",
+            )
+            order = paths.order(shape)
+            self._tally.orders[shape, order] += 1
+            if order != PEFT:
+                return product, order
+        return product_of(base, input, leaves_out), PEFT
 
     @torch.compiler.assume_constant_result
     def _note_compiled(self) -> bool:
@@ -211,6 +276,7 @@ class _Forward(Forward):
             tier=self._tally.dora_tier,
         )
         self._tally.num_fused += 1
+        self._tally.as_peft("DoRA")
         may_keep = not self._tally.is_recording
         return dora_linear(frozen, input, lora.a, lora.b, magnitude, how, self._squares, may_keep)
 
@@ -248,6 +314,12 @@ def take_over(modules: Iterable[nn.Module], tally: Tally) -> None:
         return None
 
     replace(modules, forward_of)
+
+
+def tally_of(model: nn.Module) -> Tally | None:
+    """Where calls of adapters in ``model`` are counted; None if none runs an operator of ours."""
+    found = (module.__dict__.get("forward") for module in model.modules())
+    return next((each._tally for each in found if isinstance(each, _Forward)), None)
 
 
 def _is_known(module: nn.Module) -> bool:

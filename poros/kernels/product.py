@@ -12,7 +12,7 @@ from torch import nn
 from poros.errors import PreparedModelError
 from poros.kernels import linear4bit
 from poros.kernels.autocast import autocast_dtype
-from poros.kernels.dequantize import has_kernel
+from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import has_own_forward
 from poros.nf4 import state_of
 
@@ -48,13 +48,28 @@ class Product(NamedTuple):
         """
         if self.state is not None:
             return linear4bit.multiply_backward(gradient, self.weight, self.state)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        return rows.mm(self.dense(gradient.dtype)).view(*gradient.shape[:-1], -1)
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, of shape (num_rows, columns), to be read and not kept; no graph.
+
+        Args:
+            dtype: Of a 4-bit weight; a dense one has its own.
+
+        Raises:
+            PreparedModelError: If a dense weight was written to since.
+        """
+        if self.state is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return dequantize(self.weight, self.state, self.state.dtype).to(dtype)
         if self.weight._version != self.version:
             raise PreparedModelError(
                 "expected a frozen weight to be the same in backward as in forward, found one that "
                 "was written to in place in between; change weights before the forward"
             )
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        return rows.mm(self.weight).view(*gradient.shape[:-1], -1)
+        weight: torch.Tensor = self.weight
+        return weight
 
 
 def product_of(module: Any, input: torch.Tensor, leaves_out: bool) -> Product | None:

@@ -16,6 +16,7 @@ from poros.head.rows import RowReader
 from poros.host.store import detach_store
 from poros.kernels.adapters import Tally
 from poros.kernels.compose import Tier
+from poros.kernels.paths import Paths
 from poros.layer.body import ModelContext
 from poros.layer.call import LayerCall
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
@@ -74,6 +75,7 @@ class Runtime:
         accumulation: What ``poros.accumulation`` has found out about them.
 
     Raises:
+        PolicyError: If a table that ``lora_paths`` names cannot be read; the model is unchanged.
         CheckpointFormatError: If layers stay in a file that is not what was loaded; the model is
             unchanged.
         HostMemoryError: If the host store cannot be had; the model is unchanged.
@@ -90,6 +92,7 @@ class Runtime:
         journal: list[Action] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        paths = Paths.of(policy.lora_paths)
         self.policy = policy
         self.device = streams.device
         self._streams = streams
@@ -112,6 +115,7 @@ class Runtime:
                 is_constant=True,
                 dora_tier=cast(Tier | None, policy.dora_tier),
                 is_exact=policy.adapter_kernels == "exact",
+                paths=paths,
             )
             if policy.adapter_kernels != "peft"
             else None

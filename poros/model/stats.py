@@ -1,11 +1,14 @@
 """The counters of a prepared model, gathered."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from poros.head.host_matrix import HostMatrix
+from poros.kernels.adapters import Tally
+from poros.kernels.paths import LoraShape
 from poros.layer.captured import EXPECTED
 from poros.layer.staying import SmallTensors
 from poros.saying import size
@@ -51,7 +54,8 @@ def collect(
         Of adapters: ``num_fused_adapters`` and ``num_unfused_adapters`` (calls of LoRA modules that
         took ``poros.kernels.lora`` or ``.dora``, and that ran as PEFT has them),
         ``num_left_out_adapters`` (those in recomputations whose result nobody needed, and which was
-        not computed).
+        not computed). ``lora_paths``: which orders of products were taken (see
+        ``adapter_counts``).
 
         ``num_replayed_visits`` and ``num_eager_visits``: visits of layers, forwards and backwards,
         that were replayed from a recording, and that ran although visits are recorded.
@@ -87,9 +91,7 @@ def collect(
         "rows_num_bytes": rows.h2d_num_bytes,
         "head_num_bytes": head.h2d_num_bytes,
         "num_resizes": num_resizes,
-        "num_fused_adapters": tally.num_fused if tally is not None else 0,
-        "num_unfused_adapters": sum(unfused.values()),
-        "num_left_out_adapters": tally.num_left_out if tally is not None else 0,
+        **adapter_counts(tally),
         "num_replayed_visits": captures.num_replays if captures is not None else 0,
         "num_eager_visits": sum(eager.values()),
         "attention": attention_of(model),
@@ -100,6 +102,32 @@ def collect(
         + [f"adapters ran as PEFT has them: {reason}" for reason in unfused]
         + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]
         + [f"micro-batches ran one after the other: {reason}" for reason in alone],
+    }
+
+
+def adapter_counts(tally: Tally | None) -> dict[str, Any]:
+    """Which way adapted modules ran: as in ``collect``.
+
+    ``lora_paths`` has ``chosen`` (calls of each order, such as ``f2:b5``), ``shapes`` (the order of
+    each) and ``as_peft`` (calls that PEFT's order alone is defined for, by reason).
+    """
+    tally = Tally() if tally is None else tally
+    shapes = {what: order for what, order in tally.orders if isinstance(what, LoraShape)}
+    chosen: Counter[str] = Counter()
+    for shape, order in shapes.items():
+        chosen[order] += tally.orders[shape, order]
+    reasons = {
+        what: tally.orders[what, order] for what, order in tally.orders if what not in shapes
+    }
+    return {
+        "num_fused_adapters": tally.num_fused,
+        "num_unfused_adapters": sum(tally.unfused.values()),
+        "num_left_out_adapters": tally.num_left_out,
+        "lora_paths": {
+            "chosen": dict(chosen),
+            "shapes": {str(shape): order for shape, order in shapes.items()},
+            "as_peft": reasons,
+        },
     }
 
 

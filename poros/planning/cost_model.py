@@ -28,6 +28,7 @@ from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back, use_others
+from poros.kernels.paths import Paths
 from poros.kernels.use import take_over
 from poros.model.inspect import find_layers
 from poros.model.vision import base_of
@@ -43,7 +44,7 @@ class CostModel:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._costs: dict[tuple[int, int, str, str, bool], StepCost] = {}
+        self._costs: dict[tuple[int, int, str, str, bool, str], StepCost] = {}
         self._make(is_whole=recipe.is_whole)
 
     def _make(self, *, is_whole: bool) -> None:
@@ -60,10 +61,11 @@ class CostModel:
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
-        cost = self.cost(request.batch_size, request.seq_len, request.loss, request.adapter_kernels)
-        if request.self_check and request.adapter_kernels != "peft":
-            kernels = request.adapter_kernels
-            plain = self.cost(request.batch_size, request.seq_len, request.loss, kernels, True)
+        kernels, paths = request.adapter_kernels, request.lora_paths
+        step = request.batch_size, request.seq_len, request.loss, kernels
+        cost = self.cost(*step, lora_paths=paths)
+        if request.self_check and kernels != "peft":
+            plain = self.cost(*step, is_check=True, lora_paths=paths)
             cost = replace(cost, checked=plain.layers)
         return plan_for(self.shapes, cost, request)
 
@@ -74,6 +76,7 @@ class CostModel:
         loss: str = "reference",
         adapter_kernels: str = "peft",
         is_check: bool = False,
+        lora_paths: str = "peft",
     ) -> StepCost:
         """What one micro-batch costs, with loss and kernels as in ``StreamingPolicy``.
 
@@ -83,23 +86,25 @@ class CostModel:
             loss: As there.
             adapter_kernels: As there.
             is_check: Whether layers run what the self-check compares with.
+            lora_paths: As there.
 
         Raises:
+            PolicyError: If a table that ``lora_paths`` names cannot be read, or lacks a layer.
             UnsupportedModelError: If the model cannot be run on the meta device.
         """
-        shape = batch_size, seq_len, loss, adapter_kernels, is_check
+        shape = batch_size, seq_len, loss, adapter_kernels, is_check, lora_paths
         if shape not in self._costs:
             try:
                 with (
                     _loss_as(loss, self.model),
-                    adapter_kernels_as(adapter_kernels, self.layers, is_check),
+                    adapter_kernels_as(adapter_kernels, self.layers, is_check, lora_paths),
                 ):
                     self._costs[shape] = step_cost(
                         self.model, self.layers, batch_size, seq_len, self._left_out
                     )
             except _UnlikeError:
                 self._make(is_whole=True)
-                return self.cost(batch_size, seq_len, loss, adapter_kernels, is_check)
+                return self.cost(*shape)
             except (RuntimeError, NotImplementedError) as error:
                 name, config = type(self.model).__name__, self.model.config
                 raise UnsupportedModelError(
@@ -124,13 +129,14 @@ def _loss_as(loss: str, model: Any) -> Iterator[None]:
 
 @contextmanager
 def adapter_kernels_as(
-    kernels: str, layers: Sequence[nn.Module], is_check: bool = False
+    kernels: str, layers: Sequence[nn.Module], is_check: bool = False, lora_paths: str = "peft"
 ) -> Iterator[None]:
     """Within it, adapters in ``layers`` run as a policy says, or as what that is compared with."""
     try:
         if kernels != "peft":
+            tally = Tally(is_exact=kernels == "exact", paths=Paths.of(lora_paths))
             for layer in layers:
-                take_over(layer, torch.device("meta"), Tally(is_exact=kernels == "exact"))
+                take_over(layer, torch.device("meta"), tally)
                 if is_check:
                     use_others(layer.modules(), are_own=True)
         yield

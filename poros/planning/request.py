@@ -38,6 +38,7 @@ class PlanRequest:
         stream_embedding: As in ``StreamingPolicy``.
         loss: Likewise.
         adapter_kernels: Likewise.
+        lora_paths: Likewise; what an order needs for W + sAB and X'dY counts as workspace.
         share_dense: Likewise; None plans for a GPU.
         stream_head: Likewise; with ``loss="reference"`` the head counts as if it were resident.
         self_check: Plan for the first step too, in which every layer is checked.
@@ -64,6 +65,7 @@ class PlanRequest:
     loss: str = "chunked"
     stream_head: bool | None = None
     adapter_kernels: str = "fused"
+    lora_paths: str = "peft"
     cuda_graphs: bool | None = None
     share_dense: bool | None = None
     self_check: bool = False
@@ -88,6 +90,7 @@ class PlanRequest:
             loss=self.loss,
             stream_head=self.stream_head,
             adapter_kernels=self.adapter_kernels,
+            lora_paths=self.lora_paths,
             cuda_graphs=self.cuda_graphs,
             share_dense=self.share_dense,
         )

@@ -41,7 +41,7 @@ STATS = {
     "fallbacks",
     *("offloaded_num_bytes", "h2d_ms", "h2d_gb_per_s", "stall_ms", "num_resizes"),
     *("num_index_transfers", "rows_num_bytes", "head_num_bytes"),
-    *("num_fused_adapters", "num_unfused_adapters", "num_left_out_adapters"),
+    *("num_fused_adapters", "num_unfused_adapters", "num_left_out_adapters", "lora_paths"),
     *("num_replayed_visits", "num_eager_visits", "attention", "num_groups"),
 }
 

@@ -33,7 +33,9 @@ def options(command: str) -> dict[str, Any]:
 
 def test_help_lists_exactly_the_commands_there_are() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(commands) == {"chat", "demo", "check", "finetune", "load", "merge", "plan", "report"}
+    assert set(commands) == {
+        *("chat", "demo", "check", "finetune", "load", "merge", "plan", "report", "tune-paths"),
+    }
     result = poros_command("--help")
     assert result.exit_code == 0
     assert all(name in text(result) for name in commands)

@@ -1,0 +1,63 @@
+"""``poros tune-paths``: which order of LoRA's products is the quickest here, layer by layer."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from poros.cli.shared import dtype_named, quieten_libraries, readable_errors
+
+
+def tune_paths(
+    model: Annotated[str, typer.Argument(help="Folder or OWNER/NAME; only config.json is read.")],
+    tokens: Annotated[list[int], typer.Option(help="Of a micro-batch; may be repeated.")],
+    out: Annotated[Path, typer.Option(help="The table, for lora_paths='measured:TABLE'.")],
+    rank: Annotated[int, typer.Option(help="Of LoRA on every linear layer.")] = 16,
+    quantization: Annotated[str, typer.Option(help="nf4, or none.")] = "nf4",
+    dtype: Annotated[str, typer.Option(help="Of the base: bf16, fp16, fp32.")] = "bf16",
+    adapter_dtype: Annotated[str, typer.Option(help="Of the adapters, likewise.")] = "fp32",
+    dropout: Annotated[bool, typer.Option(help="Measure with dropout.")] = False,
+    passes: Annotated[int, typer.Option(help="Of which the median counts.", min=1)] = 10,
+    device: Annotated[str | None, typer.Option(show_default="the GPU")] = None,
+) -> None:
+    """Measure the orders in which LoRA's products can be formed, for each layer of a model."""
+    base, own = dtype_named("--dtype", dtype), dtype_named("--adapter-dtype", adapter_dtype)
+    quieten_libraries()
+    with readable_errors():
+        import json
+
+        import torch
+        from peft import LoraConfig
+        from peft.tuners.lora import Linear, Linear4bit
+
+        from poros.devices import default_device, usable_device
+        from poros.kernels.paths import TABLE_FORMAT, LoraShape
+        from poros.kernels.tuning import measure
+        from poros.output import require_file
+        from poros.planning.meta_model import Recipe
+        from poros.planning.request import require_positive
+
+        for number in (rank, *tokens):
+            require_positive("rank and tokens", number)
+        require_file(out, "--out")
+        place = default_device() if device is None else usable_device(device)
+        adapters = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        kind = None if quantization == "none" else quantization
+        made = Recipe.of(model, kind, base, adapters, adapter_dtype=own).make()
+        has_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        layers = {
+            (each.in_features, each.out_features, isinstance(each, Linear4bit))
+            for each in made.modules()
+            if isinstance(each, Linear | Linear4bit)
+        }
+        rows: list[dict[str, Any]] = []
+        for columns, height, is_4bit in sorted(layers):
+            for number in sorted(set(tokens)):
+                shape = LoraShape(
+                    number, columns, height, rank, base, own, dropout, is_4bit, has_tf32
+                )
+                rows.append(measure(shape, place, passes))
+                typer.echo(f"{shape}: {rows[-1]['order']}")
+        name = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+        facts = {"format": TABLE_FORMAT, "device": name, "torch": torch.__version__, "rows": rows}
+        out.write_text(json.dumps(facts, indent=1), encoding="utf-8")

@@ -1,0 +1,278 @@
+"""``lora_paths`` on models: streamed equals resident, what is refused, what is counted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import poros
+from poros.config import LORA_ORDERS, StreamingPolicy
+from poros.errors import PolicyError, PreparedModelError
+from poros.kernels.paths import TABLE_FORMAT, LoraShape, Paths
+from tests.exact import together
+from tests.exact.adapter_arms import Model, adapted, differences, step
+from tests.exact.arms import Bases
+from tests.exact.recorded import recorded
+from tests.support import AdversarialPrepare
+
+BF16, FP32 = torch.bfloat16, torch.float32
+POLICIES: dict[str, dict[str, Any]] = {
+    "two slots": {"slots": 2},
+    "all kept": {"slots": 2, "keep_last": 2},
+    "blocks of two layers": {"slots": 2, "block_size": 2},
+    "inputs on the host": {"slots": 2, "offload_boundaries": True},
+}
+PATHS = ["flops", *LORA_ORDERS[1:]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+def streamed(model: Model, **policy: Any) -> Model:
+    return poros.prepare(model, loss="reference", device="cpu", **policy)
+
+
+def chosen(model: Model) -> dict[str, int]:
+    found: dict[str, int] = poros.kernel_stats(model)["lora_paths"]["chosen"]
+    return found
+
+
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("paths", PATHS)
+def test_streamed_equals_resident(
+    paths: str, dtype: torch.dtype, quantize: bool, bases: Bases
+) -> None:
+    options: Any = {"dtype": dtype, "quantize": quantize, "lora_bias": True}
+    model = adapted(bases, **options)
+    poros.use_adapter_kernels(model, lora_paths=paths)
+    expected = step(model)
+    orders = chosen(model)
+    assert sum(orders.values()) == 14 and (paths == "flops" or set(orders) == {paths})
+    for policy in POLICIES.values():
+        model = streamed(adapted(bases, **options), lora_paths=paths, **policy)
+        assert differences(step(model), expected) == []
+        assert poros.runtime(model).self_check["status"] == "passed"
+        assert differences(step(model), expected) == []
+        found = poros.runtime(model).stats()["lora_paths"]
+        assert set(found["chosen"]) == set(orders) and not found["as_peft"]
+        assert found == poros.kernel_stats(model)["lora_paths"]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("paths", ["f1:b1", "f1:b2", "f1:b3", "f2:b5"])
+def test_dropout_and_autocast(paths: str, autocast: bool, bases: Bases) -> None:
+    def around() -> Any:
+        return torch.autocast("cpu", dtype=BF16, enabled=autocast)
+
+    options: Any = {"lora_dropout": 0.3}
+    model = adapted(bases, **options)
+    poros.use_adapter_kernels(model, lora_paths=paths)
+    expected = step(model, around)
+    for policy in POLICIES.values():
+        model = streamed(adapted(bases, **options), lora_paths=paths, **policy)
+        assert differences(step(model, around), expected) == []
+    as_peft = poros.kernel_stats(model)["lora_paths"]["as_peft"]
+    assert bool(as_peft) == (paths == "f2:b5" or autocast)
+    assert not autocast or set(as_peft) == {"autocast"}
+
+
+@pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}, {"keep_last": 2}], ids=str)
+@pytest.mark.parametrize("paths", ["flops", "f1:b1", "f2:b4", "f2:b5"])
+def test_recorded_visits(paths: str, policy: dict[str, Any], bases: Bases) -> None:
+    options: Any = {"dtype": FP32, "quantize": paths != "f2:b4"}
+    model = adapted(bases, **options)
+    poros.use_adapter_kernels(model, lora_paths=paths)
+    expected = step(model)
+    model = adapted(bases, **options)
+    captures, _ = recorded(model, lora_paths=paths, **{"slots": 2, **policy})
+    for _ in range(6):
+        assert differences(step(model), expected) == []
+    assert captures.num_replays > 0
+
+
+@pytest.mark.parametrize("share_dense", [False, True])
+@pytest.mark.parametrize("paths", ["flops", "f1:b3", "f2:b5"])
+def test_grouped_micro_batches(paths: str, share_dense: bool, bases: Bases) -> None:
+    model = adapted(bases, dtype=FP32)
+    poros.use_adapter_kernels(model, lora_paths=paths)
+    expected = together.train(model, together=False)
+    policy: Any = {"slots": 2, "share_dense": share_dense, "lora_paths": paths}
+    for prepare in (streamed, AdversarialPrepare()):
+        given = policy | ({} if prepare is streamed else {"adapter_kernels": "fused"})
+        found = together.train(prepare(adapted(bases, dtype=FP32), **given))
+        assert together.same(found, expected)
+
+
+def test_another_order_gives_other_bits_and_peft_gives_pefts(bases: Bases) -> None:
+    model = adapted(bases, dtype=FP32)
+    plain = step(model)
+    for paths in ("peft", "f1:b1", "f2:b5"):
+        poros.use_adapter_kernels(model, lora_paths=paths)
+        found = step(model)
+        poros.restore(model)
+        assert bool(differences(found, plain)) == (paths != "peft")
+        facts = [(found.facts[name], plain.facts[name]) for name in plain.facts]
+        close = [torch.allclose(*pair, rtol=1e-3, atol=1e-5) for pair in facts]
+        assert all(close)
+
+
+def test_the_plan_counts_the_workspaces(bases: Bases) -> None:
+    planner = bases_planner(bases)
+
+    def peak(paths: str) -> int:
+        step = planner.cost(1, 2, "reference", "fused", lora_paths=paths)
+        return max(layer.peak for layer in step.layers)
+
+    peaks = {paths: peak(paths) for paths in ("peft", "f1:b1", "f1:b3", "f2:b4", "f2:b5")}
+    # Of few tokens, matrices of the size of the largest weight are what shows.
+    config = planner.model.config
+    largest = 4 * config.hidden_size * config.intermediate_size
+    assert peaks["f2:b5"] >= peaks["peft"] + largest // 2
+    assert peaks["f1:b3"] >= peaks["f1:b1"] + largest // 2
+
+
+def bases_planner(bases: Bases) -> Any:
+    from poros.planning.cost_model import CostModel
+    from poros.planning.meta_model import Recipe
+
+    return CostModel(Recipe.like(adapted(bases, dtype=FP32, quantize=False)))
+
+
+def shape(n: int = 4096, i: int = 768, o: int = 768, r: int = 64) -> LoraShape:
+    return LoraShape(n, i, o, r, FP32, FP32)
+
+
+# ------------------------------------------------------------------ policies and tables
+
+
+@pytest.mark.parametrize(
+    ("paths", "kernels"),
+    [
+        ("measured", "fused"),
+        ("measured:", "fused"),
+        ("f3:b1", "fused"),
+        ("b5", "fused"),
+        (None, "fused"),
+        ("flops", "exact"),
+        ("f1:b1", "peft"),
+    ],
+)
+def test_what_cannot_work_is_refused(paths: Any, kernels: str, bases: Bases) -> None:
+    with pytest.raises(PolicyError, match="lora_paths: expected"):
+        StreamingPolicy(lora_paths=paths, adapter_kernels=kernels)
+    if kernels != "peft":
+        with pytest.raises(PolicyError, match="lora_paths: expected"):
+            poros.use_adapter_kernels(adapted(bases), kernels, lora_paths=paths)
+
+
+def table(path: Path, **changes: Any) -> str:
+    layer = shape().layer
+    rows = [
+        {"layer": layer, "tokens": 128, "order": "f1:b1"},
+        {"layer": layer, "tokens": 1024, "order": "f2:b4"},
+    ]
+    path.write_text(json.dumps({"format": TABLE_FORMAT, "rows": rows} | changes))
+    return f"measured:{path}"
+
+
+def test_a_table_decides(tmp_path: Path) -> None:
+    paths = Paths(table(tmp_path / "table.json"))
+    found = [paths.order(shape(n=tokens)) for tokens in (1, 128, 1023, 1024, 9999)]
+    assert found == ["f1:b1", "f1:b1", "f1:b1", "f2:b4", "f2:b4"]
+    with pytest.raises(PolicyError, match="rank 65"):
+        paths.order(shape(r=65))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"format": "another"}, {"rows": [{"layer": "x", "tokens": 1, "order": "f9"}]}]
+)
+def test_another_file_is_refused_and_nothing_is_changed(
+    changes: dict[str, Any], tmp_path: Path, bases: Bases
+) -> None:
+    model = adapted(bases)
+    for paths in (table(tmp_path / "table.json", **changes), f"measured:{tmp_path / 'none.json'}"):
+        with pytest.raises(PolicyError, match="tune-paths"):
+            poros.prepare(model, slots=2, device="cpu", lora_paths=paths)
+        with pytest.raises(PolicyError, match="tune-paths"):
+            poros.use_adapter_kernels(model, lora_paths=paths)
+    assert poros.use_adapter_kernels(model) is model
+
+
+def test_stats_of_a_resident_model(bases: Bases) -> None:
+    model = adapted(bases, dtype=FP32, quantize=False)
+    with pytest.raises(PreparedModelError, match="use_adapter_kernels"):
+        poros.kernel_stats(model)
+    poros.use_adapter_kernels(model, lora_paths="f2:b5")
+    step(model)
+    stats = poros.kernel_stats(model)
+    assert stats["num_fused_adapters"] == 14
+    assert stats["lora_paths"]["chosen"] == {"f2:b5": 14} and not stats["lora_paths"]["as_peft"]
+    assert set(stats["lora_paths"]["shapes"].values()) == {"f2:b5"}
+    with pytest.raises(PreparedModelError, match="restore"):
+        poros.use_adapter_kernels(model, lora_paths="f1:b1")
+    poros.restore(model)
+    poros.use_adapter_kernels(model)
+    step(model)
+    assert poros.kernel_stats(model)["lora_paths"]["chosen"] == {}
+
+
+def test_dora_and_several_adapters_keep_their_order_by_name(bases: Bases) -> None:
+    from peft import LoraConfig
+
+    for options, reason in (({"use_dora": True}, "DoRA"), ({}, "several active adapters")):
+        model = adapted(bases, **options)
+        if not options:
+            model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"]))
+            model.base_model.set_adapter(["default", "other"])
+        poros.use_adapter_kernels(model, lora_paths="f1:b1")
+        step(model)
+        assert poros.kernel_stats(model)["lora_paths"]["as_peft"][reason] > 0
+
+
+def test_with_tf32_nothing_is_merged_unless_asked(bases: Bases) -> None:
+    before, shapes = torch.get_float32_matmul_precision(), []
+    try:
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            model = adapted(bases, dtype=FP32, quantize=False)
+            poros.use_adapter_kernels(model, lora_paths="flops")
+            step(model)
+            shapes.append(list(poros.kernel_stats(model)["lora_paths"]["shapes"]))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert all("float32 with float32" in each for each in shapes[0])
+    assert all("TF32" in each for each in shapes[1]) and not any("TF32" in s for s in shapes[0])
+
+
+def test_tune_paths_writes_what_measured_reads(tmp_path: Path, bases: Bases) -> None:
+    from typer.testing import CliRunner
+
+    from poros.cli.app import app
+
+    model = adapted(bases)
+    folder, out = tmp_path / "model", tmp_path / "table.json"
+    model.get_base_model().config.save_pretrained(folder)
+    options = ["--rank", "8", "--passes", "1", "--device", "cpu", "--out", str(out)]
+    found = CliRunner().invoke(
+        app, ["tune-paths", str(folder), "--tokens", "48", "--tokens", "4", *options]
+    )
+    assert found.exit_code == 0, found.output
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["tokens"] for row in rows} == {4, 48}
+    assert all(row["ms"][row["order"]] == min(row["ms"].values()) for row in rows)
+    paths = f"measured:{out}"
+    poros.use_adapter_kernels(model, lora_paths=paths)
+    expected = step(model)
+    stats = poros.kernel_stats(model)["lora_paths"]
+    wanted = {f"{row['tokens']} tokens, {row['layer']}": row["order"] for row in rows}
+    assert stats["shapes"].items() <= wanted.items() and not stats["as_peft"]
+    model = streamed(adapted(bases), slots=2, lora_paths=paths)
+    assert differences(step(model), expected) == []

@@ -137,7 +137,7 @@ class StayingState:
         first_adapter = len(tensors) - len(adapters)
         try:
             facts = zip(map(id, tensors), map(_POINTER, tensors), map(_FACTS, tensors), strict=True)
-            self.marks = [
+            self.marks: list[Any] = [
                 None if is_trained and number < first_adapter else (*where, form)
                 for number, (*where, (is_trained, *form)) in enumerate(facts)
             ]

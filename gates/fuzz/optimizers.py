@@ -21,7 +21,8 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
     "foreach": partial(torch.optim.AdamW, lr=_RATE, foreach=True),
     "fused": partial(torch.optim.AdamW, lr=_RATE, fused=True),
     "sgd": partial(torch.optim.SGD, lr=_RATE, momentum=0.9, foreach=False),
-    "sgd_fused": partial(torch.optim.SGD, lr=_RATE, momentum=0.9, fused=True),
+    # PyTorch's own, with momentum, leaves a bfloat16 buffer on a CPU partly unwritten.
+    "sgd_fused": partial(torch.optim.SGD, lr=_RATE, fused=True),
     "8bit": _imported("bitsandbytes.optim", "AdamW8bit", min_8bit_size=64),
     "lion": _imported("bitsandbytes.optim", "Lion"),
     "schedule_free": _imported("schedulefree", "AdamWScheduleFree"),

@@ -55,9 +55,12 @@ class CallFacts:
         return 0 <= place < len(self._stand_ins)
 
     def are_current(self, addresses: Any) -> bool:
-        """Whether the layer would do now what it did, with its tensors at ``addresses``."""
+        """Whether the layer would do now what it did, with its tensors at ``addresses``.
+
+        Not if it has got hooks since: a recording would run them once more than the user's program.
+        """
         now = self._call.layer.condition()
-        return self._call.is_current() and now.addresses == addresses
+        return self._call.is_current() and not now.has_hooks and now.addresses == addresses
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leaves over ``tensors``, which need gradients as those of the call did."""

@@ -45,6 +45,14 @@ def judge() -> campaign.Judge:
 
 
 PROGRAMS: dict[str, Program] = {
+    "a hook comes as its layer is recorded": Program(
+        subject=Subject(num_layers=2),
+        policy=Policy(keep_last=2, recorded=True),
+        steps=(
+            *[Step()] * 3,
+            Step(before=(Hook(does="add_tensor", layer=1, part="mlp"),)),
+        ),
+    ),
     "plain": Program(),
     "hooks, edits and an evaluation": Program(
         before=(Hook(kind="parameter", does="scale", part="lora_A"), Hook(part="mlp", tag=1)),

@@ -6,6 +6,7 @@ of ``poros plan``. Where a model's own code wants them after all, the command ru
 everything.
 """
 
+import gc
 import subprocess
 import sys
 from types import ModuleType
@@ -18,6 +19,7 @@ def leave_out() -> bool:
     """Leave them out of this process, unless PyTorch is in it already; whether that was done."""
     if "torch" in sys.modules:
         return False
+    gc.disable()  # the process is over before there is garbage; looking for it takes an eighth
     import torch
 
     compiler, hook = (ModuleType(f"torch._dynamo{name}") for name in ("", f".{_HOOK}"))

@@ -206,9 +206,13 @@ class _Unfilled(TorchFunctionMode):
     """Draws no weights: on the meta device that takes time and changes nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.uniform_, torch.Tensor.normal_) and args[0].is_meta:
-            return args[0]
+        # torch.nn.init hands itself on, before the tensor's own methods come here.
+        if func in _DRAWS and (target := args[0] if args else kwargs["tensor"]).is_meta:
+            return target
         return func(*args, **(kwargs or {}))
+
+
+_DRAWS = (torch.Tensor.uniform_, torch.Tensor.normal_, nn.init.uniform_, nn.init.normal_)
 
 
 def _refuse_uncounted(kinds: Mapping[str, AdapterKind]) -> None:

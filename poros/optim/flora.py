@@ -224,16 +224,14 @@ class Flora(torch.optim.Optimizer):
         for matrix, saved in zip(self._matrices, bases, strict=True):
             matrix.base.load_state_dict(saved)
 
-    def _base_of(
-        self, parameter: torch.nn.Parameter, weight_decay: float
-    ) -> tuple[torch.optim.Optimizer, torch.nn.Parameter]:
-        updated = parameter
-        if parameter.dtype != torch.float32:
-            updated = torch.nn.Parameter(parameter.new_empty(0, dtype=torch.float32))
+    def _base_of(self, parameter: torch.nn.Parameter, weight_decay: float) -> tuple[Any, Any]:
+        is_whole = parameter.dtype == torch.float32
+        shadow = torch.nn.Parameter(parameter.new_empty(0, dtype=torch.float32))
+        updated = parameter if is_whole else shadow
         if self.param_groups[0]["base"] == "adafactor":
             return torch.optim.Adafactor([updated], weight_decay=weight_decay), updated
-        adamw = torch.optim.AdamW([updated], betas=(0.0, 0.999), weight_decay=weight_decay)
-        return adamw, updated
+        betas = (0.0, 0.999)
+        return torch.optim.AdamW([updated], betas=betas, weight_decay=weight_decay), updated
 
     def _projection(self, matrix: _Matrix, num_updates: int | None = None) -> Projection:
         """The one that the matrix has after ``num_updates``; None: now."""

@@ -3,14 +3,11 @@
 # Kernels state no types, and what is decorated has none.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from poros.optim.projection import Projection
 
 _SIZE = 256
 """Counters of a program; each gives eight entries."""
@@ -25,12 +22,9 @@ def _tile(
     inside = at < size
     counter = (at // num_columns) * num_counters + first + at % num_columns
     zero = tl.zeros_like(counter)
-    words = (
-        (zero + matrix).to(tl.uint32),
-        (zero + draw).to(tl.uint32),
-        (zero + stream).to(tl.uint32),
-    )
-    a, b, c, d = tl.philox(seed, counter.to(tl.uint32), words[0], words[1], words[2])
+    second, third = (zero + matrix).to(tl.uint32), (zero + draw).to(tl.uint32)
+    fourth = (zero + stream).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, counter.to(tl.uint32), second, third, fourth)
     base = out + at.to(tl.int64) * 8
     for number in tl.static_range(4):
         word = a if number == 0 else b if number == 1 else c if number == 2 else d
@@ -40,16 +34,15 @@ def _tile(
         tl.store(base + 2 * number + 1, high * scale, mask=inside)
 
 
-def tile(projection: "Projection", num_counters: int, first: int, last: int) -> torch.Tensor:
+def tile(projection: Any, num_counters: int, first: int, last: int) -> torch.Tensor:
     """float32 [rank, 8 * (last - first)]: entries of counters ``first`` to ``last`` of each row."""
     size = projection.rank * (last - first)
     device = projection.quantiles.device
     out = torch.empty((projection.rank, 8 * (last - first)), dtype=torch.float32, device=device)
-    scale = torch.tensor(projection.rank**-0.5, dtype=torch.float32).item()
     numbers = (projection.seed, projection.matrix, projection.draw, int(projection.stream))
     with torch.cuda.device_of(out):
         _tile[(triton.cdiv(size, _SIZE),)](
-            out, projection.quantiles, scale, *numbers,
+            out, projection.quantiles, projection.rank**-0.5, *numbers,
             num_counters, first, last - first, size, SIZE=_SIZE,
         )  # fmt: skip
     return out

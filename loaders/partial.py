@@ -9,10 +9,12 @@ and from what is not ours.
 import glob
 import logging
 import os
+import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from poros.loaders.extras import TEMPLATES
 from poros.loaders.manifest import PARTIAL
 
 logger = logging.getLogger(__name__)
@@ -80,7 +82,9 @@ def remove_partial(partial: Path) -> None:
     """
     with suppress(OSError):
         for entry in partial.iterdir():
-            if entry.name != MARK:
+            if entry.name == TEMPLATES and entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != MARK:
                 entry.unlink()
         (partial / MARK).unlink()
     with suppress(OSError):

@@ -80,6 +80,7 @@ def configuration(
     (limits or Limits()).require_config({**fields, **options}, path / CONFIG)
     with _folder_of(texts) as folder:
         config = _parsed(path, folder, {})
+        _refuse_hub_kernels(path, config)
         if options:
             known = config.to_dict().keys() | config.attribute_map.keys() | _ALWAYS_FIELDS
             _refuse_fields(
@@ -90,6 +91,19 @@ def configuration(
             config = _parsed(path, folder, options)
     config.name_or_path = str(path)
     return config
+
+
+def _refuse_hub_kernels(path: Path, config: Any) -> None:
+    """Refuse an attention that transformers would fetch from the hub and run."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        found = getattr(part, "_attn_implementation", None)
+        if isinstance(found, str) and "/" in found:
+            raise defect(
+                path / CONFIG,
+                f"expected an attention that is installed, found a kernel of the hub, "
+                f"{quoted(found)}",
+                remedy="remove attn_implementation from the file",
+            )
 
 
 def generation_settings(path: Path, texts: Mapping[str, bytes]) -> "GenerationConfig":

@@ -9,7 +9,6 @@ the run goes on with the next.
 """
 
 import gc
-import json
 import logging
 import multiprocessing
 import re
@@ -29,6 +28,7 @@ from poros.errors import PolicyError
 from poros.gates.fuzz.draw import programs
 from poros.gates.fuzz.program import Program, features
 from poros.gates.fuzz.shrink import shrink
+from poros.output import write_json
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -344,4 +344,4 @@ def render(tally: Tally) -> "Group":
 
 def write(tally: Tally, path: Path) -> None:
     """Write the report as JSON."""
-    path.write_text(json.dumps(tally.record(), indent=1) + "\n", encoding="utf-8")
+    write_json(path, tally.record())

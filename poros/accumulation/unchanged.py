@@ -217,7 +217,7 @@ class Spoilt(torch.Tensor):
         raise RematerializationError(
             "expected gradients of whole micro-batches, found some whose backward was interrupted, "
             "or ended with an error: layers have those of all micro-batches of a group, or of "
-            "none. Call optimizer.zero_grad(), and compute the step again"
+            "none. Call optimizer.zero_grad(set_to_none=True), and compute the step again"
         )
 
     __torch_dispatch__ = __torch_function__  # type: ignore[assignment]

@@ -47,4 +47,5 @@ def _as_it_is(what: Any = None, *_: Any, **__: Any) -> Any:
 
 def run_whole() -> int:
     """Run this process's command in another one that leaves nothing out; its exit code."""
-    return subprocess.run([sys.executable, "-c", _WHOLE, *sys.argv[1:]]).returncode
+    # -P: what lies in the current folder under the name of a package is not to be imported.
+    return subprocess.run([sys.executable, "-P", "-c", _WHOLE, *sys.argv[1:]]).returncode

@@ -1,5 +1,6 @@
 """``poros tune-paths``: which order of LoRA's products is the quickest here, layer by layer."""
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +25,6 @@ def tune_paths(
     base, own = dtype_named("--dtype", dtype), dtype_named("--adapter-dtype", adapter_dtype)
     quieten_libraries()
     with readable_errors():
-        import json
-
         import torch
         from peft import LoraConfig
         from peft.tuners.lora import Linear, Linear4bit
@@ -33,7 +32,7 @@ def tune_paths(
         from poros.devices import default_device, usable_device
         from poros.kernels.paths import TABLE_FORMAT, LoraShape
         from poros.kernels.tuning import measure
-        from poros.output import require_file
+        from poros.output import require_file, write_json
         from poros.planning.meta_model import Recipe
         from poros.planning.request import require_positive
 
@@ -52,12 +51,13 @@ def tune_paths(
         }
         rows: list[dict[str, Any]] = []
         for columns, height, is_4bit in sorted(layers):
-            for number in sorted(set(tokens)):
+            # An evaluation between steps has no dropout.
+            for number, drops in product(sorted(set(tokens)), sorted({False, dropout})):
                 shape = LoraShape(
-                    number, columns, height, rank, base, own, dropout, is_4bit, has_tf32
+                    number, columns, height, rank, base, own, drops, is_4bit, has_tf32
                 )
                 rows.append(measure(shape, place, passes))
                 typer.echo(f"{shape}: {rows[-1]['order']}")
         name = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
         facts = {"format": TABLE_FORMAT, "device": name, "torch": torch.__version__, "rows": rows}
-        out.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        write_json(out, facts)

@@ -110,7 +110,7 @@ def problems(row: Mapping[str, Any], form: Form) -> Iterator[str]:
             continue  # a preference whose chosen and rejected begin with it
         yield from _value_problems(key, row[key], form)
     label = row.get("label")
-    if label is not None and (form.name == "completions" or isinstance(label, bool)):
+    if label is not None and (form.name in ("completions", "messages") or isinstance(label, bool)):
         yield (
             f"label: expected answers to learn from, found one that is labelled "
             f"{quoted(label, limit=40)}, good or bad; rows for KTO cannot be trained on yet: keep "

@@ -283,6 +283,9 @@ def opened(
             for left in (STAGE, f"{_ADAPTER}.part"):
                 if (run.path / left).exists():
                     shutil.rmtree(run.path / left)
+            for file in run.path.iterdir():  # what a kill has cut off
+                if re.fullmatch(r"(run\.json|recipe\.yaml|events\.jsonl)\w+\.part", file.name):
+                    file.unlink()
         write_text(run.events, events)
         yield run
 

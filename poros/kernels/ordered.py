@@ -83,7 +83,8 @@ class _Ordered(torch.autograd.Function):
             if bias is None and result.dtype == b.dtype and result.is_contiguous():
                 inner = inner.reshape(-1, b.shape[1])
                 result.view(-1, b.shape[0]).addmm_(inner, b.t(), alpha=how.scaling)
-                return result
+                # Where the module's own result is a view, nobody could write to it in place.
+                return torch.ops.aten._unsafe_view(result, result.shape)
             return add_scaled(result, times(inner, b, bias), how)
 
         if not call.leaves_out:
@@ -139,5 +140,6 @@ class _Ordered(torch.autograd.Function):
 
 def _merged(call: InOrder, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """W + sAB, rounded to ``dtype`` once: (rows, columns), memory of its own."""
-    weight = call.product.dense(dtype).to(a.dtype)
-    return torch.addmm(weight, b, a, alpha=call.how.scaling).to(dtype)
+    wide = torch.promote_types(dtype, a.dtype)
+    weight = call.product.dense(dtype).to(wide)
+    return torch.addmm(weight, b.to(wide), a.to(wide), alpha=call.how.scaling).to(dtype)

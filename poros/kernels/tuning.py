@@ -16,9 +16,7 @@ from poros.kernels.product import product_of
 _WARM_UP = 3
 
 
-def measure(
-    shape: LoraShape, device: torch.device, passes: int, warm_up: int = 3
-) -> dict[str, Any]:
+def measure(shape: LoraShape, device: torch.device, passes: int) -> dict[str, Any]:
     """A row of the table that ``lora_paths="measured:..."`` reads, for random tensors of a shape.
 
     Candidates take turns, every other pass in reverse; the median counts, warm-up aside.

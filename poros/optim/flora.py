@@ -141,7 +141,8 @@ class Flora(torch.optim.Optimizer):
         super().__init__(named, {"lr": lr})
         group = self.param_groups[0]
         group.update(rank=rank, seed=seed, side=side, base=base, momentum=momentum, kappa=kappa)
-        group.update(projected=sorted(widths), num_updates=0)
+        group.update(projected=sorted(widths), shapes=[list(each.shape) for _, each in named])
+        group.update(weight_decay=weight_decay, loss_is_averaged=loss_is_averaged, num_updates=0)
         self.accumulation = accumulation
         self.loss_is_averaged = loss_is_averaged
         self.max_grad_norm = None if max_grad_norm is _UNSET else max_grad_norm
@@ -159,8 +160,11 @@ class Flora(torch.optim.Optimizer):
             _Matrix(name, number, each, name in widths, *self._base_of(each, weight_decay))
             for number, (name, each) in enumerate(named)
         ]
+        owner = weakref.ref(self)
         for matrix in self._matrices:
-            matrix.parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), matrix))
+            # Of two optimizers of one parameter the newer one takes its gradients.
+            vars(matrix.parameter)["_flora"] = owner
+            matrix.parameter.register_post_accumulate_grad_hook(_hook(owner, matrix))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = _UNSET) -> None:  # type: ignore[override]
@@ -173,8 +177,9 @@ class Flora(torch.optim.Optimizer):
         factor = 1.0 if self.loss_is_averaged else 1.0 / length
         if self.max_grad_norm:
             sums = [self.state[m.parameter]["sum"] for m in ready]
-            norms = [torch.linalg.vector_norm(each, dtype=torch.float32).item() for each in sums]
-            self.grad_norm = math.hypot(*norms) * factor
+            norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in sums]
+            found = torch.stack([each.to(norms[0].device) for each in norms]).tolist()
+            self.grad_norm = math.hypot(*found) * factor
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
         for matrix in ready:
             state = self.state[matrix.parameter]
@@ -184,6 +189,11 @@ class Flora(torch.optim.Optimizer):
         group["num_updates"] += 1
         if group["momentum"] is not None and group["num_updates"] % group["kappa"] == 0:
             self._resample()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: its parameters are those it was made with."""
+        _expect(not self.param_groups, "param_groups", "the parameters it was made with", "more")
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the cycle that has begun."""
@@ -218,7 +228,7 @@ class Flora(torch.optim.Optimizer):
         _expect(len(bases) == len(self._matrices), "bases", expected, len(bases))
         theirs = state_dict["param_groups"][0]
         for key, ours in self.param_groups[0].items():
-            if key not in ("params", "param_names", "lr", "initial_lr", "num_updates"):
+            if key not in ("params", "lr", "initial_lr", "num_updates"):
                 _expect(theirs.get(key) == ours, key, f"a saved run with {ours!r}", theirs.get(key))
         super().load_state_dict(state_dict)
         for matrix, saved in zip(self._matrices, bases, strict=True):
@@ -323,7 +333,8 @@ class Flora(torch.optim.Optimizer):
 def _hook(owner: "weakref.ref[Flora]", matrix: _Matrix) -> Callable[[torch.Tensor], None]:
     @torch.no_grad()
     def compress(_: torch.Tensor) -> None:
-        if (optimizer := owner()) is not None:
+        is_newest = vars(matrix.parameter).get("_flora") is owner
+        if is_newest and (optimizer := owner()) is not None:
             optimizer._add(matrix)
 
     return compress

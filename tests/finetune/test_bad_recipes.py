@@ -92,6 +92,9 @@ ROWS: dict[str, tuple[list[str | bytes], int, str, str]] = {
     "KTO with numbers": (
         ['{"prompt": "a", "completion": "b", "label": 1}'], 1, "rows for KTO", "keep the good",
     ),
+    "messages with words for KTO": (
+        [json.dumps({**CHAT, "label": "undesirable"})], 1, "rows for KTO", "keep the good",
+    ),
     "messages for KTO": ([json.dumps({**CHAT, "label": True})], 1, "rows for KTO", "keep the good"),
     "pairs for sft": (['{"chosen": "b", "rejected": "c", "prompt": "a"}'], 1, "sft", "method dpo"),
 }  # fmt: skip

@@ -1,7 +1,10 @@
 """Code that lies beside a model, its tokenizer or an adapter is not run, and nobody is asked."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.command import poros_command
 from tests.finetune.material import write_base, write_rows
 
+ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 from pathlib import Path
 Path({marker!r}).touch()
@@ -83,3 +87,23 @@ def test_code_beside_a_model_that_is_known_is_left_alone(
     result = poros_command("finetune", "base", "rows.jsonl", "--dry-run", "--max-length", "64")
     assert result.exit_code == 0, result.output
     assert not (place / "ran").exists() and not (place / "asked").exists()
+
+
+def test_a_kernel_of_the_hub_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    file = place / "base" / "config.json"
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "attn_implementation": "someone/attention"})
+    )
+    for command in ("finetune base rows.jsonl --dry-run", "plan base --seq 8", "load base --out s"):
+        result = poros_command(*command.split())
+        assert result.exit_code == 2 and "someone/attention" in result.output, result.output
+
+
+def test_a_module_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "config.json").write_text('{"model_type":"bert","architectures":["BertModel"]}')
+    run = "import sys; from poros.cli.app import main; sys.argv[0] = 'poros'; sys.exit(main())"
+    code = [sys.executable, "-P", "-c", run, "plan", ".", "--seq", "128"]
+    subprocess.run(code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert not (tmp_path / "ran").exists()

@@ -230,6 +230,7 @@ def lay(folder: Path, files: dict[str, bytes]) -> None:
         (NAME, {MARK: b""}, False),
         (NAME, FOREIGN, True),
         (NAME, {**FOREIGN, MARK: b"a lock of another program"}, True),
+        (NAME, {**OURS, "additional_chat_templates/a.jinja": b"x"}, False),
         (NAME, {**OURS, "chapters/thesis.tex": b"x"}, True),
         (".store.mine.partial", FOREIGN, True),
         (".store.mine.partial", OURS, True),

@@ -138,6 +138,28 @@ def test_nothing_but_input_and_adapters_is_kept(order: str) -> None:
     assert {each.data_ptr() for each in kept} == {each.data_ptr() for each in (input, a, b)}
 
 
+def test_adapters_of_less_precision_do_not_round_the_base() -> None:
+    case = Case("dense", "square", 8, False, 0.5)
+    a, b = case.a.to(BF16), torch.zeros_like(case.b, dtype=BF16)
+    how = Added(0.5, 0.0, BF16, rounds=True, keeps_dtype=False)
+    known = product_of(case.module, case.input, leaves_out=True)
+    assert known is not None
+    found = multiply_in_order(InOrder("f2:b5", known, how), case.input, a, b, None)
+    assert torch.allclose(found, case.module(case.input), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["dense", "nf4"])
+def test_results_may_be_written_to(kind: str, order: str) -> None:
+    case = Case(kind, "square", 8, True, 0.5)
+    input, a, b = (each.clone().requires_grad_() for each in (case.input, case.a, case.b))
+    known = product_of(case.module, input, leaves_out=True)
+    assert known is not None
+    how = Added(0.5, 0.0, FP32, rounds=True, keeps_dtype=False)
+    multiply_in_order(InOrder(order, known, how), input, a, b, None).mul_(2.0).sum().backward()
+    assert a.grad is not None
+
+
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 

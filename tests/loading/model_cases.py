@@ -115,7 +115,10 @@ CONFIGS = [
     planned("config without end", sparse(CONFIG, 10**12), r"Limits\(config_num_bytes=\.\.\.\)"),
     planned("no config", drop(CONFIG), "No such file"),
     planned(
-        "code of its own", {"model_type": "x", "auto_map": {"AutoConfig": "code.Config"}}, UNFIT
+        "code of its own",
+        {"model_type": "x", "auto_map": {"AutoConfig": "code.Config"}},
+        "code of their own",
+        error=UnsupportedModelError,
     ),
     planned("model type with escapes", {"model_type": "\x1b[31mred\n" * 999}, r"\\x1b\[31mred"),
     dense("windows without a size", config(**WINDOWS, sliding_window=None), None),

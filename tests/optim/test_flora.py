@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,6 @@ from tests.optim.whole import whole
 
 N, M, RANK = 24, 96, 8
 QUANTILES = normal_quantiles()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 class Small(nn.Module):

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,15 +19,6 @@ from tests.support import interpreted
 N, M, RANK = 24, 96, 8
 QUANTILES = normal_quantiles()
 FP32 = 2.0**-24
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def projection(draw: int, rank: int = RANK, width: int = M, matrix: int = 3) -> Projection:

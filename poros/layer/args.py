@@ -13,7 +13,7 @@ import torch
 
 from poros.errors import UnsupportedModelError
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 
 class LeafSpec(NamedTuple):
@@ -43,7 +43,7 @@ def tree_flatten(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
         return _like(
             value, [tree_flatten(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
         )
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     raise UnsupportedModelError(
         f"{where}: expected tensors, tuples of them or plain values, found a "

@@ -68,6 +68,7 @@ class ModelContext:
             and the arguments.
         check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
+        is_general: Whether all layers that recompute do so in the graph of their forward.
         captures: Visits that are recorded and replayed; None if all of them run.
         in_place: Gives what is called in place of layers, if that is still there.
         is_confined: Whether layers, called by others than the model's code, would be called in an
@@ -100,6 +101,7 @@ class ModelContext:
         self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
         self.captures: Captures | None = None
+        self.is_general = False
         self.in_place: Callable[[], InPlace | None] | None = None
         self.is_confined: bool | None = None
 

@@ -35,13 +35,13 @@ from poros.layer.condition import Condition
 from poros.layer.early import first_casts
 from poros.layer.forms import Form, Kind
 from poros.layer.handover import NotThrough, Repeated, leaves
-from poros.layer.layer_index import shares_memory
 from poros.layer.offload import OffloadedInput
 from poros.layer.retained import is_packed_by_others, without_slot
 from poros.layer.rng import RngStash
 from poros.layer.side_outputs import SideOutputs
 from poros.layer.state import AmbientState
 from poros.layer.staying import StayingState
+from poros.layer.unchanged import require_unchanged
 from poros.slots.schedule import Phase
 
 
@@ -299,14 +299,7 @@ class LayerCall:
                 f"{self.layer.name}: expected its arguments to be left alone, found one edited in "
                 "place by the layer itself; the recomputation would edit it again"
             )
-        if self._versions != [parameter._version for parameter in self.parameters]:
-            raise RematerializationError(
-                f"{self.layer.name}: expected adapters that only training changes, found that its "
-                f"own forward edits {self._edited()}, as OFT does with coft=True. The "
-                "recomputation in backward would edit it a second time, so it cannot be streamed. "
-                "Use an adapter that does not (coft=False), or call poros.restore(model) and train "
-                "this one resident"
-            )
+        self.condition.require_adapters_unedited(self.layer.name)
         self.is_unwatched = is_fixed and not self.layer.is_compiled
         # What the layer has changed now it will change again.
         self._contents.attributes.disregard(self._attributes)
@@ -331,15 +324,6 @@ class LayerCall:
     @staticmethod
     def _dead_ends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [NotThrough.apply(tensor) if tensor.requires_grad else tensor for tensor in tensors]
-
-    def _edited(self) -> str:
-        """The names of the parameters that are not as they were before the forward."""
-        versions = dict(zip(map(id, self.parameters), self._versions, strict=True))
-        return ", ".join(
-            name
-            for name, parameter in self._contents.modules()[0].named_parameters()
-            if versions.get(id(parameter), parameter._version) != parameter._version
-        )
 
     def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The recomputation, with its graph; only inside a visit."""
@@ -393,55 +377,7 @@ class LayerCall:
 
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
-        name, now = self.layer.name, self.layer.condition()
-        if now.is_known_as(self.condition, self._staying):
-            return
-        if now.contents is not self._contents:
-            raise RematerializationError(
-                f"{name}: expected the modules of the forward, found others at its backward; add "
-                "and remove adapters between steps, not within one"
-            )
-        if now.hooks != self._hooks:
-            raise RematerializationError(
-                f"{name}: expected the module hooks of the forward (of the modules in it, and of "
-                "all modules), found others at its backward; register and remove hooks between "
-                "steps, not within one: the recomputation would run with other hooks"
-            )
-        if now.adapter_state != self._adapter_state:
-            raise RematerializationError(
-                f"{name}: expected the adapters that were active at the forward, found another "
-                "choice (or scaling, or merge) at its backward; call backward first"
-            )
-        # The same list says that each is in its place, and its stand-in still the same bits.
-        is_same = now.adapters is self.adapters
-        versions = now.versions if is_same else [each._version for each in self.parameters]
-        if versions != self._versions:
-            raise RematerializationError(
-                f"{name}: expected its adapters as they were at the forward, found one edited in "
-                "place between forward and backward; edit it after backward"
-            )
-        edited = None if self._staying is None else self.layer.edited_since(self._staying)
-        if edited is not None:
-            raise RematerializationError(
-                f"{edited}: expected it as it was at the forward, found it edited, cast or "
-                "replaced before the backward of its layer; do so between steps"
-            )
-        for adapter in () if is_same else self.adapters:
-            held = adapter.owner.get(adapter.key)
-            if held is not adapter.parameter or not shares_memory(held, adapter.stand_in):
-                raise RematerializationError(
-                    f"{name}: adapter parameter {adapter.key!r} of shape "
-                    f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "
-                    "and backward; do so between steps"
-                )
-        if self._contents.attributes.differ(self._attributes, now.attributes):
-            changes = self._contents.attributes.changes(self._attributes)
-            raise RematerializationError(
-                f"{name}: expected the modules in it as they were at the forward, found other "
-                f"settings at its backward: {', '.join(changes)}; change them between steps, not "
-                "within one"
-            )
-        now.know_as(self.condition, self._staying)
+        require_unchanged(self.layer, self.condition, self._staying)
 
 
 def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:

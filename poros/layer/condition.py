@@ -10,6 +10,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from poros.errors import RematerializationError
 from poros.layer.layer_index import Adapter
 from poros.layer.state import adapter_state
 from poros.layer.staying import StayingState
@@ -70,6 +71,31 @@ class Condition:
             [mark and (*mark[:2], mark[2][1:]) for mark in self.staying.marks],
             id(self._layer.weights.bindings),
         )
+
+    def require_adapters_unedited(self, name: str) -> None:
+        """Raise if the forward of the layer of this ``name`` has edited its adapters.
+
+        Raises:
+            RematerializationError: If it has.
+        """
+        versions = dict(zip(map(id, self.parameters), self.versions, strict=True))
+        edited = (
+            ", ".join(
+                parameter_name
+                for parameter_name, parameter in self.contents.modules()[0].named_parameters()
+                if versions.get(id(parameter), parameter._version) != parameter._version
+            )
+            if self.versions != list(map(_version, self.parameters))
+            else ""
+        )
+        if edited:
+            raise RematerializationError(
+                f"{name}: expected adapters that only training changes, found that its "
+                f"own forward edits {edited}, as OFT does with coft=True. The "
+                "recomputation in backward would edit it a second time, so it cannot be streamed. "
+                "Use an adapter that does not (coft=False), or call poros.restore(model) and train "
+                "this one resident"
+            )
 
     def note(self) -> "Condition":
         """The same, with all that is looked up late looked up now."""

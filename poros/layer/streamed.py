@@ -21,6 +21,7 @@ from poros.layer.body import LayerBody
 from poros.layer.call import LayerCall
 from poros.layer.compiled import refuse_outer_graph
 from poros.layer.condition import Condition
+from poros.layer.general import RecomputedCall
 from poros.layer.refused_calls import refuse_copy, require_harmless
 from poros.layer.remat import rematerialize
 from poros.layer.side_outputs import RECORDABLE, recorded_outputs
@@ -59,6 +60,8 @@ class StreamedLayer(LayerBody):
             condition = self.condition()
         if self.weights.is_pinned:
             return self._keep_recorded(args, kwargs, condition)
+        if self.context.is_general:
+            return RecomputedCall(self, args, kwargs, condition).forward(args, kwargs)
         call = LayerCall(self, args, kwargs, condition)
         if not call.parameters:
             self._refuse_frozen_adapters()

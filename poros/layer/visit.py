@@ -171,6 +171,7 @@ class BlockVisit:
         self._is_bound = True
         self._when_ready = when_ready
         self._row: _Row | None = None
+        self._lease: _Note | None = None
 
     @property
     def is_pinned(self) -> bool:
@@ -225,6 +226,19 @@ class BlockVisit:
                     "by its own forward (a running statistic?); the write would be lost with the "
                     "slot"
                 )
+
+    def lease(self, phase: Phase) -> None:
+        """Hold the block in its slot, nothing else, until another visit begins.
+
+        Streams and errors are those of ``hold``.
+        """
+        if self._lease is not None and self._visits.is_open(self._lease):
+            return
+        self._visits.end_all()
+        if not self._is_bound:
+            raise self._unbound()
+        self._lease = self._visits.open(partial(_let_go, self._manager, self.block))
+        self._acquire(phase)
 
     @contextmanager
     def occupy(self, phase: Phase) -> Iterator[None]:

@@ -31,7 +31,7 @@ def captures_for(
         recorder: Records; None for the device's own, if it has one.
         blocks: The frozen tensors of the model.
     """
-    if policy.cuda_graphs is False:
+    if policy.cuda_graphs is False or policy.lane == "general":
         return None
     if recorder is None and device.type == "cuda":
         recorder = CudaRecorder(device)

@@ -206,6 +206,7 @@ class Runtime:
             self._dense,
         )
         context.captures = captures_for(self.policy, self.device, recorder, inventory.blocks)
+        context.is_general = self.policy.lane == "general"
         if self.room.offload_inputs:
             context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):

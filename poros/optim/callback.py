@@ -24,7 +24,7 @@ class FloraCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        flora = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))
+        flora: Any = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))
         expect(isinstance(flora, Flora), "optimizers", "a poros.optim.Flora", flora)
         steps, clip = args.gradient_accumulation_steps, args.max_grad_norm or 0.0
         ours = {"accumulation": (flora.accumulation, 1, steps), "fp16": (args.fp16, False)}

@@ -1,6 +1,6 @@
 """FLORA beside naive accumulation, LoRA and nothing: losses on held-out text, and memory.
 
-    python -m benchmarks.flora --models t5-small gpt2 --workers 12 --out flora.jsonl
+    python -m benchmarks.flora --models t5-small gpt2 --workers 8 --seconds 520 --out flora.jsonl
 
 After Tables 1 and 2 of the paper (Hao, Cao and Mou, ICML 2024), with models of its sizes but with
 text that is here: the docstrings of installed packages, one half of the packages for training the
@@ -10,13 +10,18 @@ held out, not ROUGE or BLEU.
 
 - ``accumulation`` (Table 1): from the model trained here first, 16 micro-batches of one row an
   update. *None* updates after each micro-batch.
-- ``momentum`` (Table 2): from scratch, batch 4, momentum 0.9, kappa 1000. *None* has no momentum.
+- ``momentum`` (Table 2): from scratch, batch 4, momentum 0.9. *None* has no momentum. The paper's
+  kappa of 1000 would never resample in a run this short, so 200 is taken; it is run beside it.
 
-The base optimizer is Adafactor. *Naive* and *LoRA* run through the same optimizer with nothing
-projected; LoRA trains embeddings, norms and biases beside its adapters, as the paper's does.
-Learning rates are swept for Naive and for LoRA of the middle rank, each on runs of a third of the
-length; Naive's is taken for None and FLORA. ``memory`` repeats the lowest rank over AdamW, whose
-state is as large as the weights.
+The base optimizer is Adafactor, products are in TF32. *Naive* and *LoRA* run through the same
+optimizer with nothing projected; LoRA trains embeddings, norms and biases beside its adapters, as
+the paper's does. Learning rates are swept for Naive and for LoRA of the middle rank, each on runs
+of a third of the length; Naive's is taken for None and FLORA. A seed decides the order of the rows,
+the projections and the weights that ``momentum`` begins with. ``memory`` repeats the lowest rank
+over AdamW, whose state is as large as the weights.
+
+Models are spread over the GPUs. Runs are started in the order of what is worth most, so that a run
+that ends after ``--seconds`` has whole comparisons of fewer seeds.
 """
 
 import argparse
@@ -28,10 +33,10 @@ import json
 import math
 import multiprocessing
 import os
+import queue
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +46,8 @@ from poros.optim import Flora
 
 SOURCES = {"first": ("torch", "numpy"), "arms": ("scipy", "sklearn", "transformers")}
 LENGTH, TARGET, VOCABULARY = 256, 64, 8192
-EVALUATED = 64
+EVALUATED = 128
+RATES = {"accumulation": (3e-3, 1e-2, 3e-2), "momentum": (1e-3, 3e-3, 1e-2)}
 
 
 def docstrings(packages: tuple[str, ...], most_files: int) -> Iterator[tuple[int, str]]:
@@ -78,20 +84,27 @@ def make_data(folder: Path, most_files: int) -> None:
             torch.save(rows[order].to(torch.int16), folder / f"{part}_{name}.pt")
 
 
-def make_model(name: str, seed: int) -> Any:
+def make_model(name: str, seed: int, device: torch.device, is_tiny: bool) -> Any:
     """Of the size of the paper's small models, with random weights."""
     import transformers
 
     torch.manual_seed(seed)
+    sizes: dict[str, Any]
     if name == "t5-small":
-        config = transformers.T5Config(dropout_rate=0.0, decoder_start_token_id=0)
-        return transformers.T5ForConditionalGeneration(config).cuda()
+        sizes = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+        if is_tiny:
+            sizes |= {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_heads": 2}
+            sizes |= {"num_layers": 1, "vocab_size": VOCABULARY}
+        config = transformers.T5Config(**sizes)
+        return transformers.T5ForConditionalGeneration(config).to(device)
     sizes = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).cuda()
+    if is_tiny:
+        sizes |= {"n_embd": 32, "n_head": 2, "n_layer": 1, "vocab_size": VOCABULARY}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).to(device)
 
 
 def loss_of(name: str, model: Any, rows: torch.Tensor) -> torch.Tensor:
-    rows = rows.cuda().long()
+    """Of int64 ``rows`` [n, LENGTH]."""
     if name == "t5-small":
         loss: torch.Tensor = model(
             input_ids=rows[:, :-TARGET], labels=rows[:, -TARGET:].contiguous()
@@ -104,15 +117,27 @@ def loss_of(name: str, model: Any, rows: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def evaluate(name: str, model: Any, rows: torch.Tensor) -> float:
     model.eval()
-    parts = [loss_of(name, model, part).item() for part in rows[:EVALUATED].split(16)]
+    parts = [loss_of(name, model, part).item() for part in rows[:EVALUATED].split(8)]
     model.train()
     return sum(parts) / len(parts)
 
 
-def first_model(name: str, folder: Path, updates: int) -> None:
+def prepare(device: torch.device) -> None:
+    """This process, for its next run."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    gc.collect()  # of the run before
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.empty_cache()
+
+
+def first_model(name: str, folder: Path, updates: int, device: Any, is_tiny: bool) -> None:
     """The model that Table 1's setting starts from."""
-    model = make_model(name, seed=0)
-    rows = torch.load(folder / "first_train.pt")
+    device = torch.device(device)
+    prepare(device)
+    model = make_model(name, 0, device, is_tiny)
+    rows = torch.load(folder / "first_train.pt").to(device).long()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     for update in range(updates):
         for group in optimizer.param_groups:
@@ -127,20 +152,18 @@ def first_model(name: str, folder: Path, updates: int) -> None:
 
 def run_arm(job: dict[str, Any]) -> dict[str, Any]:
     """One arm from its first to its last update."""
-    gc.collect()  # of the run before in this process
-    torch.cuda.empty_cache()
-    torch.cuda.set_device(job["device"])
-    torch.set_num_threads(1)
-    folder, name = Path(job["folder"]), job["model"]
-    rows, held_out = (torch.load(folder / f"arms_{part}.pt") for part in ("train", "held_out"))
-    model = make_model(name, seed=1)
-    is_accumulation = job["setting"] != "momentum"
+    device = torch.device(job["device"])
+    prepare(device)
+    folder, name, is_accumulation = Path(job["folder"]), job["model"], job["setting"] != "momentum"
+    rows, held_out = (
+        torch.load(folder / f"arms_{part}.pt").to(device).long() for part in ("train", "held_out")
+    )
+    model = make_model(name, 1 + job["seed"], device, job["is_tiny"])
     if is_accumulation:
-        model.load_state_dict(torch.load(folder / f"{name}.pt"))
+        model.load_state_dict(torch.load(folder / f"{name}.pt", map_location=device))
     start = evaluate(name, model, held_out)
     if job["arm"] == "LoRA":
         model = with_lora(name, model, job["rank"])
-    torch.cuda.reset_peak_memory_stats()
     # None sees as many rows as the others, in smaller updates.
     num_micro = 16 if is_accumulation and job["arm"] != "None" else 1
     batch = 1 if is_accumulation else 4
@@ -152,20 +175,27 @@ def run_arm(job: dict[str, Any]) -> dict[str, Any]:
         base=job.get("base", "adafactor"),
         accumulation=num_micro,
         momentum=0.9 if job["setting"] == "momentum" and job["arm"] != "None" else None,
+        kappa=job.get("kappa", 1000),
         seed=job["seed"],
         projected=None if job["arm"] == "FLORA" else [],
     )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(job["seed"]))
-    losses, held, began = [], {}, time.perf_counter()
+    order = order[torch.arange(num_batches * batch) % len(rows)].to(device)
+    losses, held, peaks, began = [], {}, [], time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     for number in range(num_batches):
-        chosen = order[torch.arange(number * batch, (number + 1) * batch) % len(rows)]
-        (loss_of(name, model, rows[chosen]) / num_micro).backward()
+        chosen = rows[order[number * batch : (number + 1) * batch]]
+        (loss_of(name, model, chosen) / num_micro).backward()
         if (number + 1) % num_micro == 0:
-            held = optimizer.state_num_bytes()
+            held = optimizer.state_num_bytes() if number + 1 == num_batches else held
             optimizer.step()
             optimizer.zero_grad()
         if (number + 1) % (num_batches // 5) == 0:
+            peaks.append(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0)
             losses.append(evaluate(name, model, held_out))
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     held |= {"base": optimizer.state_num_bytes()["base"]}
     weights = sum(each.nbytes for each in model.parameters())
@@ -176,11 +206,11 @@ def run_arm(job: dict[str, Any]) -> dict[str, Any]:
         "best loss": min((x for x in losses if math.isfinite(x)), default=math.inf),
         "state bytes": held,
         "weights and state bytes": weights + sum(held.values()),
-        "peak bytes": torch.cuda.max_memory_allocated(),
+        "peak bytes": max(peaks),
         "trained parameters": trained,
         "rows of training text": len(rows),
         "seconds": time.perf_counter() - began,
-        "card": torch.cuda.get_device_name(),
+        "card": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
     }
 
 
@@ -202,34 +232,120 @@ def with_lora(name: str, model: Any, rank: int) -> Any:
     return model
 
 
-def jobs_of(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Runs that choose learning rates, and the arms that take them."""
-    sweep, arms = [], []
-    middle = options.ranks[len(options.ranks) // 2]
+def jobs_of(model: str, device: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs of one model, those worth most first: the sweeps, then arms, which have no ``lr``."""
+    settings = {"momentum": options.momentum_updates, "accumulation": options.updates}
+    least, *_, most = ranks = options.ranks
+    common = {"model": model, "device": device, "folder": str(options.folder)}
+    common |= {"is_tiny": options.tiny}
+    jobs: list[dict[str, Any]] = []
+
+    def add(setting: str, arm: str, rank: int, **more: Any) -> None:
+        if setting == "momentum":
+            more = {"kappa": 200} | more
+        more = {"seed": 0, "updates": settings.get(setting, 4)} | more
+        jobs.append({**common, "setting": setting, "arm": arm, "rank": rank, **more})
+
+    for setting, updates in settings.items():
+        for lr in RATES[setting]:
+            for arm, rank in (("Naive", 0), ("LoRA", ranks[len(ranks) // 2])):
+                add(setting, arm, rank, lr=lr, updates=max(5, updates // 3), is_sweep=True)
+    repeated = [("Naive", 0), ("FLORA", most), ("LoRA", least), ("FLORA", least), ("LoRA", most)]
+    others = [(arm, rank) for rank in ranks[1:-1] for arm in ("FLORA", "LoRA")] + [("None", 0)]
+    for arm, rank in repeated + others:
+        for setting in settings:
+            add(setting, arm, rank)
+    for arm in ("Naive", "LoRA", "FLORA"):
+        add("memory", arm, least, base="adamw", lr=1e-4)
+    for seed in options.seeds[1:]:
+        for arm, rank in repeated:
+            for setting in settings:
+                add(setting, arm, rank, seed=seed)
+    for rank in (most, least):
+        add("momentum", "FLORA", rank, kappa=1000)
+    return jobs
+
+
+class Plan:
+    """The runs of one model that have not begun, and what the sweeps have found."""
+
+    def __init__(self, jobs: list[dict[str, Any]]) -> None:
+        self.jobs = jobs
+        self.has_first_model = False
+        self.sweeps: dict[tuple[str, str], list[dict[str, Any]]] = {}
+
+    def next_job(self) -> dict[str, Any] | None:
+        """The first that can begin."""
+        for job in self.jobs:
+            rate = job.get("lr") or self.rate_of(job)
+            if rate and (job["setting"] == "momentum" or self.has_first_model):
+                self.jobs.remove(job)
+                return {**job, "lr": rate}
+        return None
+
+    def rate_of(self, job: dict[str, Any]) -> float | None:
+        found = self.sweeps.get(
+            (job["setting"], job["arm"] if job["arm"] == "LoRA" else "Naive"), []
+        )
+        if len(found) < len(RATES[job["setting"]]):
+            return None
+        best: float = min(found, key=lambda row: row["best loss"])["lr"]
+        return best
+
+    def note(self, row: dict[str, Any]) -> None:
+        if row.get("is_sweep"):
+            self.sweeps.setdefault((row["setting"], row["arm"]), []).append(row)
+
+
+def run_all(options: argparse.Namespace, ends: float) -> None:
+    """Every run, or those that end before the clock's ``ends``."""
+    devices = options.devices or list(range(torch.cuda.device_count()))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context, results = multiprocessing.get_context("spawn"), queue.SimpleQueue[Any]()
+    plans, pools, free = {}, {}, dict.fromkeys(options.models, options.workers)
+
+    def begin(model: str, job: dict[str, Any] | None, call: Any, *arguments: Any) -> None:
+        free[model] -= 1
+
+        def done(result: Any) -> None:
+            results.put((model, job, result))
+
+        pools[model].apply_async(call, arguments, {}, done, done)
+
     for number, model in enumerate(options.models):
-        device = number % torch.cuda.device_count()
-        for setting in ("accumulation", "momentum"):
-            updates = options.updates if setting == "accumulation" else options.momentum_updates
-            common = {"model": model, "setting": setting, "device": device, "seed": options.seed}
-            common |= {"folder": str(options.folder)}
-            for lr in options.rates:
-                half = {**common, "updates": updates // 2, "lr": lr}
-                sweep += [
-                    {**half, "arm": "Naive", "rank": 0},
-                    {**half, "arm": "LoRA", "rank": middle},
-                ]
-            whole = {**common, "updates": updates}
-            arms += [{**whole, "arm": "None", "rank": 0}, {**whole, "arm": "Naive", "rank": 0}]
-            arms += [
-                {**whole, "arm": a, "rank": r} for a in ("LoRA", "FLORA") for r in options.ranks
-            ]
-        least = {"rank": options.ranks[0], "base": "adamw", "updates": 4, "lr": 1e-4}
-        for arm in ("Naive", "LoRA", "FLORA"):
-            arms.append({**common, "setting": "memory", "arm": arm, **least})
-    return sweep, arms
+        device = devices[number % len(devices)]
+        plans[model] = Plan(jobs_of(model, device, options))
+        pools[model] = context.Pool(options.workers)
+        more = (options.folder, options.first_updates, device, options.tiny)
+        begin(model, None, first_model, model, *more)
+    while True:
+        for model, plan in plans.items():
+            while free[model] and (ready := plan.next_job()):
+                begin(model, ready, run_arm, ready)
+        running = sum(options.workers - each for each in free.values())
+        left = ends - time.monotonic()
+        if not running or left <= 0:
+            break
+        try:
+            model, job, found = results.get(timeout=min(left, 1e6))
+        except queue.Empty:
+            continue
+        free[model] += 1
+        if isinstance(found, BaseException):
+            print("failed:", job or f"the first {model}", repr(found), flush=True)
+            found = {**(job or {}), "best loss": math.inf}
+        elif job:
+            save(options.out, found)
+        else:
+            plans[model].has_first_model = True
+        plans[model].note(found or {})
+    for pool in pools.values():
+        pool.terminate()
+    print(f"{running} runs were cut, {sum(len(each.jobs) for each in plans.values())} not begun")
 
 
 def main(argv: list[str] | None = None) -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(
         prog="benchmarks.flora",
         description=__doc__,
@@ -237,50 +353,48 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--models", nargs="+", default=["t5-small", "gpt2"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2])
-    parser.add_argument("--updates", type=int, default=60, help="of 16 micro-batches")
-    parser.add_argument("--momentum-updates", type=int, default=1100, help="of 4 rows")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--updates", type=int, default=40, help="of 16 micro-batches")
+    parser.add_argument("--momentum-updates", type=int, default=400, help="of 4 rows")
     parser.add_argument("--first-updates", type=int, default=500)
     parser.add_argument("--files", type=int, default=3000, help="of a package, at most about")
-    parser.add_argument("--workers", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=8, help="of a model")
+    parser.add_argument("--devices", nargs="+", help="one a model, as cuda:1 or cpu; else all GPUs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which it ends")
+    parser.add_argument("--tiny", action="store_true", help="models of one layer, to try this")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/flora"))
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each run")
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     if not (options.folder / "arms_held_out.pt").exists():
         make_data(options.folder, options.files)
-    context = multiprocessing.get_context("spawn")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    sweep, arms = jobs_of(options)
-    best: dict[tuple[str, ...], tuple[float, float]] = {}
-    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
-        starts = [
-            pool.submit(first_model, name, options.folder, options.first_updates)
-            for name in options.models
-        ]
-        for start in starts:
-            start.result()
-        for done in as_completed([pool.submit(run_arm, job) for job in sweep]):
-            row = done.result()
-            save(options.out, {**row, "is_sweep": True})
-            key = (row["model"], row["setting"], row["arm"])
-            best[key] = min(best.get(key, (math.inf, 0.0)), (row["best loss"], row["lr"]))
-        for job in arms:
-            if "lr" not in job:
-                kind = "LoRA" if job["arm"] == "LoRA" else "Naive"
-                job["lr"] = best[job["model"], job["setting"], kind][1]
-        for done in as_completed([pool.submit(run_arm, job) for job in arms]):
-            save(options.out, done.result())
+    run_all(options, began + options.seconds)
+    show(options.out)
     return 0
 
 
 def save(path: Path, row: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         print(json.dumps(row), file=file)
-    shown = ("model", "setting", "arm", "rank", "lr", "best loss", "seconds")
-    held = f"{row['weights and state bytes'] / 1e6:.0f} MB, peak {row['peak bytes'] / 1e6:.0f} MB"
-    print(" ".join(str(row[key]) for key in shown), held, row["losses"], flush=True)
+    shown = ("model", "setting", "arm", "rank", "seed", "lr", "best loss", "seconds")
+    print(*(row[key] for key in shown), "sweep" if row.get("is_sweep") else "", flush=True)
+
+
+def show(path: Path) -> None:
+    """A Markdown table: the least loss on held-out text of each seed, and bytes."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        key = (*(row[k] for k in ("model", "setting", "arm", "rank", "lr")), row.get("kappa", ""))
+        groups.setdefault((bool(row.get("is_sweep")), *key), []).append(row)
+    print("| model | setting | arm | rank | lr | kappa | loss, by seed | state MB | with weights |")
+    print("| --- " * 9 + "|")
+    for (is_sweep, *key), rows in sorted(groups.items(), key=str):
+        losses = ", ".join(
+            f"{row['best loss']:.3f}" for row in sorted(rows, key=lambda r: r["seed"])
+        )
+        total, held = rows[0]["weights and state bytes"], sum(rows[0]["state bytes"].values())
+        cells = [*key, losses + " (sweep)" * is_sweep, f"{held / 1e6:.0f}", f"{total / 1e6:.0f}"]
+        print("|", " | ".join(map(str, cells)), "|")
 
 
 if __name__ == "__main__":

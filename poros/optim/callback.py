@@ -4,8 +4,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from poros.errors import OptimizerError
-from poros.optim.flora import Flora
+from poros.optim.flora import Flora, expect
 
 
 class FloraCallback(TrainerCallback):
@@ -25,20 +24,16 @@ class FloraCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        flora = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))
-        if not isinstance(flora, Flora):
-            raise OptimizerError(f"optimizers: expected a poros.optim.Flora, found {flora!r}")
+        flora: Any = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))
+        expect(isinstance(flora, Flora), "optimizers", "a poros.optim.Flora", flora)
         steps, clip = args.gradient_accumulation_steps, args.max_grad_norm or 0.0
         ours = {"accumulation": (flora.accumulation, 1, steps), "fp16": (args.fp16, False)}
         ours["loss_is_averaged"] = (flora.loss_is_averaged, True)
         if clip and flora.has_settled_clipping:
             ours["max_grad_norm"] = (flora.max_grad_norm, clip)
         for name, (found, *allowed) in ours.items():
-            if found not in allowed:
-                raise OptimizerError(
-                    f"{name}: expected {allowed[-1]!r}, as the Trainer has it or needs it, found "
-                    f"{found!r}; leave it out"
-                )
+            wanted = f"nothing, or {allowed[-1]!r} as the Trainer has it or needs it"
+            expect(found in allowed, name, wanted, found)
         flora.accumulation, flora.has_settled_clipping = steps, True
         flora.max_grad_norm = clip or flora.max_grad_norm
         args.max_grad_norm = 0.0

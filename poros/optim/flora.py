@@ -4,29 +4,20 @@ Hao, Cao and Mou, "FLORA: Low-Rank Adapters Are Secretly Gradient Compressors", 
 gradient G [n, m] is kept as G A' [n, rank] and comes back as G A' A. A has random entries of
 variance 1 / rank and is made again from its seed whenever it is needed. It changes from cycle to
 cycle, so the sum of updates has a rank above ``rank``, unlike LoRA's.
-
-Note: Where this departs from the paper's print.
-
-1. Algorithm 1, line 14 divides by n, the number of rows. The mean over micro-batches is meant: the
-   sum is divided by their number here, or not at all where the loss was divided already.
-2. Momentum and accumulation together are not in the paper. The momentum takes the mean of the
-   compressed gradients, so both share one projection, which is resampled between updates only.
 """
 
-import logging
 import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from poros.errors import OptimizerError
 from poros.optim.projection import Projection, Stream, normal_quantiles, round_stochastically
-
-_logger = logging.getLogger(__name__)
 
 _IN_A_LAYER = re.compile(r"\.\d+\.")
 _NAIVE = re.compile(r"embed|relative_attention_bias|lm_head|(^|\.)(wte|wpe|shared)\.")
@@ -51,7 +42,8 @@ class _Matrix:
     name: str
     number: int
     parameter: torch.nn.Parameter
-    is_projected: bool
+    width: int
+    """How many numbers of a row (or column) become ``rank``; 0: it is not projected."""
     base: torch.optim.Optimizer
     updated: torch.nn.Parameter
     """What ``base`` updates: the parameter, or a float32 copy that exists during its update."""
@@ -93,8 +85,8 @@ class Flora(torch.optim.Optimizer):
             estimate of the whole one's (decompressed norms are too large by a factor of
             sqrt(1 + (m + 1) / rank)). None or 0: no clipping.
         weight_decay: Of the base optimizer.
-        stochastic_rounding: Rounds updates of bfloat16 weights to either neighbour at random, so
-            that small updates are not lost. None: yes, and a line of log says so.
+        stochastic_rounding: Rounds updates of bfloat16 weights to either neighbour at random;
+            rounded to the nearest, updates below 1/512 of a weight are lost.
         allow_divergence: Take a ``kappa`` at which momentum is expected to diverge.
 
     Raises:
@@ -122,22 +114,22 @@ class Flora(torch.optim.Optimizer):
         loss_is_averaged: bool = True,
         max_grad_norm: float | None = _UNSET,
         weight_decay: float = 0.0,
-        stochastic_rounding: bool | None = None,
+        stochastic_rounding: bool = True,
         allow_divergence: bool = False,
     ) -> None:
         named = _check_parameters(list(named_parameters))
-        _expect(base in ("adafactor", "adamw"), "base", "'adafactor' or 'adamw'", base)
-        _expect(side in ("right", "left"), "side", "'right' or 'left'", side)
+        expect(base in ("adafactor", "adamw"), "base", "'adafactor' or 'adamw'", base)
+        expect(side in ("right", "left"), "side", "'right' or 'left'", side)
         for key, value in {"rank": rank, "accumulation": accumulation, "kappa": kappa}.items():
-            _expect(value >= 1, key, "a whole number of 1 or more", value)
-        _expect(0 <= seed < 2**63, "seed", "a whole number from 0 to 2**63 - 1", seed)
+            expect(value >= 1, key, "a whole number of 1 or more", value)
+        expect(0 <= seed < 2**63, "seed", "a whole number from 0 to 2**63 - 1", seed)
         has_decay = momentum is None or 0 < momentum < 1
-        _expect(has_decay, "momentum", "None or a decay between 0 and 1", momentum)
+        expect(has_decay, "momentum", "None or a decay between 0 and 1", momentum)
         widths = _projected_widths(named, rank, side, projected)
         if momentum is not None and widths and not allow_divergence:
             bound = divergence_bound(max(widths.values()), rank, momentum)
             at_least = f"more than {bound:.1f}, at or below which momentum is expected to diverge"
-            _expect(kappa > bound, "kappa", f"{at_least} (allow_divergence=True takes it)", kappa)
+            expect(kappa > bound, "kappa", f"{at_least} (allow_divergence=True takes it)", kappa)
         super().__init__(named, {"lr": lr})
         group = self.param_groups[0]
         group.update(rank=rank, seed=seed, side=side, base=base, momentum=momentum, kappa=kappa)
@@ -149,42 +141,37 @@ class Flora(torch.optim.Optimizer):
         self.has_settled_clipping = max_grad_norm is not _UNSET
         self.grad_norm: float | None = None
         """Of the last update before clipping, estimated; None without clipping."""
-        self.stochastic_rounding = stochastic_rounding is not False
-        if stochastic_rounding is None and any(each.dtype == torch.bfloat16 for _, each in named):
-            _logger.info(
-                "bfloat16 weights are rounded stochastically; stochastic_rounding=False rounds to "
-                "nearest and loses updates below 1/512 of a weight"
-            )
+        self.stochastic_rounding = stochastic_rounding
         self._quantiles: dict[torch.device, torch.Tensor] = {}
         self._matrices = [
-            _Matrix(name, number, each, name in widths, *self._base_of(each, weight_decay))
+            _Matrix(name, number, each, widths.get(name, 0), *self._base_of(each, weight_decay))
             for number, (name, each) in enumerate(named)
         ]
         owner = weakref.ref(self)
         for matrix in self._matrices:
             # Of two optimizers of one parameter the newer one takes its gradients.
             vars(matrix.parameter)["_flora"] = owner
-            matrix.parameter.register_post_accumulate_grad_hook(_hook(owner, matrix))
+            matrix.parameter.register_post_accumulate_grad_hook(partial(_add, owner, matrix))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = _UNSET) -> None:  # type: ignore[override]
         """Update every parameter that got a gradient since the last step; ends the cycle."""
         self._refuse_loop(closure)
-        ready = [m for m in self._matrices if "sum" in self.state[m.parameter]]
+        ready = [m for m in self._matrices if "accumulation" in self.state[m.parameter]]
         if not ready:
             return
         length = max(self.state[m.parameter]["count"] for m in ready)
         factor = 1.0 if self.loss_is_averaged else 1.0 / length
         if self.max_grad_norm:
-            sums = [self.state[m.parameter]["sum"] for m in ready]
-            norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in sums]
-            found = torch.stack([each.to(norms[0].device) for each in norms]).tolist()
-            self.grad_norm = math.hypot(*found) * factor
+            sums = (self.state[m.parameter]["accumulation"] for m in ready)
+            norms = [torch.linalg.vector_norm(each, dtype=torch.float32).item() for each in sums]
+            self.grad_norm = math.hypot(*norms) * factor
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
         for matrix in ready:
             state = self.state[matrix.parameter]
             state.pop("count")
-            self._update(matrix, self._gradient_of(matrix, state.pop("sum").float() * factor))
+            mean = state.pop("accumulation").float() * factor
+            self._update(matrix, self._gradient_of(matrix, mean))
         group = self.param_groups[0]
         group["num_updates"] += 1
         if group["momentum"] is not None and group["num_updates"] % group["kappa"] == 0:
@@ -192,22 +179,20 @@ class Flora(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: its parameters are those it was made with."""
-        _expect(not self.param_groups, "param_groups", "the parameters it was made with", "more")
+        expect(not self.param_groups, "param_groups", "the parameters it was made with", "more")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the cycle that has begun."""
         super().zero_grad(set_to_none)
         for state in self.state.values():
-            state.pop("sum", None)
+            state.pop("accumulation", None)
             state.pop("count", None)
 
     def state_num_bytes(self) -> dict[str, int]:
         """Bytes held now: ``accumulation``, ``momentum``, ``base`` (its state) and ``table``."""
-        held = {"accumulation": 0, "momentum": 0}
-        for state in self.state.values():
-            for kind, key in (("accumulation", "sum"), ("momentum", "momentum")):
-                held[kind] += state[key].nbytes if key in state else 0
+        states, ours = self.state.values(), ("accumulation", "momentum")
+        held = {kind: sum(each[kind].nbytes for each in states if kind in each) for kind in ours}
         kept = (v for m in self._matrices for s in m.base.state.values() for v in s.values())
         held["base"] = sum(each.nbytes for each in kept if isinstance(each, torch.Tensor))
         held["table"] = sum(each.nbytes for each in self._quantiles.values())
@@ -223,21 +208,18 @@ class Flora(torch.optim.Optimizer):
         Raises:
             OptimizerError: If it is of other settings or parameters; nothing was changed.
         """
-        bases = state_dict.get("bases", ())
-        expected = f"the state of a Flora over {len(self._matrices)} parameters"
-        _expect(len(bases) == len(self._matrices), "bases", expected, len(bases))
         theirs = state_dict["param_groups"][0]
         for key, ours in self.param_groups[0].items():
             if key not in ("params", "lr", "initial_lr", "num_updates"):
-                _expect(theirs.get(key) == ours, key, f"a saved run with {ours!r}", theirs.get(key))
+                expect(theirs.get(key) == ours, key, f"a saved run with {ours!r}", theirs.get(key))
         super().load_state_dict(state_dict)
-        for matrix, saved in zip(self._matrices, bases, strict=True):
+        for matrix, saved in zip(self._matrices, state_dict["bases"], strict=True):
             matrix.base.load_state_dict(saved)
 
     def _base_of(self, parameter: torch.nn.Parameter, weight_decay: float) -> tuple[Any, Any]:
-        is_whole = parameter.dtype == torch.float32
-        shadow = torch.nn.Parameter(parameter.new_empty(0, dtype=torch.float32))
-        updated = parameter if is_whole else shadow
+        updated = parameter
+        if parameter.dtype != torch.float32:
+            updated = torch.nn.Parameter(parameter.new_empty(0, dtype=torch.float32))
         if self.param_groups[0]["base"] == "adafactor":
             return torch.optim.Adafactor([updated], weight_decay=weight_decay), updated
         betas = (0.0, 0.999)
@@ -252,27 +234,8 @@ class Flora(torch.optim.Optimizer):
         stream = Stream.ACCUMULATION
         if group["momentum"] is not None:
             draw, stream = draw // group["kappa"], Stream.MOMENTUM
-        quantiles, width = self._quantiles[parameter.device], _width(parameter, group["side"])
         numbers = (group["seed"], matrix.number, draw, stream)
-        return Projection(quantiles, group["rank"], width, *numbers)
-
-    def _add(self, matrix: _Matrix) -> None:
-        """Take over a gradient that backward has just made."""
-        parameter, state = matrix.parameter, self.state[matrix.parameter]
-        gradient, count = parameter.grad, state.get("count", 0)
-        if gradient is None:
-            return
-        _expect(not gradient.is_sparse, matrix.name, "a dense gradient", "a sparse one")
-        expected = f"at most {self.accumulation} micro-batches a step (accumulation=)"
-        _expect(count < self.accumulation, matrix.name, expected, f"{count + 1}")
-        parameter.grad = None
-        if matrix.is_projected:
-            is_left = self.param_groups[0]["side"] == "left"
-            gradient = self._projection(matrix).compress(gradient.T if is_left else gradient)
-        if count:
-            gradient = state["sum"].float() + gradient
-        state["sum"] = gradient.to(parameter.dtype)
-        state["count"] = count + 1
+        return Projection(self._quantiles[parameter.device], group["rank"], matrix.width, *numbers)
 
     def _gradient_of(self, matrix: _Matrix, mean: torch.Tensor) -> torch.Tensor:
         """What the base optimizer is given: the mean, or the momentum that took it, float32."""
@@ -281,7 +244,7 @@ class Flora(torch.optim.Optimizer):
             held = state["momentum"].float() if "momentum" in state else torch.zeros_like(mean)
             mean = held.lerp(mean, 1 - group["momentum"])
             state["momentum"] = mean.to(matrix.parameter.dtype)
-        if not matrix.is_projected:
+        if not matrix.width:
             return mean
         gradient = self._projection(matrix).decompress(mean)
         return gradient.T if group["side"] == "left" else gradient
@@ -313,68 +276,72 @@ class Flora(torch.optim.Optimizer):
         now = self.param_groups[0]["num_updates"]
         for matrix in self._matrices:
             state = self.state[matrix.parameter]
-            if matrix.is_projected and "momentum" in state:
+            if matrix.width and "momentum" in state:
                 old, new = self._projection(matrix, now - 1), self._projection(matrix, now)
                 moved = old.transfer(state["momentum"].float(), new)
                 state["momentum"] = moved.to(state["momentum"].dtype)
 
     def _refuse_loop(self, closure: object) -> None:
         has_closure = closure is not _UNSET and closure is not None
-        _expect(not has_closure, "closure", "a call of step() after backward()", "a closure")
+        expect(not has_closure, "closure", "a call of step() after backward()", "a closure")
         is_scaled = hasattr(self, "grad_scale") or hasattr(self, "found_inf")
-        _expect(not is_scaled, "loss", "bfloat16 or float32 training", "a GradScaler's loss")
+        expect(not is_scaled, "loss", "bfloat16 or float32 training", "a GradScaler's loss")
         # accelerate hands None on. What clips there sees no gradient.
         is_blind = closure is None and not self.has_settled_clipping
         advice = "max_grad_norm, or poros.optim.FloraCallback in the Trainer"
-        _expect(not is_blind, "clipping", advice, "neither, so clipping would do nothing")
-        _refuse_ranks()
+        expect(not is_blind, "clipping", advice, "neither, so clipping would do nothing")
+        # Gradients are compressed before ranks could exchange them.
+        is_spread = torch.distributed.is_available() and torch.distributed.is_initialized()
+        size = torch.distributed.get_world_size() if is_spread else 1
+        expect(size == 1, "torch.distributed", "one process", f"{size} ranks")
 
 
-def _hook(owner: "weakref.ref[Flora]", matrix: _Matrix) -> Callable[[torch.Tensor], None]:
-    @torch.no_grad()
-    def compress(_: torch.Tensor) -> None:
-        is_newest = vars(matrix.parameter).get("_flora") is owner
-        if is_newest and (optimizer := owner()) is not None:
-            optimizer._add(matrix)
-
-    return compress
+@torch.no_grad()
+def _add(owner: "weakref.ref[Flora]", matrix: _Matrix, parameter: torch.Tensor) -> None:
+    """Take over a gradient that backward has just made."""
+    flora, gradient, is_newest = owner(), parameter.grad, vars(parameter).get("_flora") is owner
+    if flora is None or gradient is None or not is_newest:
+        return
+    state = flora.state[parameter]
+    count = state.get("count", 0)
+    expect(not gradient.is_sparse, matrix.name, "a dense gradient", "a sparse one")
+    expected = f"at most {flora.accumulation} micro-batches a step (accumulation=)"
+    expect(count < flora.accumulation, matrix.name, expected, f"{count + 1}")
+    parameter.grad = None
+    if matrix.width:
+        is_left = flora.param_groups[0]["side"] == "left"
+        gradient = flora._projection(matrix).compress(gradient.T if is_left else gradient)
+    if count:
+        gradient = state["accumulation"].float() + gradient
+    state["accumulation"] = gradient.to(parameter.dtype)
+    state["count"] = count + 1
 
 
 def _check_parameters(named: Sequence[Any]) -> Named:
     is_named = all(isinstance(each, tuple) and isinstance(each[0], str) for each in named)
-    _expect(is_named, "named_parameters", "model.named_parameters()", "no names")
+    expect(is_named, "named_parameters", "model.named_parameters()", "no names")
     trained = [(name, each) for name, each in named if each.requires_grad]
-    _expect(bool(trained), "named_parameters", "a parameter that requires gradients", "none")
+    expect(bool(trained), "named_parameters", "a parameter that requires gradients", "none")
     for name, each in trained:
         is_known = each.dtype in (torch.float32, torch.bfloat16)
-        _expect(is_known, name, "float32 or bfloat16", each.dtype)
-    _refuse_ranks()
+        expect(is_known, name, "float32 or bfloat16", each.dtype)
     return trained
-
-
-def _width(parameter: torch.Tensor, side: str) -> int:
-    return parameter.shape[1 if side == "right" else 0]
 
 
 def _projected_widths(
     named: Named, rank: int, side: str, asked: Sequence[str] | None
 ) -> dict[str, int]:
     """Of each matrix that is projected: how many numbers of it become ``rank``."""
-    widths = {name: _width(each, side) for name, each in named if each.dim() == 2}
+    axis = 1 if side == "right" else 0
+    widths = {name: each.shape[axis] for name, each in named if each.dim() == 2}
     if asked is None:
         asked = [n for n in widths if _IN_A_LAYER.search(n) and not _NAIVE.search(n)]
     missing = sorted(set(asked) - widths.keys())
-    _expect(not missing, "projected", "names of two-dimensional parameters", missing)
+    expect(not missing, "projected", "names of two-dimensional parameters", missing)
     return {name: widths[name] for name in asked if widths[name] > rank}
 
 
-def _refuse_ranks() -> None:
-    """Gradients are compressed before ranks could exchange them."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        size = torch.distributed.get_world_size()
-        _expect(size == 1, "torch.distributed", "one process", f"{size} ranks")
-
-
-def _expect(is_met: bool, where: str, expected: str, found: object) -> None:
+def expect(is_met: bool, where: str, expected: str, found: object) -> None:
+    """Refuse what is not met, with an ``OptimizerError``."""
     if not is_met:
         raise OptimizerError(f"{where}: expected {expected}, found {found!r}")

@@ -32,16 +32,13 @@ class Stream(IntEnum):
     ROUNDING = 2
 
 
-def philox(
-    seed: int, counter: torch.Tensor, second: int, third: int, fourth: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def philox(seed: int, counter: torch.Tensor, *more: int) -> list[torch.Tensor]:
     """Philox 4x32-10: four words below 2**32 for each counter, all int64.
 
-    The key is ``seed`` (64 bits); the counter's words are ``counter``, ``second``, ``third`` and
-    ``fourth``, each below 2**32.
+    The key is ``seed`` (64 bits); ``counter`` and three ``more`` are the counter's words.
     """
     key = [seed & _MASK, seed >> 32 & _MASK]
-    words = [counter, *(torch.full_like(counter, word) for word in (second, third, fourth))]
+    words = [counter, *(torch.full_like(counter, word) for word in more)]
     for _ in range(_ROUNDS):
         # The product of two words may pass 2**63; it wraps, and its bits are right.
         low, high = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
@@ -52,7 +49,7 @@ def philox(
             low & _MASK,
         ]
         key = [(part + weyl) & _MASK for part, weyl in zip(key, _WEYL, strict=True)]
-    return words[0], words[1], words[2], words[3]
+    return words
 
 
 def normal_quantiles() -> torch.Tensor:

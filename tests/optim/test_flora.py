@@ -290,10 +290,10 @@ SHARES = {
 }
 
 
-def on_meta(name: str, num_layers: int) -> nn.Module:
+def made(name: str, num_layers: int, device: str = "meta") -> nn.Module:
     wide = {"num_attention_heads": 28, "num_key_value_heads": 4}
     t5_3b = {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_heads": 32}
-    made: dict[str, tuple[Any, Any, dict[str, int]]] = {
+    kinds: dict[str, tuple[Any, Any, dict[str, int]]] = {
         "t5-small": (transformers.T5ForConditionalGeneration, transformers.T5Config, {}),
         "t5-3b": (transformers.T5ForConditionalGeneration, transformers.T5Config, t5_3b),
         "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {}),
@@ -309,9 +309,9 @@ def on_meta(name: str, num_layers: int) -> nn.Module:
             {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, **wide},
         ),
     }
-    kind, config, sizes = made[name]
+    kind, config, sizes = kinds[name]
     key = {"t5": "num_layers", "gp": "n_layer"}.get(name[:2], "num_hidden_layers")
-    with torch.device("meta"):
+    with torch.device(device):
         model: nn.Module = kind(config(**sizes, **{key: num_layers}))
     return model
 
@@ -322,7 +322,7 @@ def test_state_is_as_large_as_the_formula_says(name: str) -> None:
     for side, share in zip(("right", "left"), shares, strict=True):
         sizes = []
         for shown in (1, 2):  # all layers are alike
-            model = on_meta(name, shown)
+            model = made(name, shown)
             optimizer = Flora(model.named_parameters(), rank=256, side=side)
             sum(each.sum() for each in model.parameters()).backward()
             held = optimizer.state_num_bytes()["accumulation"]
@@ -331,6 +331,26 @@ def test_state_is_as_large_as_the_formula_says(name: str) -> None:
             one + (num_layers - 1) * (two - one) for one, two in zip(*sizes, strict=True)
         )
         assert 100 * held / naive == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["t5-small", "gpt2"])
+def test_the_gpu_holds_what_the_formula_says(name: str) -> None:
+    """Between micro-batches, beside the weights: FLORA's bytes as a share of naive's."""
+    num_layers, share, _ = SHARES[name]
+    model = made(name, num_layers, "cuda")
+    tokens = torch.zeros(1, 16, dtype=torch.long, device="cuda")
+    model(input_ids=tokens, labels=tokens).loss.backward()  # products allocate workspaces once
+    model.zero_grad()
+    held = []
+    for projected in ([], None):
+        optimizer = Flora(model.named_parameters(), rank=256, accumulation=2, projected=projected)
+        before = torch.cuda.memory_allocated()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        held.append(torch.cuda.memory_allocated() - before)
+        optimizer.zero_grad()
+    # The table of quantiles and rounding to 512 bytes come on top.
+    assert 100 * held[1] / held[0] == pytest.approx(share, abs=0.5)
 
 
 def sparse() -> None:
@@ -384,6 +404,11 @@ def other_model() -> None:
     Flora(Small().named_parameters()).load_state_dict(state)
 
 
+def other_optimizer() -> None:
+    state = torch.optim.AdamW(Small().parameters()).state_dict()
+    Flora(Small().named_parameters(), rank=RANK).load_state_dict(state)
+
+
 def flora_of(**options: Any) -> Callable[[], None]:
     return lambda: Flora(Small().named_parameters(), **options) and None
 
@@ -404,7 +429,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "closure": (with_closure, "closure"),
     "clipping undecided": (undecided, "FloraCallback"),
     "another rank's state": (other_state, "saved run with 8"),
-    "another model's state": (other_model, "parameters"),
+    "another model's state": (other_model, "param_names"),
+    "another optimizer's state": (other_optimizer, "param_names"),
     "other shapes": (other_shapes, "shapes"),
     "more parameters": (more_parameters, "made with"),
 }

@@ -177,7 +177,8 @@ class _AddLora(torch.autograd.Function):
         parts = parts_of(input)
         sources = (input,) if parts is None else (parts.gate, parts.up)
         ctx.making = None if parts is None else parts.making
-        ctx.save_for_backward(b, a, hidden, mask, *sources)
+        # As PEFT's operators keep them: an adapter that is given other data later is not read there.
+        ctx.save_for_backward(b.detach(), a.detach(), hidden, mask, *sources)
         ctx.how, ctx.has_bias, ctx.product, ctx.owner = how, bias is not None, product, owner
         ctx.result_dtype = input.dtype if result is None else result.dtype
         ctx.input_form = input.shape, input.dtype

@@ -53,6 +53,11 @@ PROGRAMS: dict[str, Program] = {
             Step(before=(Hook(does="add_tensor", layer=1, part="mlp"),)),
         ),
     ),
+    "an adapter of a kept layer gets other data between forward and backward": Program(
+        subject=Subject(num_layers=2),
+        policy=Policy(keep_last=1),
+        steps=(Step(between=(EditAdapter(how="assign", layer=1),)),),
+    ),
     "plain": Program(),
     "hooks, edits and an evaluation": Program(
         before=(Hook(kind="parameter", does="scale", part="lora_A"), Hook(part="mlp", tag=1)),

@@ -205,8 +205,9 @@ class _Dora(torch.autograd.Function):
         parts = parts_of(input)
         sources = (input,) if parts is None else (parts.gate, parts.up)
         ctx.making = None if parts is None else parts.making
-        ctx.save_for_backward(b, a, hidden, mask, g, divisor, inner, *sources)
-        ctx.how, ctx.frozen, ctx.magnitude_dtype = how, frozen, magnitude.dtype
+        ctx.save_for_backward(frozen.weight, b, a, hidden, mask, g, divisor, inner, *sources)
+        ctx.how, ctx.frozen = how, frozen._replace(weight=None)
+        ctx.magnitude_dtype = magnitude.dtype
         ctx.input_form = input.shape, input.dtype
         ctx.set_materialize_grads(False)
         return sum_
@@ -222,7 +223,7 @@ class _Dora(torch.autograd.Function):
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The gradients of input, B, A and the magnitude."""
-    b, a, hidden, mask, g, divisor, inner, *sources = saved_tensors(ctx)
+    weight, b, a, hidden, mask, g, divisor, inner, *sources = saved_tensors(ctx)
     how: Dora = ctx.how
     shape, dtype = ctx.input_form
     wants_input, wants_b, wants_a, wants_magnitude, *_ = ctx.needs_input_grad
@@ -252,7 +253,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
             of_a = of_hidden.t().mm(_rows(dropped)).to(a.dtype)
             del dropped
     if wants_input:
-        dense = ctx.frozen.dense().to(how.of_base)
+        dense = ctx.frozen._replace(weight=weight).dense().to(how.of_base)
         of_dropped = of_hidden.mm(a.to(how.of_products))
         of_dropped = of_dropped.to(torch.promote_types(how.of_products, how.of_base))
         of_dropped += of_base.mm(dense)

@@ -1,7 +1,7 @@
 """The product with a 4-bit weight: one projection is dense at a time, and nobody keeps it.
 
-The autograd node is ours, not bitsandbytes'; it holds the packed weight until its backward, which a
-layer's visit, or its place on the device, outlasts. Where bitsandbytes takes a kernel that
+The autograd node is ours, not bitsandbytes': it saves the packed weight as autograd's own nodes do,
+so whoever holds the weight in a slot is asked for it before it is read. Where bitsandbytes takes a kernel that
 multiplies without a dense weight (few tokens; for which shapes depends on the card), that kernel
 runs here too, so that all bits are bitsandbytes'.
 """
@@ -48,13 +48,15 @@ class _Linear4bit(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, state: Any, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.weight, ctx.state = weight, state
+        ctx.save_for_backward(weight)
+        ctx.state = state
         return multiply(input, weight, state, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        return multiply_backward(gradient, ctx.weight, ctx.state), None, None, None
+        (weight,) = ctx.saved_tensors
+        return multiply_backward(gradient, weight, ctx.state), None, None, None
 
 
 def multiply(

@@ -178,8 +178,10 @@ class _AddLora(torch.autograd.Function):
         sources = (input,) if parts is None else (parts.gate, parts.up)
         ctx.making = None if parts is None else parts.making
         # As PEFT's operators keep them: an adapter that is given other data later is not read there.
-        ctx.save_for_backward(b.detach(), a.detach(), hidden, mask, *sources)
-        ctx.how, ctx.has_bias, ctx.product, ctx.owner = how, bias is not None, product, owner
+        weight = None if product is None or again is None else product.weight
+        ctx.save_for_backward(weight, b.detach(), a.detach(), hidden, mask, *sources)
+        ctx.product = None if product is None else product._replace(weight=None)
+        ctx.how, ctx.has_bias, ctx.owner = how, bias is not None, owner
         ctx.result_dtype = input.dtype if result is None else result.dtype
         ctx.input_form = input.shape, input.dtype
         ctx.set_materialize_grads(False)
@@ -200,7 +202,7 @@ class _AddLora(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return (None,) * 7
-        b, a, hidden, mask, *sources = saved_tensors(ctx)
+        weight, b, a, hidden, mask, *sources = saved_tensors(ctx)
         how: Added = ctx.how
         shape, dtype = ctx.input_form
         wants_result, wants_input, wants_bias, wants_b, wants_a, wants_again, *_ = (
@@ -228,7 +230,8 @@ class _AddLora(torch.autograd.Function):
                 del of_dropped  # before a weight is there
         of_result = gradient.to(ctx.result_dtype) if wants_result or wants_again else None
         if wants_again:
-            of_again, of_result = ctx.product.gradient(of_result), None
+            product: Product = ctx.product._replace(weight=weight)
+            of_again, of_result = product.gradient(of_result), None
         if ctx.has_bias:
             of_b = of_b if of_b is None else of_b.t()
             of_a = of_a if of_a is None else of_a.t()

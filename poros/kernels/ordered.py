@@ -67,8 +67,9 @@ class _Ordered(torch.autograd.Function):
         parts = parts_of(input)
         ctx.making = None if parts is None else parts.making
         sources = (input,) if parts is None else (parts.gate, parts.up)
-        ctx.save_for_backward(b, a, mask, *sources)
-        ctx.call, ctx.owner, ctx.shape, ctx.dtype = call, call.owner, input.shape, input.dtype
+        ctx.save_for_backward(product.weight, b, a, mask, *sources)
+        ctx.call = call._replace(product=product._replace(weight=None))
+        ctx.owner, ctx.shape, ctx.dtype = call.owner, input.shape, input.dtype
         ctx.set_materialize_grads(False)
         dtype = sum_dtype(input.dtype, b.dtype, how)
 
@@ -97,8 +98,8 @@ class _Ordered(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is None:
             return (None,) * 5
-        b, a, mask, *sources = saved_tensors(ctx)
-        call: InOrder = ctx.call
+        weight, b, a, mask, *sources = saved_tensors(ctx)
+        call: InOrder = ctx.call._replace(product=ctx.call.product._replace(weight=weight))
         how, scaling, order = call.how, call.how.scaling, call.order[3:]
         wants_input, wants_bias, wants_b, wants_a, _ = ctx.needs_input_grad
         is_merged = order in ("b4", "b5")

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.errors import PreparedModelError
 from poros.kernels import linear4bit
 from poros.kernels.autocast import autocast_dtype
 from poros.kernels.dequantize import dequantize, has_kernel
@@ -18,7 +17,12 @@ from poros.nf4 import state_of
 
 
 class Product(NamedTuple):
-    """``input @ weight.T + bias``, of one module and for inputs like one that it was made for."""
+    """``input @ weight.T + bias``, of one module and for inputs like one that it was made for.
+
+    A node that needs it in backward saves the weight as autograd's own nodes do, and takes it from
+    there: so an edit in between is noticed, and a weight that streams is brought back before it is
+    read, with the scales of its ``state``.
+    """
 
     module: nn.Module
     weight: Any
@@ -26,8 +30,6 @@ class Product(NamedTuple):
     """The ``QuantState`` of a 4-bit weight; None if it is dense."""
     bias: torch.Tensor | None
     num_rows: int
-    version: int
-    """Of a dense weight, which a backward takes as it was."""
     is_ours: bool
     """Whether it is formed here; or else by the module."""
 
@@ -41,11 +43,7 @@ class Product(NamedTuple):
         return linear4bit.multiply(input, self.weight, self.state, self.bias)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Of the input, from that of the product.
-
-        Raises:
-            PreparedModelError: If a dense weight was written to since.
-        """
+        """Of the input, from that of the product."""
         if self.state is not None:
             return linear4bit.multiply_backward(gradient, self.weight, self.state)
         rows = gradient.reshape(-1, gradient.shape[-1])
@@ -56,18 +54,10 @@ class Product(NamedTuple):
 
         Args:
             dtype: Of a 4-bit weight; a dense one has its own.
-
-        Raises:
-            PreparedModelError: If a dense weight was written to since.
         """
         if self.state is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 return dequantize(self.weight, self.state, self.state.dtype).to(dtype)
-        if self.weight._version != self.version:
-            raise PreparedModelError(
-                "expected a frozen weight to be the same in backward as in forward, found one that "
-                "was written to in place in between; change weights before the forward"
-            )
         weight: torch.Tensor = self.weight
         return weight
 
@@ -102,7 +92,7 @@ def product_of(module: Any, input: torch.Tensor, leaves_out: bool) -> Product | 
         ):
             return None
         rows = weight.shape[0]
-        return Product(module, weight, None, bias, rows, weight._version, is_ours=True)
+        return Product(module, weight, None, bias, rows, is_ours=True)
     state = state_of(weight)
     if (
         state is None
@@ -119,4 +109,4 @@ def product_of(module: Any, input: torch.Tensor, leaves_out: bool) -> Product | 
         is_ours = input.is_cuda and weight.is_cuda and has_kernel(weight, state)
         if weight.requires_grad or not (is_ours or leaves_out):
             return None
-    return Product(module, weight, state, bias, state.shape[0], 0, is_ours)
+    return Product(module, weight, state, bias, state.shape[0], is_ours)

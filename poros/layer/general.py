@@ -18,14 +18,17 @@ and once in the recomputation, and the random states behind both are compared.
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.kernels.unformed import forget
+from poros.kernels.adapters import note_last
+from poros.kernels.unformed import forget, values_of
 from poros.layer.args import PLAIN
 from poros.layer.body import LayerBody
 from poros.layer.condition import Condition
@@ -74,6 +77,7 @@ class RecomputedCall:
     ) -> None:
         self.layer = layer
         self._condition = condition
+        self._module = layer.module()  # lives as long as its graph, as the parameters do
         self._args = tuple(
             _copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
         )
@@ -109,6 +113,7 @@ class RecomputedCall:
             each for each in tree_leaves((self._args, _plain(self._kwargs))) if _is_tensor(each)
         ]
         self._versions = _versions(self._given)
+        first = torch._C._autograd._get_sequence_nr()
         with (
             layer.visit(Phase.FORWARD, ()) as slot,
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
@@ -127,7 +132,22 @@ class RecomputedCall:
         self._rng_end = RngStash.capture(layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
         self._staying = layer.staying(self._condition.frozen)
+        outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
+        note_last(outputs)
+        begin, acquire = _weakly(self._begin), partial(layer.weights.lease, Phase.BACKWARD)
+        for output in outputs:
+            output.grad_fn.register_prehook(begin)
+        for node in _readers(outputs, first, self._memory):
+            node.register_prehook(lambda _: acquire())
         return result
+
+    def _begin(self, _: object) -> None:
+        """The backward of the layer begins: hooks on what it gave have run, those inside have not."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task and not torch.is_grad_enabled():
+            self._values = {}
+            self._values = self._recompute()
+            self._task = task
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() == self._memory:
@@ -175,6 +195,7 @@ class RecomputedCall:
         forms: list[tuple[torch.Size, torch.dtype]] = []
 
         def store(tensor: torch.Tensor) -> None:
+            tensor = values_of(tensor)
             if tensor.untyped_storage().data_ptr() == self._memory:
                 return
             number = len(forms)
@@ -218,11 +239,48 @@ class RecomputedCall:
                 f"saved, found {_first_difference(self._forms, forms)}; the layer depends on state "
                 "that is not its input"
             )
-        if self._condition.hooks:
-            # What hooks have written down in it belongs to the layer, as in its forward.
-            contents.attributes.disregard(self._condition.attributes)
-        layer.weights.lease(Phase.BACKWARD)
+        # What hooks write down in it meanwhile belongs to the layer, as in its forward.
+        noted = partial(contents.attributes.disregard, self._condition.attributes)
+        layer.weights.lease(Phase.BACKWARD, noted if self._condition.hooks else None)
         return values
+
+
+def _readers(outputs: Sequence[torch.Tensor], first: int, memory: int) -> list[Any]:
+    """Nodes of functions in Python that keep a tensor of the slot as they like, not as saved.
+
+    Such as that of bitsandbytes' 4-bit matmul.
+
+    Args:
+        outputs: Of a layer, with their graph.
+        first: Nodes below this number are not of the layer.
+        memory: Address of the slot.
+    """
+    found, seen = [], set()
+    queue: list[Any] = [output.grad_fn for output in outputs]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        queue += [following for following, _ in node.next_functions]
+        if isinstance(node, BackwardCFunction) and any(
+            _is_tensor(held) and held.untyped_storage().data_ptr() == memory
+            for held in tree_leaves(list(vars(node).values()))
+        ):
+            found.append(node)
+    return found
+
+
+def _weakly(method: Any) -> Callable[[Any], None]:
+    """``method``, as long as its object lives."""
+    found = WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        living = found()
+        if living is not None:
+            living(argument)
+
+    return call
 
 
 def _refuse_backward(_: object) -> NoReturn:

@@ -227,17 +227,18 @@ class BlockVisit:
                     "slot"
                 )
 
-    def lease(self, phase: Phase) -> None:
-        """Hold the block in its slot, nothing else, until another visit begins.
+    def lease(self, phase: Phase, at_end: Callable[[], None] | None = None) -> None:
+        """Hold the block in its slot, nothing else, until another visit begins; then call ``at_end``.
 
-        Streams and errors are those of ``hold``.
+        Streams and errors are those of ``hold``. If the block is leased already, nothing is done.
         """
         if self._lease is not None and self._visits.is_open(self._lease):
             return
         self._visits.end_all()
         if not self._is_bound:
             raise self._unbound()
-        self._lease = self._visits.open(partial(_let_go, self._manager, self.block))
+        let_go = partial(_let_go, self._manager, self.block)
+        self._lease = self._visits.open(let_go if at_end is None else lambda: (at_end(), let_go()))
         self._acquire(phase)
 
     @contextmanager

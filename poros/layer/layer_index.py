@@ -239,9 +239,10 @@ def shares_memory(parameter: nn.Parameter, stand_in: torch.Tensor) -> bool:
     )
 
 
-def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str]]:
-    """How many keys each of these dictionaries has, and which there are."""
-    return list(map(len, tables)), set(chain.from_iterable(filter(None, tables)))
+def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str], list[bool]]:
+    """How many keys each of these dictionaries has, which there are, and where nothing is held."""
+    is_empty = list(map(is_, _values(tables), repeat(None)))
+    return list(map(len, tables)), set(chain.from_iterable(filter(None, tables))), is_empty
 
 
 def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:

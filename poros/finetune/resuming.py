@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -328,20 +328,22 @@ def require_base(run: RunFolder, digest: str) -> None:
 
 
 @contextmanager
-def going_on(run: RunFolder) -> Iterator[None]:
-    """Turn an error of the disk in the body, which reads a checkpoint, into one that names the run.
+def reading(checkpoint: Path | None, has_read: Callable[[], bool]) -> Iterator[None]:
+    """Turn an error of the disk in the body into one that names the checkpoint.
+
+    Args:
+        checkpoint: What the body reads first; None if it reads none.
+        has_read: Whether the body is done with it: errors are others' from then on.
 
     Raises:
         RunFolderError: If one comes.
     """
     try:
         yield
-    except PorosError:
-        raise
     except Exception as error:
-        if not _is_of_disk(error):
+        if checkpoint is None or has_read() or not _is_of_disk(error):
             raise
-        raise unreadable(run.checkpoint or run.path, error) from error
+        raise unreadable(checkpoint, error) from error
 
 
 def _is_of_disk(error: Exception) -> bool:
@@ -349,7 +351,7 @@ def _is_of_disk(error: Exception) -> bool:
     from safetensors import SafetensorError
 
     if isinstance(error, OSError):
-        return not isinstance(error, BrokenPipeError)  # of the terminal
+        return not isinstance(error, PorosError | BrokenPipeError)  # the latter: of the terminal
     of_torch = isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error)
     return of_torch or isinstance(error, SafetensorError)
 

@@ -19,7 +19,7 @@ from poros.finetune.data import Rows
 from poros.finetune.packing import keeps_apart, pack
 from poros.finetune.panel import Panel
 from poros.finetune.provenance import base_digest, input_digests, machine
-from poros.finetune.resuming import RunFolder, going_on, opened, require_base, require_same
+from poros.finetune.resuming import RunFolder, opened, reading, require_base, require_same
 from poros.finetune.screen import Size
 from poros.finetune.stopping import Stopping
 from poros.finetune.tokens import Tokens, load_tokenizer, tokenize
@@ -230,7 +230,7 @@ def _train(
     log_streaming(trainer, events=run.events, trace_step=recipe.output.trace_step)
     total = num_steps(len(train), recipe)
     if run.checkpoint is not None and run.step >= total:
-        with going_on(run):
+        with reading(run.checkpoint, lambda: False):
             _load_finished(trainer, run.checkpoint)
         _save(recipe, trainer, tokenizer, run)
         return run.adapter
@@ -239,7 +239,7 @@ def _train(
     for callback in (stopping, panel):
         trainer.add_callback(callback)
     try:
-        with stopping.listening(), going_on(run):
+        with stopping.listening(), reading(run.checkpoint, lambda: stopping.has_begun):
             trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     finally:
         panel.close()

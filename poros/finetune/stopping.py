@@ -18,10 +18,12 @@ class Stopping(TrainerCallback):
 
     Attributes:
         signal: The one that came.
+        has_begun: Whether a step has: the Trainer has read its checkpoint by then.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.has_begun = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -35,6 +37,10 @@ class Stopping(TrainerCallback):
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that there is one."""
+        self.has_begun = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Have the Trainer save and stop."""

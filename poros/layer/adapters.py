@@ -20,13 +20,14 @@ class AdapterPlace(NamedTuple):
     """PEFT's, which uses it."""
     adapter: str
     """Whose it is; another word if the module uses it whichever adapter is active."""
+    table: Any
+    """One of PEFT's in which that adapter was found by its name; empty if there is none."""
 
     def acts(self) -> bool:
         """Whether a call of the layer reads it now."""
         if self.module.disable_adapters:
             return False
-        is_of_another = self.adapter not in self.module.active_adapters
-        return not (is_of_another and self.adapter in _adapters_of(self.module))
+        return self.adapter in self.module.active_adapters or self.adapter not in self.table
 
 
 def is_adapter_module(module: nn.Module) -> bool:
@@ -95,10 +96,12 @@ def adapter_places(layer: nn.Module, streamed: Collection[int]) -> list[AdapterP
             owner,
             key,
             module,
-            inner.partition(".")[0] or key,
+            adapter := inner.partition(".")[0] or key,
+            tables.get(adapter, ()),
         )
         for name, module in layer.named_modules()
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        for tables in (_tables_of(module),)
         for part in (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
         if isinstance(held := getattr(module, part, None), nn.Module)
         for inner, submodule in held.named_modules()
@@ -108,10 +111,10 @@ def adapter_places(layer: nn.Module, streamed: Collection[int]) -> list[AdapterP
     ]
 
 
-def _adapters_of(module: Any) -> set[str]:
-    """The names of the adapters in one of PEFT's modules."""
+def _tables_of(module: Any) -> dict[str, Any]:
+    """A table of one of PEFT's modules for each adapter that is in one."""
     tables: list[Any] = [getattr(module, part, None) for part in module.adapter_layer_names]
-    return {name for table in tables if hasattr(table, "keys") for name in table.keys()}  # noqa: SIM118
+    return {name: table for table in tables if hasattr(table, "keys") for name in table.keys()}  # noqa: SIM118
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -110,7 +110,7 @@ class LayerIndex:
             or any(id(parameter) not in frozen for parameter in module._parameters.values())
         ]
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
-        self._adapter_places = adapter_places(layer, frozen)
+        self._adapter_places: list[AdapterPlace] = []
         self.attributes = Attributes(layer)
         self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._frozen = frozen
@@ -175,6 +175,9 @@ class LayerIndex:
         The same object as before as long as they are the same.
         """
         if self._adapters is None or not self._are_current(self._adapters):
+            if self._adapters is None or not self._has_same_entries():
+                # Kinds that hold tensors in a ParameterDict come and go by its keys alone.
+                self._adapter_places = adapter_places(self.modules()[0], self._frozen)
             entries = [(owner, *item) for owner in self._owners for item in owner.items()]
             # Whether a frozen tensor is still frozen is looked at by poros.layer.frozen.
             parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = [
@@ -199,16 +202,18 @@ class LayerIndex:
         return self._adapters
 
     def _are_current(self, adapters: Adapters) -> bool:
+        return (
+            self._has_same_entries()
+            and adapters.are_as_they_were()
+            and not any(map(_REQUIRES, self._idle))
+        )
+
+    def _has_same_entries(self) -> bool:
         owners, keys, values = self._entries
         # As many entries as there were, each where it was: so there is no other. An entry that is
         # gone is not one that is None.
         now = map(dict.get, owners, keys, repeat(self))
-        return (
-            sum(map(len, self._owners)) == len(values)
-            and all(map(is_, now, values))
-            and adapters.are_as_they_were()
-            and not any(map(_REQUIRES, self._idle))
-        )
+        return sum(map(len, self._owners)) == len(values) and all(map(is_, now, values))
 
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         known = self._stand_ins.get(id(parameter))
@@ -234,9 +239,10 @@ def shares_memory(parameter: nn.Parameter, stand_in: torch.Tensor) -> bool:
     )
 
 
-def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str]]:
-    """How many keys each of these dictionaries has, and which there are."""
-    return list(map(len, tables)), set(chain.from_iterable(filter(None, tables)))
+def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str], list[bool]]:
+    """How many keys each of these dictionaries has, which there are, and where nothing is held."""
+    is_empty = list(map(is_, _values(tables), repeat(None)))
+    return list(map(len, tables)), set(chain.from_iterable(filter(None, tables))), is_empty
 
 
 def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:

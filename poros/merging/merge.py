@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +19,7 @@ from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
 from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
-from poros.loaders.renaming import own_names
+from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings
 from poros.merging.adapter import Adapter
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 SHARD_NUM_BYTES = 4 * 10**9
 _INDEX = "model.safetensors.index.json"
+_REMEDY = "check that configuration and weights belong together"
 
 
 def merge(
@@ -95,8 +97,10 @@ def merge(
             dtype = torch.bfloat16
         config.dtype = dtype or config.dtype or checkpoint.float_dtype()
         model = meta_model(config, None, config.dtype)
+        own = own_names(model, checkpoint.names)
+        _require_like(checkpoint, own, model)
         quantized = _quantized(config, model, config.dtype) if into == "trained" else {}
-        plan = _Plan(checkpoint, Adapter(saved, model), model, quantized, dtype)
+        plan = _Plan(checkpoint, own, Adapter(saved, model), quantized, dtype)
         require_folder(target.parent, "--out")
         with _writing(target) as part:
             _require_room(target, plan.num_bytes)
@@ -140,16 +144,14 @@ class _Plan:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        own: dict[str, OwnName],
         adapter: Adapter,
-        model: "PreTrainedModel",
         quantized: dict[str, bool],
         dtype: torch.dtype | None,
     ) -> None:
         self.checkpoint, self.adapter, self._dtype = checkpoint, adapter, dtype
-        found = own_names(model, checkpoint.names)
-        self._own = {name: name if own.is_part else own.name for name, own in found.items()}
+        self._own = {name: name if each.is_part else each.name for name, each in own.items()}
         self._quantized = quantized
-        _require_like(checkpoint, self._own, model)
         missing = adapter.touched - set(self._own.values())
         if missing:
             raise UnsupportedModelError(
@@ -202,14 +204,15 @@ class _Plan:
         return found
 
 
-def _require_like(checkpoint: Checkpoint, own: dict[str, str], model: "PreTrainedModel") -> None:
-    """Refuse tensors of other shapes than the model's, and whole numbers for its weights."""
-    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    # The adapter is on it already.
-    expected = {name.replace(".base_layer.", "."): each for name, each in every}
+def _require_like(
+    checkpoint: Checkpoint, own: dict[str, OwnName], model: "PreTrainedModel"
+) -> None:
+    """Refuse tensors of other shapes than the model's, whole numbers for weights, and a gap."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    expected = {**weights, **dict(model.named_buffers())}
     for name in checkpoint.names:
-        entry, like = checkpoint.entry(name), expected.get(own[name])
-        if like is None:
+        entry, like = checkpoint.entry(name), expected.get(own[name].name)
+        if like is None or own[name].is_part:
             continue
         if entry.shape != like.shape or entry.dtype.is_floating_point != like.is_floating_point():
             raise defect(
@@ -217,7 +220,20 @@ def _require_like(checkpoint: Checkpoint, own: dict[str, str], model: "PreTraine
                 f"expected {like.dtype} of shape {tuple(like.shape)} as in the configuration, "
                 f"found {entry.dtype} of shape {quoted(entry.shape, is_bare=True)}",
                 tensor=name,
-                remedy="check that configuration and weights belong together",
+                remedy=_REMEDY,
+            )
+    if any(each.is_part for each in own.values()):
+        return  # what the model has by each name is known once pieces are put together
+    # One of two that are tied is enough.
+    found = {id(weights.get(each.name)) for each in own.values()}
+    optional = model._keys_to_ignore_on_load_missing or ()
+    for name, like in weights.items():
+        if id(like) not in found and not any(re.search(each, name) for each in optional):
+            raise defect(
+                checkpoint.path,
+                "expected the tensors of the configuration, found none of that name",
+                tensor=name,
+                remedy=_REMEDY,
             )
 
 

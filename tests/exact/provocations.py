@@ -61,6 +61,14 @@ def doubled_gradients(module: Any, *gradients: Any) -> Any:
     return tuple(each if each is None else 2 * each for each in gradients[0])
 
 
+def add_bias(model: Model) -> torch.Tensor:
+    """Of a projection of the base that has none."""
+    projection = layer(model, 1).self_attn.o_proj.base_layer
+    assert projection.bias is None
+    projection.bias = nn.Parameter(torch.full((64,), 0.3).bfloat16(), requires_grad=False)
+    return projection.bias  # type: ignore[no-any-return]
+
+
 CHANGES: dict[str, Callable[[Model], object]] = {
     "another adapter": lambda model: model.set_adapter("second"),
     "another in one module": lambda model: layer(model, 1).self_attn.q_proj.set_adapter("second"),
@@ -81,6 +89,7 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     ),
     "data cast": lambda model: setattr(matrix(model), "data", matrix(model).data.half()),
     "parameter replaced": replace_parameter,
+    "bias added": add_bias,
     "module replaced": assign("1.mlp.act_fn", lambda _: nn.ReLU()),
     "dropout replaced": lambda model: layer(model, 1).mlp.up_proj.lora_dropout.update(
         {"default": nn.Dropout(0.5)}
@@ -115,6 +124,14 @@ def behind(change: Callable[[Model], object]) -> Provocation:
         loss.backward()
 
     return provocation
+
+
+def edit_of_a_new_bias(model: Model) -> Iterator[None]:
+    bias = add_bias(model)
+    loss = P.loss_of(model)
+    bias.mul_(2)
+    yield
+    loss.backward()
 
 
 def train_the_second(model: Model) -> object:

@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, MontecloraConfig, VeloraConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    MontecloraConfig,
+    VeloraConfig,
+    get_peft_model,
+)
 from peft.tuners.lora import LoraLayer
 
 import poros
-from poros.errors import PreparedModelError, UnvalidatedArchitectureError
+from poros.errors import (
+    PreparedModelError,
+    RematerializationError,
+    UnvalidatedArchitectureError,
+)
 from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
 from tests.snapshots import (
@@ -162,6 +172,31 @@ def test_one_that_takes_the_place_of_another_is_noticed(sent: Sent) -> None:
     with sent.to_another_device(model):
         model(**batches()[0])
     assert sent.left(late(layers_of(model))) == []
+
+
+def test_frozen_ones_that_exchange_their_names_are_watched() -> None:
+    """Of a kind without modules of its own, so that only the keys of its containers change."""
+    model = prepare_plain(build(adapter="ia3", num_layers=2, quantize=False)).train()
+    names = {"late", "later"}
+
+    def add(*targets: str) -> list[torch.Tensor]:
+        for name, target in zip(sorted(names), targets, strict=True):
+            model.add_adapter(name, IA3Config(target_modules=[target], feedforward_modules=[]))
+        model.base_model.set_adapter(["default", *names])
+        named = model.named_parameters()
+        frozen = [each for name, each in named if names & set(name.split("."))]
+        return [each.requires_grad_(False) for each in frozen]
+
+    add("q_proj", "o_proj")
+    model(**batches()[0]).loss.backward()
+    for name in names:
+        model.delete_adapter(name)
+    frozen = add("o_proj", "q_proj")
+    loss = model(**batches()[0]).loss
+    for each in frozen:
+        each.data.add_(0.1)
+    with pytest.raises(RematerializationError, match="a frozen adapter"):
+        loss.backward()
 
 
 def test_a_buffer_that_a_layer_makes_as_it_runs_is_its_own(

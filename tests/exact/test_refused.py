@@ -97,6 +97,8 @@ def rows() -> Iterator[Row]:
     match = r"layers\.1: .*elsewhere"
     yield Row("trainable from outside", V.trainable_from_outside, UNSUPPORTED, match)
     yield Row("activation in the loss", V.loss_on_an_activation, PREPARED, "inside the layer")
+    match = r"layers\.1\.self_attn\.o_proj\.base_layer\.bias"
+    yield Row("a bias that came later edited", V.edit_of_a_new_bias, REMAT, match)
     match = r"layers\.0: .*in place"
     yield Row("argument edited", V.argument_edited_by_the_layer, REMAT, match)
     yield Row("dropped cache", V.cache_of_a_forward_with_gradients, UNSUPPORTED, "KV cache")

@@ -353,6 +353,22 @@ def test_a_read_that_fails_once_training_has_begun(
     assert names <= set(files(copy)) | {"events.jsonl"}
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_an_error_of_a_disk_while_training_says_nothing_of_a_checkpoint(
+    is_resumed: bool, copy: Path, interrupted: Interrupted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.EIO, os.strerror(errno.EIO), "rows.arrow")
+
+    def fail() -> None:
+        raise error
+
+    out = copy if is_resumed else copy / "new"
+    at_step(monkeypatch, 3 if is_resumed else 1, fail)
+    with pytest.raises(OSError) as caught:
+        run(recipe_of(**interrupted.options, output__folder=out))
+    assert caught.value is error
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small disk."""

@@ -281,6 +281,7 @@ ALWAYS = {
     *((TEMPLATE_FILE, damage, "finetune") for damage in ("recursion", "deep")),
     *((TEMPLATE_FILE, damage, "chat") for damage in ("loops", "memory", "no template")),
     (ADAPTER, "pattern for ever", "merge"),
+    (MODEL, "missing", "merge"),
     (ADAPTER, "rank too large", "chat"),
     (GENERATION, "eos_token_id: text", "chat"),
     (CONFIG, "max_position_embeddings: negative", "finetune"),
@@ -345,6 +346,7 @@ def test_a_damaged_file(
         model = AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16)
         expected = PeftModel.from_pretrained(model, "adapter").merge_and_unload().state_dict()
         found = load_file("out/model.safetensors")
+        assert found.keys() == expected.keys()
         assert all(same_bits(value, expected[name]) for name, value in found.items())
 
 

@@ -1,7 +1,9 @@
 """FLORA: its two algorithms against their formulas, resuming, memory, refusals."""
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -276,6 +278,17 @@ def test_the_newer_of_two_optimizers_takes_the_gradients() -> None:
     assert equal(before, weights(model))
     newer.step()
     assert not equal(before, weights(model))
+
+
+def test_a_dropped_model_is_freed() -> None:
+    def trained() -> weakref.ref[torch.Tensor]:
+        model = Small()
+        run(model, Flora(model.named_parameters(), rank=RANK), batches(1), 1)
+        return weakref.ref(model.embed.weight)
+
+    weight = trained()
+    gc.collect()
+    assert weight() is None
 
 
 # Layers, and percent of the buffer of a naive accumulation at rank 256, embeddings not projected,

@@ -305,9 +305,10 @@ SHARES = {
 
 def made(name: str, num_layers: int, device: str = "meta") -> nn.Module:
     wide = {"num_attention_heads": 28, "num_key_value_heads": 4}
-    t5_3b = {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_heads": 32}
+    t5 = {"decoder_start_token_id": 0}
+    t5_3b = t5 | {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_heads": 32}
     kinds: dict[str, tuple[Any, Any, dict[str, int]]] = {
-        "t5-small": (transformers.T5ForConditionalGeneration, transformers.T5Config, {}),
+        "t5-small": (transformers.T5ForConditionalGeneration, transformers.T5Config, t5),
         "t5-3b": (transformers.T5ForConditionalGeneration, transformers.T5Config, t5_3b),
         "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {}),
         "gpt2-xl": (

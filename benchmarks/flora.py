@@ -21,7 +21,8 @@ the projections and the weights that ``momentum`` begins with. ``memory`` repeat
 over AdamW, whose state is as large as the weights.
 
 Models are spread over the GPUs. Runs are started in the order of what is worth most, so that a run
-that ends after ``--seconds`` has whole comparisons of fewer seeds.
+that ends after ``--seconds`` has whole comparisons of fewer seeds. Runs that are in ``--out``
+already are left out.
 """
 
 import argparse
@@ -269,10 +270,18 @@ def jobs_of(model: str, device: Any, options: argparse.Namespace) -> list[dict[s
 class Plan:
     """The runs of one model that have not begun, and what the sweeps have found."""
 
-    def __init__(self, jobs: list[dict[str, Any]]) -> None:
-        self.jobs = jobs
+    def __init__(self, jobs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
         self.has_first_model = False
         self.sweeps: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        done = [row for row in rows if row["model"] == jobs[0]["model"]]
+        for row in done:
+            self.note(row)
+        own = {"device", "folder"}
+        self.jobs = [
+            job
+            for job in jobs
+            if not any(row.items() >= {k: job[k] for k in job.keys() - own}.items() for row in done)
+        ]
 
     def next_job(self) -> dict[str, Any] | None:
         """The first that can begin."""
@@ -312,9 +321,11 @@ def run_all(options: argparse.Namespace, ends: float) -> None:
 
         pools[model].apply_async(call, arguments, {}, done, done)
 
+    text = options.out.read_text(encoding="utf-8") if options.out.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines()]
     for number, model in enumerate(options.models):
         device = devices[number % len(devices)]
-        plans[model] = Plan(jobs_of(model, device, options))
+        plans[model] = Plan(jobs_of(model, device, options), rows)
         pools[model] = context.Pool(options.workers)
         more = (options.folder, options.first_updates, device, options.tiny)
         begin(model, None, first_model, model, *more)

@@ -148,10 +148,11 @@ class Flora(torch.optim.Optimizer):
             for number, (name, each) in enumerate(named)
         ]
         owner = weakref.ref(self)
-        for matrix in self._matrices:
+        for number, (_, each) in enumerate(named):
             # Of two optimizers of one parameter the newer one takes its gradients.
-            vars(matrix.parameter)["_flora"] = owner
-            matrix.parameter.register_post_accumulate_grad_hook(partial(_add, owner, matrix))
+            vars(each)["_flora"] = owner
+            # The garbage collector does not see through hooks: they may not hold the parameter.
+            each.register_post_accumulate_grad_hook(partial(_add, owner, number))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = _UNSET) -> None:  # type: ignore[override]
@@ -225,13 +226,12 @@ class Flora(torch.optim.Optimizer):
         betas = (0.0, 0.999)
         return torch.optim.AdamW([updated], betas=betas, weight_decay=weight_decay), updated
 
-    def _projection(self, matrix: _Matrix, num_updates: int | None = None) -> Projection:
-        """The one that the matrix has after ``num_updates``; None: now."""
+    def _projection(self, matrix: _Matrix, num_updates_later: int = 0) -> Projection:
+        """The one that the matrix has now, or that many updates later."""
         group, parameter = self.param_groups[0], matrix.parameter
         if parameter.device not in self._quantiles:
             self._quantiles[parameter.device] = normal_quantiles().to(parameter.device)
-        draw = group["num_updates"] if num_updates is None else num_updates
-        stream = Stream.ACCUMULATION
+        draw, stream = group["num_updates"] + num_updates_later, Stream.ACCUMULATION
         if group["momentum"] is not None:
             draw, stream = draw // group["kappa"], Stream.MOMENTUM
         numbers = (group["seed"], matrix.number, draw, stream)
@@ -273,11 +273,10 @@ class Flora(torch.optim.Optimizer):
 
     def _resample(self) -> None:
         """Carry each momentum over into its next projection (Algorithm 2, lines 10 to 13)."""
-        now = self.param_groups[0]["num_updates"]
         for matrix in self._matrices:
             state = self.state[matrix.parameter]
             if matrix.width and "momentum" in state:
-                old, new = self._projection(matrix, now - 1), self._projection(matrix, now)
+                old, new = self._projection(matrix, -1), self._projection(matrix)
                 moved = old.transfer(state["momentum"].float(), new)
                 state["momentum"] = moved.to(state["momentum"].dtype)
 
@@ -297,12 +296,12 @@ class Flora(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def _add(owner: "weakref.ref[Flora]", matrix: _Matrix, parameter: torch.Tensor) -> None:
+def _add(owner: "weakref.ref[Flora]", number: int, parameter: torch.Tensor) -> None:
     """Take over a gradient that backward has just made."""
     flora, gradient, is_newest = owner(), parameter.grad, vars(parameter).get("_flora") is owner
     if flora is None or gradient is None or not is_newest:
         return
-    state = flora.state[parameter]
+    matrix, state = flora._matrices[number], flora.state[parameter]
     count = state.get("count", 0)
     expect(not gradient.is_sparse, matrix.name, "a dense gradient", "a sparse one")
     expected = f"at most {flora.accumulation} micro-batches a step (accumulation=)"

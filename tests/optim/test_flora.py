@@ -1,7 +1,9 @@
 """FLORA: its two algorithms against their formulas, resuming, memory, refusals."""
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -278,6 +280,17 @@ def test_the_newer_of_two_optimizers_takes_the_gradients() -> None:
     assert not equal(before, weights(model))
 
 
+def test_a_dropped_model_is_freed() -> None:
+    def trained() -> weakref.ref[torch.Tensor]:
+        model = Small()
+        run(model, Flora(model.named_parameters(), rank=RANK), batches(1), 1)
+        return weakref.ref(model.embed.weight)
+
+    weight = trained()
+    gc.collect()
+    assert weight() is None
+
+
 # Layers, and percent of the buffer of a naive accumulation at rank 256, embeddings not projected,
 # by the right side and by the left: n x 256 (m x 256) of each matrix, and everything else.
 SHARES = {
@@ -292,9 +305,10 @@ SHARES = {
 
 def made(name: str, num_layers: int, device: str = "meta") -> nn.Module:
     wide = {"num_attention_heads": 28, "num_key_value_heads": 4}
-    t5_3b = {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_heads": 32}
+    t5 = {"decoder_start_token_id": 0}
+    t5_3b = t5 | {"d_model": 1024, "d_ff": 16384, "d_kv": 128, "num_heads": 32}
     kinds: dict[str, tuple[Any, Any, dict[str, int]]] = {
-        "t5-small": (transformers.T5ForConditionalGeneration, transformers.T5Config, {}),
+        "t5-small": (transformers.T5ForConditionalGeneration, transformers.T5Config, t5),
         "t5-3b": (transformers.T5ForConditionalGeneration, transformers.T5Config, t5_3b),
         "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {}),
         "gpt2-xl": (

@@ -108,8 +108,8 @@ class Tally:
 
     @property
     def lora_paths(self) -> str:
-        """As in ``StreamingPolicy``."""
-        return PEFT if self.paths is None else self.paths.wanted
+        """As in ``StreamingPolicy``, with the digest of a table for its path."""
+        return PEFT if self.paths is None else self.paths.identity
 
     def as_peft(self, reason: str) -> None:
         """A call takes PEFT's order of products, whatever was wanted."""

@@ -19,6 +19,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from xxhash import xxh3_128
 
 from poros.config import LORA_ORDERS, MEASURED_PATHS
 from poros.errors import PolicyError
@@ -140,14 +141,21 @@ class Paths:
     Args:
         wanted: ``lora_paths`` as in ``StreamingPolicy``, but not ``"peft"``.
 
+    Attributes:
+        identity: Equal for those that take the same orders: of a table, its digest.
+
     Raises:
         PolicyError: If there is no table to read, or it is none.
     """
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
-        is_measured = wanted.startswith(MEASURED_PATHS)
-        self._table = read_table(wanted.removeprefix(MEASURED_PATHS)) if is_measured else {}
+        self._table: dict[str, dict[int, str]] = {}
+        self.identity = wanted
+        if wanted.startswith(MEASURED_PATHS):
+            self._table = read_table(wanted.removeprefix(MEASURED_PATHS))
+            entries = json.dumps(self._table, sort_keys=True).encode()
+            self.identity = MEASURED_PATHS + xxh3_128(entries).hexdigest()
 
     @classmethod
     def of(cls, wanted: str) -> "Paths | None":

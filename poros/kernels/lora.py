@@ -268,7 +268,9 @@ def sum_dtype(result: torch.dtype, added: torch.dtype, how: Added) -> torch.dtyp
 
 
 def scale(gradient: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
-    """``gradient`` in ``dtype``, times ``scaling``."""
+    """``gradient`` in ``dtype``, times ``scaling``; itself where that changes nothing."""
+    if scaling == 1 and gradient.dtype == dtype and gradient.is_contiguous():
+        return gradient
     if gradient.dtype != dtype and _takes_kernel(gradient):
         from poros.kernels import lora_gpu
 

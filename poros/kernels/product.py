@@ -32,12 +32,12 @@ class Product(NamedTuple):
     """Whether it is formed here; or else by the module."""
 
     def of(self, input: torch.Tensor) -> torch.Tensor:
-        """The product; no graph."""
+        """The product; no graph. It may be a view."""
         if not self.is_ours:
             result: torch.Tensor = self.module(input)
             return result
         if self.state is None:
-            return linear4bit.times(input, self.weight, self.bias)
+            return nn.functional.linear(input, self.weight, self.bias)
         return linear4bit.multiply(input, self.weight, self.state, self.bias)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:

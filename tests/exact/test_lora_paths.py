@@ -2,6 +2,8 @@
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from poros.gates.trainer_parity import trainer_arguments
 from poros.kernels.adapters import tally_of
 from poros.kernels.paths import TABLE_FORMAT, LoraShape, Paths
 from tests.exact import together
-from tests.exact.adapter_arms import Model, adapted, differences, step
+from tests.exact.adapter_arms import SEVEN, Found, Model, adapted, differences, step
 from tests.exact.arms import Bases
 from tests.exact.recorded import recorded
 from tests.exact.trainer_arms import rows
@@ -101,6 +103,34 @@ def test_under_autocast(paths: str, of_base: torch.dtype, quantize: bool, bases:
             assert differences(step(model, around), expected) == []
         assert poros.runtime(model).self_check["status"] == "passed"
         assert set(poros.kernel_stats(model)["lora_paths"]["chosen"]) == set(found["chosen"])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("paths", ["flops", "f1:b1", "f2:b4"])
+def test_in_a_region_that_has_evaluated_and_of_inputs_that_no_norm_has_seen(
+    paths: str, dtype: torch.dtype, bases: Bases
+) -> None:
+    """The projections of OPT get the input of their layer, which a recomputation has as a leaf."""
+    tokens = torch.arange(48).view(2, 24)
+
+    def outcome(model: Model) -> Found:
+        @contextmanager
+        def around() -> Iterator[None]:
+            with torch.autocast("cpu", dtype=BF16):
+                with torch.no_grad():
+                    model(input_ids=tokens, use_cache=False)
+                yield
+
+        return step(model, around)
+
+    for architecture, names in (("qwen2", SEVEN), ("opt", ["q_proj", "v_proj", "fc1", "fc2"])):
+        options: Any = {"dtype": dtype, "quantize": False, "target_modules": names}
+        model = adapted(bases, architecture, **options)
+        expected = outcome(poros.use_adapter_kernels(model, lora_paths=paths))
+        assert len(expected.facts) == 2 + 4 * len(names) and chosen(model)
+        model = streamed(adapted(bases, architecture, **options), slots=2, lora_paths=paths)
+        for _ in range(2):
+            assert differences(outcome(model), expected) == []
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])

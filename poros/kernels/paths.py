@@ -82,15 +82,14 @@ class LoraShape(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What is computed, read and written."""
+    """Of one call, forward and backward."""
 
     flop: int
-    num_bytes: int
     seconds: float
 
 
 def cost(order: str, shape: LoraShape) -> Cost:
-    """FLOPs (Table 1 of the paper), bytes, and FLOPs over rates plus bytes over bandwidth.
+    """FLOPs (Table 1 of the paper), and FLOPs over rates plus bytes over bandwidth.
 
     Args:
         order: As in ``LORA_ORDERS``; or one forward or backward.
@@ -114,7 +113,7 @@ def cost(order: str, shape: LoraShape) -> Cost:
         for area, of_base, of_own in extras:
             size = of_base * base.itemsize + of_own * own.itemsize
             num_bytes += sizes[area[0]] * sizes[area[1]] * size
-    return Cost(total, num_bytes, seconds + num_bytes / _BYTES_PER_S)
+    return Cost(total, seconds + num_bytes / _BYTES_PER_S)
 
 
 def merges(order: str) -> bool:

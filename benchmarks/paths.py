@@ -13,7 +13,13 @@ model's own in the paper's layers, float32 over NF4, as PEFT has it.
 - ``PEFT``: PEFT's own modules
 - ``ours``: our kernels in PEFT's order
 - ``chosen``: ``lora_paths="flops"``
-- ``f2:b5``: that order by name, as the paper may take it in bfloat16 too
+- ``f1:b1`` and ``f2:b5``: that order by name; the paper may take the latter in bfloat16 too
+
+Arms take turns, every other time in reverse, for ``--seconds`` of each case, so that all cases take
+about 150 s. ``ms`` is the median of the device's own time, ``ms_p10`` and ``ms_p90`` its spread.
+While the host queues the kernels the device sleeps, so a busy host does not count; ``host_ms`` is
+how long the queueing took. Where that is longer ``is_host_bound`` is true: without CUDA graphs such
+a layer takes ``host_ms`` by itself.
 
 ``saved`` is 1 - t / t_PEFT of the medians, in percent; ``paper`` is the paper's, of a whole model
 on an A100: embedding, head and loss are not in ours. ``peak_gb`` is the most that was allocated
@@ -40,8 +46,15 @@ from poros.kernels.paths import Paths
 from poros.kernels.use import take_over
 from poros.model.stats import adapter_counts
 
-ARMS: dict[str, str | None] = {"PEFT": None, "ours": "peft", "chosen": "flops", "f2:b5": "f2:b5"}
+ARMS: dict[str, str | None] = {
+    "PEFT": None,
+    "ours": "peft",
+    "chosen": "flops",
+    "f1:b1": "f1:b1",
+    "f2:b5": "f2:b5",
+}
 BF16, FP32 = torch.bfloat16, torch.float32
+_NUM_TRIES = 8
 
 
 class Case(NamedTuple):
@@ -141,60 +154,111 @@ def adapted(case: Case, device: torch.device) -> tuple[nn.Module, dict[str, Any]
     return layer.train(), kwargs
 
 
-class Clock:
-    """Times on the device: events of CUDA, or the host's clock."""
+class Sample(NamedTuple):
+    """Forwards and backwards of one arm, each."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
-
-    def mark(self) -> Any:
-        if not self.is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, first: Any, last: Any) -> float:
-        if not self.is_cuda:
-            return float(last - first) * 1e3
-        last.synchronize()
-        return float(first.elapsed_time(last))
+    ms: float
+    """Of the device, from the first kernel to the last."""
+    host_ms: float
+    """Until all kernels were queued; on a CPU the same."""
 
 
-def measure(name: str, case: Case, device: torch.device, passes: int) -> list[dict[str, Any]]:
-    """One row for each arm."""
-    layer, kwargs = adapted(case, device)
-    trained = [each for each in layer.parameters() if each.requires_grad]
-    hidden = torch.randn(case.rows, case.length, case.hidden, device=device).to(case.dtype)
-    arriving = torch.randn_like(hidden)
-    clock, is_cuda = Clock(device), device.type == "cuda"
+class Bench:
+    """One layer, and what goes into it."""
 
-    def once(row: dict[str, Any]) -> list[torch.Tensor]:
-        input = hidden.detach().requires_grad_()
+    def __init__(self, case: Case, device: torch.device, under_autocast: bool) -> None:
+        self.layer, self._kwargs = adapted(case, device)
+        self._trained = [each for each in self.layer.parameters() if each.requires_grad]
+        self._hidden = torch.randn(case.rows, case.length, case.hidden, device=device).to(
+            case.dtype
+        )
+        self._arriving = torch.randn_like(self._hidden)
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._autocast = torch.autocast(device.type, dtype=BF16, enabled=under_autocast)
+        self._sleep_ms = 20.0
+
+    def step(self, memory: dict[str, float] | None = None) -> list[torch.Tensor]:
+        """One forward and backward: the gradients; ``memory`` gets what it took."""
+        input = self._hidden.detach().requires_grad_()
         before = 0
-        if is_cuda:
-            torch.cuda.synchronize()
+        if memory is not None:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        started = clock.mark()
-        result = layer(input, **kwargs)
+        with self._autocast:
+            result = self.layer(input, **self._kwargs)
         result = result[0] if isinstance(result, tuple) else result
-        kept = torch.cuda.memory_allocated() - before if is_cuda else 0
-        gradients = torch.autograd.grad(result, [input, *trained], arriving)
-        row["times"].append(clock.ms(started, clock.mark()))
-        if is_cuda:
-            row["peak_gb"] = round((torch.cuda.max_memory_allocated() - before) / 1e9, 4)
-            row["kept_gb"] = round(kept / 1e9, 4)
+        kept = torch.cuda.memory_allocated() - before if memory is not None else 0
+        arriving = self._arriving.to(result.dtype)
+        gradients = torch.autograd.grad(result, [input, *self._trained], arriving)
+        if memory is not None:
+            peak = torch.cuda.max_memory_allocated() - before
+            memory |= {"peak_gb": round(peak / 1e9, 4), "kept_gb": round(kept / 1e9, 4)}
         return list(gradients)
 
-    rows: dict[str, dict[str, Any]] = {arm: {"times": []} for arm in ARMS}
+    def sample(self, num_steps: int = 2) -> Sample:
+        """Time some steps.
+
+        The device sleeps until all of them are queued, so that it never waits for the host, which
+        is timed by itself.
+        """
+        if not self._is_cuda:
+            began = time.perf_counter()
+            self.step()
+            ms = (time.perf_counter() - began) * 1e3
+            return Sample(ms, ms)
+        for _ in range(_NUM_TRIES):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(self._sleep_ms * 2e6))  # cycles: an H100 makes up to 1.98e6 a ms
+            first.record()
+            began = time.perf_counter()
+            for _ in range(num_steps):
+                self.step()
+            host_ms = (time.perf_counter() - began) * 1e3
+            last.record()
+            was_asleep = not first.query()
+            last.synchronize()
+            if was_asleep:
+                return Sample(first.elapsed_time(last) / num_steps, host_ms / num_steps)
+            self._sleep_ms = 1.5 * max(host_ms, self._sleep_ms)
+        raise RuntimeError(
+            f"expected {num_steps} steps to be queued while the device slept for up to "
+            f"{self._sleep_ms:.0f} ms, found that the host was slower: it waits for the device, or "
+            "others keep it busy"
+        )
+
+
+def measure(
+    name: str, case: Case, device: torch.device, seconds: float, under_autocast: bool
+) -> list[dict[str, Any]]:
+    """One row for each arm."""
+    bench = Bench(case, device, under_autocast)
+    rows: dict[str, dict[str, Any]] = {arm: {"samples": []} for arm in ARMS}
     reference: list[torch.Tensor] = []
-    for number in range(passes + 2):
-        order = list(ARMS) if number % 2 == 0 else list(ARMS)[::-1]
-        for arm in order:
-            with_arm(layer, ARMS[arm], rows[arm], lambda row: check(once(row), row, reference))
-        reference.clear()
-    return [finished(name, case, arm, row, rows, device) for arm, row in rows.items()]
+
+    def warm_up(row: dict[str, Any]) -> None:
+        for _ in range(2):
+            bench.step()
+        found = bench.step(row if device.type == "cuda" else None)
+        reference.extend([] if reference else found)  # of PEFT, which is the first
+        row["error"] = max(
+            float((left - right).float().norm() / right.float().norm())
+            for left, right in zip(found, reference, strict=True)
+        )
+
+    def take(row: dict[str, Any]) -> None:
+        row["samples"].append(bench.sample())
+
+    for arm, row in rows.items():
+        with_arm(bench.layer, ARMS[arm], row, warm_up)
+    reference.clear()
+    began, number = time.perf_counter(), 0
+    while number < 6 or (number < 100 and time.perf_counter() - began < seconds):
+        for arm in list(ARMS) if number % 2 == 0 else list(ARMS)[::-1]:
+            with_arm(bench.layer, ARMS[arm], rows[arm], take)
+        number += 1
+    facts = {"autocast": under_autocast}
+    return [facts | finished(name, case, arm, row, rows, device) for arm, row in rows.items()]
 
 
 def with_arm(
@@ -212,18 +276,6 @@ def with_arm(
             hand_back(layer.modules())
 
 
-def check(found: list[torch.Tensor], row: dict[str, Any], reference: list[torch.Tensor]) -> None:
-    """Compare the gradients of an arm's first run with PEFT's, which run first."""
-    if not reference:
-        reference += found
-    if "error" not in row:
-        shares = [
-            float((left - right).float().norm() / right.float().norm())
-            for left, right in zip(found, reference, strict=True)
-        ]
-        row["error"] = max(shares)
-
-
 def finished(
     name: str,
     case: Case,
@@ -233,9 +285,11 @@ def finished(
     device: torch.device,
 ) -> dict[str, Any]:
     """A row as it is written."""
-    times = sorted(row["times"][2:])
+    times = sorted(each.ms for each in row["samples"])
+    host = statistics.median(each.host_ms for each in row["samples"])
     median, of_peft, of_ours = (
-        statistics.median(each["times"][2:]) for each in (row, rows["PEFT"], rows["ours"])
+        statistics.median(each.ms for each in other["samples"])
+        for other in (row, rows["PEFT"], rows["ours"])
     )
     memory = {key: row[key] for key in ("peak_gb", "kept_gb") if key in row}
     saved_gb = {
@@ -251,6 +305,8 @@ def finished(
         "ms": round(median, 3),
         "ms_p10": round(times[len(times) // 10], 3),
         "ms_p90": round(times[-1 - len(times) // 10], 3),
+        "host_ms": round(host, 3),
+        "is_host_bound": device.type == "cuda" and host > median,
         "saved": round(100 * (1 - median / of_peft), 2),
         "saved_over_ours": round(100 * (1 - median / of_ours), 2),
         "paper": case.paper,
@@ -258,7 +314,7 @@ def finished(
         **saved_gb,
         "error": row["error"],
         "orders": row.get("orders", {}),
-        "passes": len(times),
+        "samples": len(times),
         "torch": torch.__version__,
         "card": card,
     }
@@ -268,7 +324,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.paths", description=__doc__)
     parser.add_argument("cases", nargs="*", help=f"tiny, or of {', '.join(CASES)}; all if none")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--passes", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of samples for each case")
+    parser.add_argument("--autocast", action="store_true", help="run all arms under bf16 autocast")
     parser.add_argument("--out", type=Path, help="a JSON Lines file, which is never written over")
     options = parser.parse_args()
     is_tiny = "tiny" in options.cases
@@ -280,7 +337,7 @@ def main() -> int:
     out = None if options.out is None else options.out.open("x", encoding="utf-8")
     for name in wanted:
         case = tiny(CASES[name]) if is_tiny else CASES[name]
-        for row in measure(name, case, device, options.passes):
+        for row in measure(name, case, device, options.seconds, options.autocast):
             line = json.dumps(row)
             print(line, flush=True)
             if out is not None:

@@ -17,6 +17,7 @@ from poros.kernels.paths import Paths
 from poros.kernels.use import are_used, take_over
 from poros.layer.adapters import is_adapter_module
 from poros.layer.settings import settle
+from poros.model import resumed_paths
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
@@ -94,7 +95,9 @@ def prepare_with(
     """
     existing = find_runtime(model)
     if existing is not None:
-        if existing.policy == policy:
+        is_equal = existing.policy.override(lora_paths=policy.lora_paths) == policy
+        wanted, found = Tally(paths=Paths.of(policy.lora_paths)), existing.tally or Tally()
+        if is_equal and wanted.lora_paths == found.lora_paths:
             return model
         raise PreparedModelError(
             f"expected a model that is not prepared, found one prepared with {existing.policy}; "
@@ -251,16 +254,17 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
         )
     require_lora_paths(lora_paths, kernels)
     tally, before = Tally(is_exact=kernels == "exact", paths=Paths.of(lora_paths)), tally_of(model)
-    if before is not None and before.lora_paths != lora_paths:
+    if before is not None and before.lora_paths != tally.lora_paths:
         raise PreparedModelError(
-            f"expected a model without adapter kernels, or with lora_paths={lora_paths!r}, found "
-            f"one with {before.lora_paths!r}; call poros.restore(model) first"
+            f"expected a model without adapter kernels, or with lora_paths={tally.lora_paths!r}, "
+            f"found one with {before.lora_paths!r}; call poros.restore(model) first"
         )
     if before is not None and before.is_exact == tally.is_exact:
         tally = before  # one count for all of them
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     for layer in find_layers(model)[1]:
         take_over(layer, device, tally)
+    resumed_paths.record(model)
     return model
 
 
@@ -303,6 +307,7 @@ def restore(model: ModelT) -> ModelT:
     """
     if find_runtime(model) is None and are_used(model):
         hand_back(model.modules())
+        resumed_paths.forget(model)
         return model
     existing = runtime(model)
     existing.host.require_intact()

@@ -80,7 +80,7 @@ class StreamingPolicy:
             ``poros tune-paths`` wrote that table; a name such as ``"f2:b5"`` takes that order
             everywhere. All but ``"peft"`` are within rounding of PEFT's modules and bit for bit
             what ``poros.use_adapter_kernels`` gives with the same ``lora_paths``; they need
-            ``adapter_kernels="fused"``.
+            ``adapter_kernels="fused"``. A Trainer's checkpoint is resumed with its own only.
         dora_tier: Which kernels compose DoRA: ``"fused"`` has one for forward and one for backward,
             ``"forward"`` one for forward, ``"eager"`` takes PyTorch's operators. None chooses by
             device and size. The environment variable POROS_DORA_TIER does so for all models.

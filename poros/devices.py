@@ -18,6 +18,7 @@ def default_device() -> torch.device:
 
 
 @cache
+@cache
 def runs_triton(device: torch.device) -> bool:
     """Whether kernels in Triton run there: it is installed, and the GPU computes in bfloat16.
 

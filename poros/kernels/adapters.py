@@ -108,8 +108,8 @@ class Tally:
 
     @property
     def lora_paths(self) -> str:
-        """As in ``StreamingPolicy``."""
-        return PEFT if self.paths is None else self.paths.wanted
+        """As in ``StreamingPolicy``, with the digest of a table for its path."""
+        return PEFT if self.paths is None else self.paths.identity
 
     def as_peft(self, reason: str) -> None:
         """A call takes PEFT's order of products, whatever was wanted."""
@@ -164,11 +164,9 @@ class _Forward(Forward):
             return compiled
         lora: _Lora | str = "arguments besides the input"
         if not args and not kwargs:
-            lora = _lora_of(module, input, self._tally.is_exact)
+            lora = _lora_of(module, input, self._tally)
         if not isinstance(lora, _Lora):
-            if lora:
-                self._tally.unfused[lora] += 1
-                self._tally.as_peft(lora)
+            self._note_unfused(lora)
             own: torch.Tensor = self.own(module, input, *args, **kwargs)
             return own
         if lora.magnitude is not None:
@@ -183,10 +181,16 @@ class _Forward(Forward):
         if dtype is None and seen != a.dtype:
             return self.own(module, input)  # which says what is wrong
         how = Added(lora.scaling, lora.dropout, seen, rounds, not self._is_4bit)
-        self._tally.num_fused += 1
         base = module._modules["base_layer"]
         leaves_out = self._tally.leaves_out(self)
-        product, order = self._product(base, input, lora, dtype is not None, leaves_out)
+        product, order = self._in_order(base, input, lora, dtype)
+        if order == PEFT:
+            why = None if self._tally.paths is None else _why_own(input, lora.a)
+            if why is not None:
+                self._note_unfused(why)
+                return self.own(module, input)
+            product = product_of(base, input, leaves_out)
+        self._tally.num_fused += 1
         result: Any = base(input) if product is None else None
         if dtype is not None:
             # In the order in which autocast makes them for linear: that of their gradients.
@@ -195,7 +199,7 @@ class _Forward(Forward):
             b = _as_autocast(b, dtype)
         if product is not None and order != PEFT:
             call = InOrder(order, product, how, self, leaves_out)
-            sum_ = multiply_in_order(call, input, a, b, bias)
+            sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b, bias)
         elif product is not None:
             sum_ = multiply_and_add(product, input, a, b, bias, how, self, leaves_out)
         elif type(result) is torch.Tensor or type(result) is Unformed:
@@ -206,24 +210,21 @@ class _Forward(Forward):
             self._tally.note(self, sum_)
         return sum_
 
-    def _product(
-        self,
-        base: nn.Module,
-        input: torch.Tensor,
-        lora: _Lora,
-        under_autocast: bool,
-        leaves_out: bool,
+    def _note_unfused(self, reason: str) -> None:
+        if reason:
+            self._tally.unfused[reason] += 1
+            self._tally.as_peft(reason)
+
+    def _in_order(
+        self, base: nn.Module, input: torch.Tensor, lora: _Lora, autocast: torch.dtype | None
     ) -> tuple[Product | None, str]:
-        """The product of the linear module, if that is known, and the order of all of them."""
+        """The order of the products, and if it is not PEFT's, that of the linear module."""
         paths = self._tally.paths
         if paths is None:
-            return product_of(base, input, leaves_out), PEFT
+            return None, PEFT
         # No bits of the module itself are promised here, so each product will do.
-        product = None if under_autocast else product_of(base, input, leaves_out=True)
-        if under_autocast:
-            # There a call may have to be PEFT's own: while casts are watched, or kept for others.
-            self._tally.as_peft("autocast")
-        elif product is None:
+        product = product_of(base, input, leaves_out=True, dtype=autocast)
+        if product is None:
             self._tally.as_peft("a linear module, or an input, whose product is not known")
         elif lora.dropout and merges(paths.wanted):
             self._tally.as_peft("dropout, for which f2, b4 and b5 are not defined")
@@ -233,17 +234,16 @@ class _Forward(Forward):
                 lora.a.shape[1],
                 product.num_rows,
                 lora.a.shape[0],
-                input.dtype,
-                lora.a.dtype,
+                autocast or input.dtype,
+                autocast or lora.a.dtype,
                 lora.dropout > 0,
                 product.state is not None,
                 torch.backends.cuda.matmul.fp32_precision == "tf32",
             )
             order = paths.order(shape)
             self._tally.orders[shape, order] += 1
-            if order != PEFT:
-                return product, order
-        return product_of(base, input, leaves_out), PEFT
+            return product, order
+        return None, PEFT
 
     @torch.compiler.assume_constant_result
     def _note_compiled(self) -> bool:
@@ -337,11 +337,8 @@ def _lora_names(module: Any) -> list[str]:
     return [name for name in module.active_adapters if name in all_a]
 
 
-def _lora_of(module: Any, input: torch.Tensor, is_exact: bool) -> _Lora | str:
+def _lora_of(module: Any, input: torch.Tensor, tally: Tally) -> _Lora | str:
     """What ``module`` adds to the result of its linear module.
-
-    Args:
-        is_exact: Whether variants whose bits are not PEFT's are left to PEFT.
 
     Returns:
         Or why the operator cannot; nothing said if nothing is added.
@@ -357,7 +354,7 @@ def _lora_of(module: Any, input: torch.Tensor, is_exact: bool) -> _Lora | str:
     (name,) = active
     variant, magnitude = module.lora_variant.get(name), None
     if variant is not None:
-        magnitude = None if is_exact else _magnitude_of(module, name, variant)
+        magnitude = None if tally.is_exact else _magnitude_of(module, name, variant)
         if magnitude is None:
             return type(variant).__name__
     first, second, dropout = all_a[name], all_b[name], all_dropout[name]
@@ -380,17 +377,18 @@ def _lora_of(module: Any, input: torch.Tensor, is_exact: bool) -> _Lora | str:
     b: Any = second._parameters.get("weight")
     bias: Any = second._parameters.get("bias")
     tensors = (input, a, b) if bias is None else (input, a, b, bias)
+    # DoRA's operator casts by itself, and so do other orders: there casts may be watched, or kept.
+    has_own_casts = magnitude is not None or tally.paths is not None
     if magnitude is not None:
         if bias is not None:
             return "DoRA with a bias"
         tensors = (*tensors, magnitude)
     for tensor in tensors:
         kind = type(tensor)
-        # DoRA's operator casts by itself, so it does not matter if casts are watched.
         if (
             kind is not torch.Tensor
             and kind is not nn.Parameter
-            and (magnitude is None or not hasattr(tensor, "is_watched"))
+            and not (has_own_casts and hasattr(tensor, "is_watched"))
         ):
             # That may be because each use of a parameter is looked at, this once.
             return "" if hasattr(tensor, "is_watched") else f"a {type(tensor).__name__}"
@@ -405,13 +403,21 @@ def _lora_of(module: Any, input: torch.Tensor, is_exact: bool) -> _Lora | str:
     scaling = module.scaling[name]
     if not isinstance(scaling, int | float):
         return "a scaling that is no number"
-    if autocast_dtype(input.device) is not None and magnitude is None:
+    why = None if has_own_casts else _why_own(input, a)
+    return _Lora(a, b, bias, scaling, p, magnitude) if why is None else why
+
+
+def _why_own(input: torch.Tensor, a: torch.Tensor) -> str | None:
+    """Why PEFT's own module has to make its casts itself, as ``_lora_of``; None if it need not."""
+    if hasattr(a, "is_watched"):
+        return ""
+    if autocast_dtype(input.device) is not None:
         if torch.is_autocast_cache_enabled() and not torch.is_grad_enabled():
             return ""  # autocast keeps its casts for whoever comes next in its region
         if input.is_leaf and input.requires_grad:
             # Its cast would be shared with the other modules that get it.
             return "an input that is a leaf, under autocast"
-    return _Lora(a, b, bias, scaling, p, magnitude)
+    return None
 
 
 def _magnitude_of(module: Any, name: str, variant: Any) -> Any:
@@ -444,5 +450,6 @@ def _as_autocast(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What autocast makes of ``parameter``, through its cache if that is on."""
     if parameter.dtype == dtype or parameter.dtype == torch.float64:
         return parameter
-    cast = cached_cast(parameter) if torch.is_autocast_cache_enabled() else None
+    keeps = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
+    cast = cached_cast(parameter) if keeps else None
     return parameter.to(dtype) if cast is None else cast.view(parameter.shape)

@@ -1,9 +1,9 @@
 """The product with a 4-bit weight: one projection is dense at a time, and nobody keeps it.
 
 The autograd node is ours, not bitsandbytes': it saves the packed weight as autograd's own nodes do,
-so whoever holds the weight in a slot is asked for it before it is read. Where bitsandbytes takes a kernel that
-multiplies without a dense weight (few tokens; for which shapes depends on the card), that kernel
-runs here too, so that all bits are bitsandbytes'.
+so whoever holds the weight in a slot is asked for it before it is read. Where bitsandbytes takes a
+kernel that multiplies without a dense weight (few tokens; for which shapes depends on the card),
+that kernel runs here too, so that all bits are bitsandbytes'.
 """
 
 from collections.abc import Iterable

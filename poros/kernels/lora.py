@@ -177,7 +177,7 @@ class _AddLora(torch.autograd.Function):
         parts = parts_of(input)
         sources = (input,) if parts is None else (parts.gate, parts.up)
         ctx.making = None if parts is None else parts.making
-        # As PEFT's operators keep them: an adapter that is given other data later is not read there.
+        # As PEFT's operators keep them: an adapter that is given other data later is not read.
         weight = None if product is None or again is None else product.weight
         ctx.save_for_backward(weight, b.detach(), a.detach(), hidden, mask, *sources)
         ctx.product = None if product is None else product._replace(weight=None)
@@ -272,7 +272,9 @@ def sum_dtype(result: torch.dtype, added: torch.dtype, how: Added) -> torch.dtyp
 
 
 def scale(gradient: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
-    """``gradient`` in ``dtype``, times ``scaling``."""
+    """``gradient`` in ``dtype``, times ``scaling``; itself where that changes nothing."""
+    if scaling == 1 and gradient.dtype == dtype and gradient.is_contiguous():
+        return gradient
     if gradient.dtype != dtype and _takes_kernel(gradient):
         from poros.kernels import lora_gpu
 

@@ -19,6 +19,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from xxhash import xxh3_128
 
 from poros.config import LORA_ORDERS, MEASURED_PATHS
 from poros.errors import PolicyError
@@ -81,15 +82,14 @@ class LoraShape(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What is computed, read and written."""
+    """Of one call, forward and backward."""
 
     flop: int
-    num_bytes: int
     seconds: float
 
 
 def cost(order: str, shape: LoraShape) -> Cost:
-    """FLOPs (Table 1 of the paper), bytes, and FLOPs over rates plus bytes over bandwidth.
+    """FLOPs (Table 1 of the paper), and FLOPs over rates plus bytes over bandwidth.
 
     Args:
         order: As in ``LORA_ORDERS``; or one forward or backward.
@@ -113,7 +113,7 @@ def cost(order: str, shape: LoraShape) -> Cost:
         for area, of_base, of_own in extras:
             size = of_base * base.itemsize + of_own * own.itemsize
             num_bytes += sizes[area[0]] * sizes[area[1]] * size
-    return Cost(total, num_bytes, seconds + num_bytes / _BYTES_PER_S)
+    return Cost(total, seconds + num_bytes / _BYTES_PER_S)
 
 
 def merges(order: str) -> bool:
@@ -140,14 +140,21 @@ class Paths:
     Args:
         wanted: ``lora_paths`` as in ``StreamingPolicy``, but not ``"peft"``.
 
+    Attributes:
+        identity: Equal for those that take the same orders: of a table, its digest.
+
     Raises:
         PolicyError: If there is no table to read, or it is none.
     """
 
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
-        is_measured = wanted.startswith(MEASURED_PATHS)
-        self._table = read_table(wanted.removeprefix(MEASURED_PATHS)) if is_measured else {}
+        self._table: dict[str, dict[int, str]] = {}
+        self.identity = wanted
+        if wanted.startswith(MEASURED_PATHS):
+            self._table = read_table(wanted.removeprefix(MEASURED_PATHS))
+            entries = json.dumps(self._table, sort_keys=True).encode()
+            self.identity = MEASURED_PATHS + xxh3_128(entries).hexdigest()
 
     @classmethod
     def of(cls, wanted: str) -> "Paths | None":

@@ -34,12 +34,12 @@ class Product(NamedTuple):
     """Whether it is formed here; or else by the module."""
 
     def of(self, input: torch.Tensor) -> torch.Tensor:
-        """The product; no graph."""
+        """The product; no graph. It may be a view."""
         if not self.is_ours:
             result: torch.Tensor = self.module(input)
             return result
         if self.state is None:
-            return linear4bit.times(input, self.weight, self.bias)
+            return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
         return linear4bit.multiply(input, self.weight, self.state, self.bias)
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -53,22 +53,26 @@ class Product(NamedTuple):
         """The weight, of shape (num_rows, columns), to be read and not kept; no graph.
 
         Args:
-            dtype: Of a 4-bit weight; a dense one has its own.
+            dtype: Of the result, which is a dense weight itself where that has it.
         """
         if self.state is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 return dequantize(self.weight, self.state, self.state.dtype).to(dtype)
-        weight: torch.Tensor = self.weight
+        weight: torch.Tensor = self.weight.to(dtype)
         return weight
 
 
-def product_of(module: Any, input: torch.Tensor, leaves_out: bool) -> Product | None:
+def product_of(
+    module: Any, input: torch.Tensor, leaves_out: bool, dtype: torch.dtype | None = None
+) -> Product | None:
     """The product of ``module`` with ``input``.
 
     Args:
         module: The linear module below an adapter; nobody hooks into it.
         input: Of shape (..., columns).
         leaves_out: Whether it is likely that nobody reads it.
+        dtype: Of the input as it will be given; a dense weight of another dtype is cast to it at
+            each use. None stands for the dtype of both.
 
     Returns:
         None if it is not certain to have the module's own bits, or those of its gradient.
@@ -77,17 +81,20 @@ def product_of(module: Any, input: torch.Tensor, leaves_out: bool) -> Product | 
     weight: Any
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     columns = input.shape[-1]
+    wanted = dtype or input.dtype
+    if dtype is not None and bias is not None and kind is nn.Linear and not bias.requires_grad:
+        bias = bias.to(dtype)
     if (
-        (bias is not None and (bias.requires_grad or bias.dtype != input.dtype))
+        (bias is not None and (bias.requires_grad or bias.dtype != wanted))
         or input.numel() == columns  # one token takes other kernels
-        or autocast_dtype(input.device) not in (None, input.dtype)
+        or autocast_dtype(input.device) not in (None, wanted)
     ):
         return None
     if kind is nn.Linear:
         if (
             type(weight) is not nn.Parameter
             or weight.requires_grad
-            or weight.dtype != input.dtype
+            or (weight.dtype != wanted and dtype is None)
             or not has_own_forward(kind)
         ):
             return None
@@ -100,7 +107,7 @@ def product_of(module: Any, input: torch.Tensor, leaves_out: bool) -> Product | 
         or not has_own_forward(kind)
         or not module.compute_type_is_set
         or module.compute_dtype not in (None, input.dtype)
-        or state.dtype != input.dtype
+        or not state.dtype == input.dtype == wanted  # of what its module returns
         or state.shape[1] != columns
     ):
         return None

@@ -142,7 +142,7 @@ class RecomputedCall:
         return result
 
     def _begin(self, _: object) -> None:
-        """The backward of the layer begins: hooks on what it gave have run, those inside have not."""
+        """The backward begins: hooks on what the layer gave have run, those inside have not."""
         task = torch._C._current_graph_task_id()
         if task != self._task and not torch.is_grad_enabled():
             self._values = {}

@@ -228,7 +228,7 @@ class BlockVisit:
                 )
 
     def lease(self, phase: Phase, at_end: Callable[[], None] | None = None) -> None:
-        """Hold the block in its slot, nothing else, until another visit begins; then call ``at_end``.
+        """Hold the block in its slot until another visit begins; then call ``at_end``.
 
         Streams and errors are those of ``hold``. If the block is leased already, nothing is done.
         """

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from poros.errors import PreparedModelError
 from poros.layer.refused_calls import refuse_copy, require_harmless
+from poros.model import resumed_paths
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Guards:
             where = name or type(module).__name__
             self._put(module, "_apply", _ApplyGuard(module, where, device))
             self._put(module, "compile", _refuse_compiling)
+            for method, ours in resumed_paths.methods(module).items():
+                self._put(module, method, ours)
             for method in ("__deepcopy__", "__reduce_ex__"):
                 self._put(module, method, _refuse_copying(where))
             if isinstance(module, BaseTuner):

@@ -1,21 +1,29 @@
 """``lora_paths`` on models: streamed equals resident, what is refused, what is counted."""
 
+import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Trainer
 
 import poros
 from poros.config import LORA_ORDERS, StreamingPolicy
-from poros.errors import PolicyError, PreparedModelError
+from poros.errors import CheckpointFormatError, PolicyError, PreparedModelError
+from poros.gates.trainer_parity import trainer_arguments
+from poros.kernels.adapters import tally_of
 from poros.kernels.paths import TABLE_FORMAT, LoraShape, Paths
 from tests.exact import together
-from tests.exact.adapter_arms import Model, adapted, differences, step
+from tests.exact.adapter_arms import SEVEN, Found, Model, adapted, differences, step
 from tests.exact.arms import Bases
 from tests.exact.recorded import recorded
-from tests.support import AdversarialPrepare
+from tests.exact.trainer_arms import rows
+from tests.support import AdversarialPrepare, same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICIES: dict[str, dict[str, Any]] = {
@@ -66,6 +74,65 @@ def test_streamed_equals_resident(
         assert found == poros.kernel_stats(model)["lora_paths"]
 
 
+@pytest.mark.parametrize("paths", PATHS)
+@pytest.mark.parametrize("of_base", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
+def test_under_autocast(paths: str, of_base: torch.dtype, quantize: bool, bases: Bases) -> None:
+    def around() -> Any:
+        return torch.autocast("cpu", dtype=BF16)
+
+    options: Any = {"dtype": of_base, "quantize": quantize, "lora_bias": True}
+    model = adapted(bases, **options)
+    plain = step(model, around)
+    poros.use_adapter_kernels(model, lora_paths=paths)
+    expected = step(model, around)
+    for name, fact in expected.facts.items():
+        assert fact.dtype == plain.facts[name].dtype
+        if fact.is_floating_point():
+            error = (fact - plain.facts[name]).float().norm()
+            assert error <= 0.05 * plain.facts[name].float().norm() + 1e-6, name
+    found = poros.kernel_stats(model)["lora_paths"]
+    # 4-bit modules give back the dtype of their input, which is not what autocast multiplies in.
+    is_known = not (quantize and of_base is FP32)
+    assert sum(found["chosen"].values()) == (14 if is_known else 0)
+    assert paths == "flops" or not is_known or set(found["chosen"]) == {paths}
+    assert all("bfloat16 with bfloat16" in each for each in found["shapes"])
+    for policy in POLICIES.values():
+        model = streamed(adapted(bases, **options), lora_paths=paths, **policy)
+        for _ in range(2):  # the first watches the casts
+            assert differences(step(model, around), expected) == []
+        assert poros.runtime(model).self_check["status"] == "passed"
+        assert set(poros.kernel_stats(model)["lora_paths"]["chosen"]) == set(found["chosen"])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("paths", ["flops", "f1:b1", "f2:b4"])
+def test_in_a_region_that_has_evaluated_and_of_inputs_that_no_norm_has_seen(
+    paths: str, dtype: torch.dtype, bases: Bases
+) -> None:
+    """The projections of OPT get the input of their layer, which a recomputation has as a leaf."""
+    tokens = torch.arange(48).view(2, 24)
+
+    def outcome(model: Model) -> Found:
+        @contextmanager
+        def around() -> Iterator[None]:
+            with torch.autocast("cpu", dtype=BF16):
+                with torch.no_grad():
+                    model(input_ids=tokens, use_cache=False)
+                yield
+
+        return step(model, around)
+
+    for architecture, names in (("qwen2", SEVEN), ("opt", ["q_proj", "v_proj", "fc1", "fc2"])):
+        options: Any = {"dtype": dtype, "quantize": False, "target_modules": names}
+        model = adapted(bases, architecture, **options)
+        expected = outcome(poros.use_adapter_kernels(model, lora_paths=paths))
+        assert len(expected.facts) == 2 + 4 * len(names) and chosen(model)
+        model = streamed(adapted(bases, architecture, **options), slots=2, lora_paths=paths)
+        for _ in range(2):
+            assert differences(outcome(model), expected) == []
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("paths", ["f1:b1", "f1:b2", "f1:b3", "f2:b5"])
 def test_dropout_and_autocast(paths: str, autocast: bool, bases: Bases) -> None:
@@ -80,8 +147,7 @@ def test_dropout_and_autocast(paths: str, autocast: bool, bases: Bases) -> None:
         model = streamed(adapted(bases, **options), lora_paths=paths, **policy)
         assert differences(step(model, around), expected) == []
     as_peft = poros.kernel_stats(model)["lora_paths"]["as_peft"]
-    assert bool(as_peft) == (paths == "f2:b5" or autocast)
-    assert not autocast or set(as_peft) == {"autocast"}
+    assert bool(as_peft) == (paths == "f2:b5")
 
 
 @pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}, {"keep_last": 2}], ids=str)
@@ -276,3 +342,123 @@ def test_tune_paths_writes_what_measured_reads(tmp_path: Path, bases: Bases) -> 
     assert stats["shapes"].items() <= wanted.items() and not stats["as_peft"]
     model = streamed(adapted(bases), slots=2, lora_paths=paths)
     assert differences(step(model), expected) == []
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def in_table(name: str, order: str) -> Any:
+    """A table of this name in which all layers of ``adapted`` have that order."""
+
+    def write(folder: Path) -> str:
+        bases = Bases(folder / "bases")
+        model = adapted(bases, dtype=FP32, quantize=False)
+        poros.use_adapter_kernels(model, lora_paths="f1:b1")
+        step(model, lambda: torch.autocast("cpu", dtype=BF16))
+        layers = sorted({what.layer for what, _ in tally_of(model).orders})
+        found = [{"layer": layer, "tokens": 1, "order": order} for layer in layers]
+        return table(folder / name, rows=found)
+
+    return write
+
+
+def train(
+    model: Model, folder: Path, kind: type[Trainer], resume: bool = False
+) -> dict[str, torch.Tensor]:
+    """Two optimizer steps, or the second alone; the adapters afterwards."""
+    arguments = trainer_arguments(
+        folder,
+        use_cpu=True,
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=1,
+        gradient_accumulation_steps=2,
+        bf16=True,
+    )
+    trainer = kind(model=model, args=arguments, train_dataset=rows(8, seed=0))
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if resume else None)
+    return weights(model)
+
+
+def weights(model: Model) -> dict[str, torch.Tensor]:
+    return {
+        name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad
+    }
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "resident"])
+@pytest.mark.parametrize("kind", [Trainer, poros.PorosTrainer])
+@pytest.mark.parametrize(
+    ("before", "after", "works"),
+    [
+        ("f1:b1", "f1:b1", True),
+        ("f1:b1", "flops", False),
+        ("f1:b1", "peft", False),
+        ("peft", "f1:b1", False),
+        (in_table("a.json", "f1:b1"), in_table("b.json", "f1:b1"), True),
+        (in_table("a.json", "f1:b1"), in_table("a.json", "f1:b2"), False),
+    ],
+)
+def test_a_run_resumes_with_its_own_orders(
+    before: Any,
+    after: Any,
+    works: bool,
+    kind: type[Trainer],
+    is_streamed: bool,
+    tmp_path: Path,
+    bases: Bases,
+) -> None:
+    def ready(paths: Any) -> Model:
+        model = adapted(bases, dtype=FP32, quantize=False)
+        named = paths if isinstance(paths, str) else paths(tmp_path)
+        if is_streamed:
+            return streamed(model, slots=2, lora_paths=named)
+        return poros.use_adapter_kernels(model, lora_paths=named)
+
+    expected = train(ready(before), tmp_path, kind)
+    model = ready(after)
+    if works:
+        found = train(model, tmp_path, kind, resume=True)
+        assert all(same_bits(found[name], expected[name]) for name in expected)
+        return
+    untouched = weights(model)
+    with pytest.raises(PolicyError, match=r"lora_paths: expected .* was trained, found"):
+        train(model, tmp_path, kind, resume=True)
+    assert all(same_bits(each, untouched[name]) for name, each in weights(model).items())
+    poros.restore(model)
+    train(model, tmp_path / "anew", kind)
+    assert not list(tmp_path.glob("anew/*/poros*"))  # PEFT's own modules
+
+
+def test_a_copy_records_its_own_adapters(tmp_path: Path, bases: Bases) -> None:
+    model = poros.use_adapter_kernels(adapted(bases), lora_paths="f1:b1")
+    other = copy.deepcopy(model)
+    for each in other.parameters():
+        if each.requires_grad:
+            each.data.zero_()
+    other.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert saved and not any(each.any() for each in saved.values())
+    assert json.loads((tmp_path / "poros_lora_paths.json").read_text()) == {"lora_paths": "f1:b1"}
+
+
+def test_a_damaged_record_is_refused(tmp_path: Path, bases: Bases) -> None:
+    model = poros.use_adapter_kernels(adapted(bases, dtype=FP32), lora_paths="f1:b1")
+    train(model, tmp_path, Trainer)
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "checkpoint-1/poros_lora_paths.json").write_text(text)
+        with pytest.raises(CheckpointFormatError, match="lora_paths of a checkpoint"):
+            train(model, tmp_path, Trainer, resume=True)
+
+
+def test_tables_are_compared_by_content(tmp_path: Path, bases: Bases) -> None:
+    one, same = table(tmp_path / "one.json"), table(tmp_path / "same.json")
+    resident = poros.use_adapter_kernels(adapted(bases), lora_paths=one)
+    ready = streamed(adapted(bases), slots=2, lora_paths=one)
+    assert poros.use_adapter_kernels(resident, lora_paths=same) is resident
+    assert streamed(ready, slots=2, lora_paths=same) is ready
+    table(tmp_path / "one.json", rows=[])
+    with pytest.raises(PreparedModelError):
+        poros.use_adapter_kernels(resident, lora_paths=one)
+    with pytest.raises(PreparedModelError):
+        streamed(ready, slots=2, lora_paths=one)

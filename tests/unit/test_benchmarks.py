@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 
 import poros
-from benchmarks import arms, layer, memory, plot, report, tables, transfer
+from benchmarks import arms, layer, memory, paths, plot, report, tables, transfer
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
 from benchmarks.models import TARGETS, config_of, random_model, with_lora
@@ -409,3 +409,16 @@ def test_peaks_on_a_gpu_are_those_of_the_allocator_and_of_the_card(
     }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
     assert memory.empty(gpu) == {"allocated": 0, "requested": 0}
+
+
+@pytest.mark.parametrize("under_autocast", [False, True])
+@pytest.mark.parametrize("name", ["roberta-large", "qwen2.5-7b-rows1-rank16"])
+def test_orders_of_products(name: str, under_autocast: bool) -> None:
+    rows = paths.measure(name, paths.tiny(paths.CASES[name]), CPU, 0.0, under_autocast)
+    by_arm = {row["arm"]: row for row in rows}
+    assert list(by_arm) == list(paths.ARMS)
+    assert by_arm["PEFT"]["error"] == by_arm["ours"]["error"] == by_arm["PEFT"]["saved"] == 0
+    for row in rows:
+        assert row["ms_p10"] <= row["ms"] <= row["ms_p90"] and not row["is_host_bound"]
+        assert row["error"] < 0.1 and row["autocast"] == under_autocast
+    assert set(by_arm["f2:b5"]["orders"].values()) == {"f2:b5"}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.kernels import lora
 from poros.kernels.gated import gated, gated_ref, parts_of
@@ -91,6 +92,30 @@ def test_equals_what_peft_computes(
     expected = outcome(add_lora_ref, given, how)
     assert differing(outcome(add_lora, given, how), expected) == []
     assert lora.sum_dtype(*dtypes[:2], how) == expected[0].dtype
+
+
+class Passes(TorchDispatchMode):
+    """How many operators go over a tensor's elements."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        moves = not (func.is_view or "view" in name or "empty" in name)
+        self.number += moves and isinstance(result, torch.Tensor)
+        return result
+
+
+@pytest.mark.parametrize(("scaling", "fewer"), [(1.0, 1), (2.0, 0)])
+def test_of_one_dtype_no_more_operators_than_in_peft(scaling: float, fewer: int) -> None:
+    numbers, found = [], []
+    for run in (add_lora, add_lora_ref):
+        with Passes() as passes:
+            found.append(outcome(run, tensors(BF16, BF16), added(BF16, scaling=scaling)))
+        numbers.append(passes.number)
+    assert differing(*found) == []
+    assert numbers[0] <= numbers[1] - fewer
 
 
 @pytest.mark.parametrize("frozen", range(4), ids=["result", "input", "A", "B"])

@@ -192,7 +192,7 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
         raise RematerializationError(
             "expected the input of an adapted projection, its frozen weight, gate and up of a "
             "feed-forward and the adapters to be left alone between forward and backward, found "
-            'one that was written to in place. Write to a clone; or, if it runs with PEFT alone, use adapter_kernels="peft"'
-            f" or poros.restore(model). PyTorch says: {error}"
+            "one that was written to in place. Write to a clone; or, if it runs with PEFT alone, "
+            f'use adapter_kernels="peft" or poros.restore(model). PyTorch says: {error}'
         ) from error
     return found

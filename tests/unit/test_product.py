@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from poros.errors import PreparedModelError
+from poros.errors import RematerializationError
 from poros.kernels.lora import Added, add_lora, multiply_and_add
 from poros.kernels.product import product_of
 from poros.kernels.unformed import Unformed, values_of
@@ -81,7 +81,7 @@ def test_a_weight_written_to_before_backward_is_an_error() -> None:
     how = Added(0.7, 0.0, torch.float32, rounds=True, keeps_dtype=False)
     sum_ = multiply_and_add(product, input, a, b, None, how)
     module.weight.mul_(2)
-    with pytest.raises(PreparedModelError, match="written to in place"):
+    with pytest.raises(RematerializationError, match="written to in place"):
         sum_.sum().backward()
 
 

@@ -124,10 +124,15 @@ class _Gated(torch.autograd.Function):
         for gradient, gate, up, into_gate, into_up in zip(*parts, strict=True):
             with torch.enable_grad(), _autocast_as(ctx.autocast, gate.device):
                 leaf = gate.detach().requires_grad_()
-                activated = ctx.activation(leaf)
+                activated = _own(ctx.activation)(leaf)
             into_up.copy_(gradient * activated.detach())
             into_gate.copy_(torch.autograd.grad(activated, leaf, gradient * up)[0])
         return of_gate, of_up, None
+
+
+def _own(activation: Activation) -> Activation:
+    """Without hooks: there were none when it was first called, and those that came see no more."""
+    return activation.forward if isinstance(activation, nn.Module) else activation
 
 
 def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -135,7 +140,7 @@ def _product(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> to
         from poros.kernels import gated_gpu
 
         return gated_gpu.silu_mul(gate, up)
-    activated = activation(gate)
+    activated = _own(activation)(gate)
     return activated.mul_(up) if activated.dtype == up.dtype else activated * up
 
 

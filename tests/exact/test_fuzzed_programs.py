@@ -58,6 +58,10 @@ PROGRAMS: dict[str, Program] = {
         policy=Policy(keep_last=1),
         steps=(Step(between=(EditAdapter(how="assign", layer=1),)),),
     ),
+    "a hook comes to the activation of a kept layer before its backward": Program(
+        policy=Policy(keep_last=3),
+        steps=(Step(between=(Hook(part="mlp.act_fn"),)),),
+    ),
     "plain": Program(),
     "hooks, edits and an evaluation": Program(
         before=(Hook(kind="parameter", does="scale", part="lora_A"), Hook(part="mlp", tag=1)),

@@ -89,28 +89,35 @@ class SharedCasts:
         return given
 
     def require_current(self) -> None:
-        """Raise if a cast that the region has kept is not the one of its parameter now.
-
-        Raises:
-            UnsupportedModelError: If so.
-        """
+        """See the function of this name."""
         reused, self._reused = self._reused, []
-        if not reused:
-            return
-        # Of the bits: a fused optimizer's step does not count as an edit.
-        are_same = [
-            torch.eq(
-                cast.view(torch.int16).flatten(), now.to(cast.dtype).view(torch.int16).flatten()
-            )
-            for cast, now in reused
-        ]
-        if not torch.cat(are_same).all():
-            raise UnsupportedModelError(
-                f"{self._name}: expected its adapters as they were when this autocast region cast "
-                "them, found them updated since. A resident run goes on with the old casts until "
-                "the region ends; a streamed run cannot. Open the region anew after each step of "
-                "the optimizer"
-            )
+        require_current(self._name, reused)
+
+
+def require_current(name: str, reused: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Raise if a cast that the region has kept is not the one of its parameter now.
+
+    Args:
+        name: The layer's qualified name.
+        reused: Casts, each with its parameter; no graph.
+
+    Raises:
+        UnsupportedModelError: If so.
+    """
+    if not reused:
+        return
+    # Of the bits: a fused optimizer's step does not count as an edit.
+    are_same = [
+        torch.eq(cast.view(torch.int16).flatten(), now.to(cast.dtype).view(torch.int16).flatten())
+        for cast, now in reused
+    ]
+    if not torch.cat(are_same).all():
+        raise UnsupportedModelError(
+            f"{name}: expected its adapters as they were when this autocast region cast "
+            "them, found them updated since. A resident run goes on with the old casts until "
+            "the region ends; a streamed run cannot. Open the region anew after each step of "
+            "the optimizer"
+        )
 
 
 class _Carried:

@@ -28,9 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.adapters import note_last
+from poros.kernels.autocast import cached_cast
 from poros.kernels.unformed import forget, values_of
 from poros.layer.args import PLAIN
 from poros.layer.body import LayerBody
+from poros.layer.casts import require_current
 from poros.layer.condition import Condition
 from poros.layer.rng import RngStash
 from poros.layer.state import AmbientState
@@ -137,8 +139,13 @@ class RecomputedCall:
         begin, acquire = _weakly(self._begin), partial(layer.weights.lease, Phase.BACKWARD)
         for output in outputs:
             output.grad_fn.register_prehook(begin)
-        for node in _readers(outputs, first, self._memory):
+        readers, casts = _walk(outputs, first, self._memory)
+        for node in readers:
             node.register_prehook(lambda _: acquire())
+        reused = [
+            (cast, parameter) for parameter in casts if (cast := cached_cast(parameter)) is not None
+        ]
+        require_current(layer.name, [(cast.detach(), now.detach()) for cast, now in reused])
         return result
 
     def _begin(self, _: object) -> None:
@@ -150,7 +157,7 @@ class RecomputedCall:
             self._task = task
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() == self._memory:
+        if _lies_in(tensor, self._memory):
             return _InSlot(tensor.detach() if tensor.requires_grad else tensor)
         saved = _Saved(len(self._saved))
         self._saved.append(ref(saved))
@@ -196,7 +203,7 @@ class RecomputedCall:
 
         def store(tensor: torch.Tensor) -> None:
             tensor = values_of(tensor)
-            if tensor.untyped_storage().data_ptr() == self._memory:
+            if _lies_in(tensor, self._memory):
                 return
             number = len(forms)
             forms.append((tensor.shape, tensor.dtype))
@@ -245,30 +252,35 @@ class RecomputedCall:
         return values
 
 
-def _readers(outputs: Sequence[torch.Tensor], first: int, memory: int) -> list[Any]:
-    """Nodes of functions in Python that keep a tensor of the slot as they like, not as saved.
+def _walk(outputs: Sequence[torch.Tensor], first: int, memory: int) -> tuple[list[Any], list[Any]]:
+    """The nodes of a layer that keep a tensor of its slot as they like; parameters cast before.
 
-    Such as that of bitsandbytes' 4-bit matmul.
+    The former are of functions in Python, such as bitsandbytes' 4-bit matmul; of the latter it uses
+    a cast of autocast's, or somebody's, from before it was called.
 
     Args:
         outputs: Of a layer, with their graph.
         first: Nodes below this number are not of the layer.
         memory: Address of the slot.
     """
-    found, seen = [], set()
+    readers, casts, seen = [], [], set()
     queue: list[Any] = [output.grad_fn for output in outputs]
     while queue:
         node = queue.pop()
-        if node is None or node in seen or node._sequence_nr() < first:
+        if node is None or node in seen:
             continue
         seen.add(node)
+        if node._sequence_nr() < first:
+            if node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable"):
+                casts.append(node.next_functions[0][0].variable)
+            continue
         queue += [following for following, _ in node.next_functions]
         if isinstance(node, BackwardCFunction) and any(
-            _is_tensor(held) and held.untyped_storage().data_ptr() == memory
+            _is_tensor(held) and _lies_in(held, memory)
             for held in tree_leaves(list(vars(node).values()))
         ):
-            found.append(node)
-    return found
+            readers.append(node)
+    return readers, casts
 
 
 def _weakly(method: Any) -> Callable[[Any], None]:
@@ -296,6 +308,10 @@ def _first_difference(expected: Sequence[Any], found: Sequence[Any]) -> str:
                 f"tensor {number} of {tuple(new[0])}, {new[1]} instead of {tuple(old[0])}, {old[1]}"
             )
     return f"{len(found)} tensors instead of {len(expected)}"
+
+
+def _lies_in(tensor: torch.Tensor, memory: int) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == memory
 
 
 def _is_tensor(value: object) -> bool:

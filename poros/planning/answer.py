@@ -348,10 +348,29 @@ class _Forecaster:
         if self._fits(limit):
             return limit
         low, high = 0, -(-limit // LENGTH_STEP)  # in steps; the first is nothing, the last too much
+        # From where it is if the need grows evenly; away from there in steps that double.
+        near = self._expected(self._request.seq_len, limit)
+        number, step = self._expected(near, limit) // LENGTH_STEP, 1
         while high - low > 1:
-            number = (low + high) // 2
-            low, high = (number, high) if self._fits(number * LENGTH_STEP) else (low, number)
+            if not low < number < high:
+                number = (low + high) // 2
+            if self._fits(number * LENGTH_STEP):
+                low, number = number, number + step
+            else:
+                high, number = number, number - step
+            step *= 2
         return low * LENGTH_STEP
+
+    def _expected(self, seq_len: int, limit: int) -> int:
+        """About the longest rows that fit, in whole steps, from the need of two lengths."""
+        near, far = self.least(seq_len), self.least(limit)
+        needs = [(near.total_num_bytes, far.total_num_bytes, self._request.budget or 0)]
+        if self._host.whole is not None:
+            room = self._host.whole - RESERVE_NUM_BYTES
+            needs.append((near.host_num_bytes, far.host_num_bytes, room))
+        share = min((room - need) / max(most - need, 1) for need, most, room in needs)
+        found = seq_len + int((limit - seq_len) * share)
+        return min(max(found // LENGTH_STEP, 1) * LENGTH_STEP, limit)
 
     def _fits(self, seq_len: int) -> bool:
         plan = self._planner.find(self._at(seq_len))

@@ -6,9 +6,11 @@ of ``poros plan``. Where a model's own code wants them after all, the command ru
 everything.
 """
 
+import atexit
 import gc
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,9 +21,13 @@ def leave_out() -> bool:
     """Leave them out of this process, unless PyTorch is in it already; whether that was done."""
     if "torch" in sys.modules:
         return False
-    gc.disable()  # the process is over before there is garbage; looking for it takes an eighth
+    # The process is over before there is garbage; looking for it takes an eighth, and at the end
+    # as long again.
+    gc.disable()
+    atexit.register(gc.freeze)
     import torch
 
+    sys.modules["triton"] = None  # type: ignore[assignment]
     compiler, hook = (ModuleType(f"torch._dynamo{name}") for name in ("", f".{_HOOK}"))
     compiler.__path__ = []
     stand_ins: dict[str, Any] = dict.fromkeys(_DECORATORS, _as_it_is)
@@ -30,10 +36,28 @@ def leave_out() -> bool:
     sys.modules |= {"torch._dynamo": compiler, hook.__name__: hook}
     vars(torch).update({"_dynamo": compiler, "compile": _as_it_is})
     torch.distributed.is_available = lambda: False
-    from transformers import utils
+    import transformers
 
+    utils = transformers.utils
     for module in (utils, utils.import_utils):
         vars(module)["is_torch_flex_attn_available"] = lambda: False
+    # transformers reads the names out of all its files, twice: it has them from the first time.
+    names = utils.import_utils.define_import_structure
+    folder = Path(transformers.__file__).parent / "models"
+
+    def known(path: str, prefix: str | None = None) -> Any:
+        if Path(path) != folder / "__init__.py":
+            return names(path, prefix)
+        return {
+            needed: {
+                name.removeprefix("models."): value
+                for name, value in found.items()
+                if name.startswith("models.")
+            }
+            for needed, found in names(folder, prefix="models").items()
+        }
+
+    vars(utils.import_utils)["define_import_structure"] = known
     return True
 
 

@@ -33,6 +33,7 @@ larger of wire and compute in forward, and again in backward.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -88,11 +89,11 @@ class Shapes:
     dense_layer: int = 0
     """The 4-bit weights of the largest layer, dense."""
 
-    @property
+    @cached_property
     def num_adapter_parameters(self) -> int:
         return sum(number for number, _ in self.adapter_sizes)
 
-    @property
+    @cached_property
     def adapters(self) -> int:
         return sum(size for _, size in self.adapter_sizes)
 

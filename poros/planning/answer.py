@@ -348,9 +348,12 @@ class _Forecaster:
         if self._fits(limit):
             return limit
         low, high = 0, -(-limit // LENGTH_STEP)  # in steps; the first is nothing, the last too much
-        # From where it is if the need grows evenly; away from there in steps that double.
-        near = self._expected(self._request.seq_len, limit)
-        number, step = self._expected(near, limit) // LENGTH_STEP, 1
+        number, step = low, high  # halves
+        if self._request.micro_batches == 1:
+            # From where it is if the need grows evenly; away from there in steps that double. Of
+            # micro-batches fewer go together at some length, which then needs less than a shorter.
+            near = self._expected(self._request.seq_len, limit)
+            number, step = self._expected(near, limit) // LENGTH_STEP, 1
         while high - low > 1:
             if not low < number < high:
                 number = (low + high) // 2

@@ -22,6 +22,8 @@ MOST_TOKENS = 2**20
 TOGETHER = (8, 4, 2)
 """Micro-batches that are tried, in case the link is what a step waits for."""
 WORTH_SAYING = 1.15
+_ROUGH = 2**26
+"""Bytes; what a step needs grows with its rows but for less than this, which goes up and down."""
 _EVERYTHING = 10**6  # slots and kept layers: more than there are means all
 _LEAST = {"vram_budget": None, "micro_batches": 1}
 
@@ -259,6 +261,8 @@ class _Forecaster:
         self._planner = planner
         self._request = request
         self._rates = rates
+        # Up to which length rows surely fit, and from which on they do not.
+        self._fitting, self._too_long = 0, MOST_TOKENS + 1
         # If the base alone is too much for the host, what is on a disk is nobody's limit here.
         base = planner.plan(self._at(request.seq_len, **_LEAST, offload_boundaries=False))
         self._host = host if host.holds(base) else Host()
@@ -348,20 +352,16 @@ class _Forecaster:
         if self._fits(limit):
             return limit
         low, high = 0, -(-limit // LENGTH_STEP)  # in steps; the first is nothing, the last too much
-        number, step = low, high  # halves
         if self._request.micro_batches == 1:
-            # From where it is if the need grows evenly; away from there in steps that double. Of
-            # micro-batches fewer go together at some length, which then needs less than a shorter.
-            near = self._expected(self._request.seq_len, limit)
-            number, step = self._expected(near, limit) // LENGTH_STEP, 1
+            # Near the end is what tells most of the others.
+            near = self._request.seq_len
+            for _ in range(3):
+                near = self._expected(near, limit)
+            self._fits(near)
+            self._fits(min(near + LENGTH_STEP, limit))
         while high - low > 1:
-            if not low < number < high:
-                number = (low + high) // 2
-            if self._fits(number * LENGTH_STEP):
-                low, number = number, number + step
-            else:
-                high, number = number, number - step
-            step *= 2
+            number = (low + high) // 2
+            low, high = (number, high) if self._fits(number * LENGTH_STEP) else (low, number)
         return low * LENGTH_STEP
 
     def _expected(self, seq_len: int, limit: int) -> int:
@@ -376,8 +376,21 @@ class _Forecaster:
         return min(max(found // LENGTH_STEP, 1) * LENGTH_STEP, limit)
 
     def _fits(self, seq_len: int) -> bool:
-        plan = self._planner.find(self._at(seq_len))
-        return plan is not None and self._host.holds(plan)
+        if not self._fitting < seq_len < self._too_long:
+            return seq_len <= self._fitting
+        request = self._at(seq_len)
+        budget = request.budget or 0
+        plans = (
+            self._planner.find(replace(request, vram_budget=max(budget + rough, 1)))
+            for rough in (-_ROUGH, 0, _ROUGH)
+        )
+        less, found, more = (plan is not None and self._host.holds(plan) for plan in plans)
+        # Of micro-batches fewer may go together at some length, which needs less than a shorter.
+        if less and request.micro_batches == 1:
+            self._fitting = seq_len
+        if not more and request.micro_batches == 1:
+            self._too_long = seq_len
+        return found
 
     def _at(self, seq_len: int, **changes: Any) -> PlanRequest:
         rates = self._rates

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from poros.config import LEAST_BUDGET
 from poros.host.limits import RESERVE_NUM_BYTES
 from poros.planning.cards import CONTEXT_NUM_BYTES, SIZES_GIB, budget_of
 from poros.planning.formula import MemoryPlan
@@ -379,18 +380,21 @@ class _Forecaster:
         if not self._fitting < seq_len < self._too_long:
             return seq_len <= self._fitting
         request = self._at(seq_len)
-        budget = request.budget or 0
-        plans = (
-            self._planner.find(replace(request, vram_budget=max(budget + rough, 1)))
-            for rough in (-_ROUGH, 0, _ROUGH)
-        )
-        less, found, more = (plan is not None and self._host.holds(plan) for plan in plans)
+        found = self._holds(request)
         # Of micro-batches fewer may go together at some length, which needs less than a shorter.
-        if less and request.micro_batches == 1:
-            self._fitting = seq_len
-        if not more and request.micro_batches == 1:
-            self._too_long = seq_len
+        if request.micro_batches == 1:
+            budget = request.budget or 0
+            roughly = max(budget - _ROUGH, LEAST_BUDGET) if found else budget + _ROUGH
+            if self._holds(replace(request, vram_budget=roughly)) == found:
+                if found:
+                    self._fitting = seq_len
+                else:
+                    self._too_long = seq_len
         return found
+
+    def _holds(self, request: PlanRequest) -> bool:
+        plan = self._planner.find(request)
+        return plan is not None and self._host.holds(plan)
 
     def _at(self, seq_len: int, **changes: Any) -> PlanRequest:
         rates = self._rates

@@ -36,9 +36,9 @@ def leave_out() -> bool:
     vars(compiler).update(stand_ins)
     vars(hook)["TransformGetItemToIndex"] = object
     sys.modules |= {each.__name__: each for each in (compiler, hook)}
-    for name, known in _OF_SYMBOLS.items():
+    for name, numbers in _OF_SYMBOLS.items():
         sys.modules[name] = symbols = ModuleType(name)
-        vars(symbols).update(known, __getattr__=partial(_own, name))
+        vars(symbols).update(numbers, __getattr__=partial(_own, name))
     vars(torch).update({"_dynamo": compiler, "compile": _as_it_is})
     torch.distributed.is_available = lambda: False
     import transformers

@@ -1,14 +1,18 @@
 """Imports for a process that runs operators on shapes alone, without compiling or distributing.
 
-PyTorch's compiler and its distributed tensors are most of what importing transformers takes, and a
-plan uses neither. So they are left out of a process in which nothing has imported PyTorch yet: that
-of ``poros plan``. Where a model's own code wants them after all, the command runs once more with
-everything.
+PyTorch's compilers, their symbols for sizes and its distributed tensors are most of what importing
+transformers takes, and a plan uses none of them. So they are left out of a process in which nothing
+has imported PyTorch yet: that of ``poros plan``. Where a model's own code wants symbols after all,
+they are imported; where it wants something else, the command runs once more with everything.
 """
 
+import atexit
 import gc
 import subprocess
 import sys
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,21 +23,46 @@ def leave_out() -> bool:
     """Leave them out of this process, unless PyTorch is in it already; whether that was done."""
     if "torch" in sys.modules:
         return False
-    gc.disable()  # the process is over before there is garbage; looking for it takes an eighth
+    # The process is over before there is garbage; looking for it takes an eighth, and at the end
+    # as long again.
+    gc.disable()
+    atexit.register(gc.freeze)
     import torch
 
+    sys.modules["triton"] = None  # type: ignore[assignment]
     compiler, hook = (ModuleType(f"torch._dynamo{name}") for name in ("", f".{_HOOK}"))
     compiler.__path__ = []
     stand_ins: dict[str, Any] = dict.fromkeys(_DECORATORS, _as_it_is)
     vars(compiler).update(stand_ins)
     vars(hook)["TransformGetItemToIndex"] = object
-    sys.modules |= {"torch._dynamo": compiler, hook.__name__: hook}
+    sys.modules |= {each.__name__: each for each in (compiler, hook)}
+    for name, numbers in _OF_SYMBOLS.items():
+        sys.modules[name] = symbols = ModuleType(name)
+        vars(symbols).update(numbers, __getattr__=partial(_own, name))
     vars(torch).update({"_dynamo": compiler, "compile": _as_it_is})
     torch.distributed.is_available = lambda: False
-    from transformers import utils
+    import transformers
 
+    utils = transformers.utils
     for module in (utils, utils.import_utils):
         vars(module)["is_torch_flex_attn_available"] = lambda: False
+    # transformers reads the names out of all its files, twice: it has them from the first time.
+    names = utils.import_utils.define_import_structure
+    folder = Path(transformers.__file__).parent / "models"
+
+    def known(path: str, prefix: str | None = None) -> Any:
+        if Path(path) != folder / "__init__.py":
+            return names(path, prefix)
+        return {
+            needed: {
+                name.removeprefix("models."): value
+                for name, value in found.items()
+                if name.startswith("models.")
+            }
+            for needed, found in names(folder, prefix="models").items()
+        }
+
+    vars(utils.import_utils)["define_import_structure"] = known
     return True
 
 
@@ -41,8 +70,37 @@ _HOOK = "_trace_wrapped_higher_order_op"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable", "mark_static_address")
 
 
+def _own(module: str, name: str) -> Any:
+    """Whatever else somebody asks for is the module's own."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    for each in _OF_SYMBOLS:
+        if getattr(sys.modules.get(each), "__spec__", True) is None:
+            del sys.modules[each]
+    return getattr(import_module(module), name)
+
+
 def _as_it_is(what: Any = None, *_: Any, **__: Any) -> Any:
     return what if what is not None else _as_it_is
+
+
+_GUARDS = (
+    *("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious"),
+    *("guarding_hint_or_throw", "statically_known_true"),
+)
+# Sizes may be symbols; in a plan they are numbers.
+_OF_SYMBOLS: dict[str, dict[str, Any]] = {
+    "sympy": {"Basic": type("Basic", (), {})},
+    "torch.fx.experimental.symbolic_shapes": {
+        **dict.fromkeys(_GUARDS, _as_it_is),
+        "sym_and": lambda *all_of: all(all_of),
+        "sym_or": lambda *any_of: any(any_of),
+        "sym_eq": lambda one, other: one == other if isinstance(one, int) else [*one] == [*other],
+        "is_nested_int": lambda _: False,
+        "has_guarding_hint": lambda _: True,
+        "free_unbacked_symbols": lambda _: (),
+    },
+}
 
 
 def run_whole() -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from poros.config import LEAST_BUDGET
 from poros.host.limits import RESERVE_NUM_BYTES
 from poros.planning.cards import CONTEXT_NUM_BYTES, SIZES_GIB, budget_of
 from poros.planning.formula import MemoryPlan
@@ -22,6 +23,8 @@ MOST_TOKENS = 2**20
 TOGETHER = (8, 4, 2)
 """Micro-batches that are tried, in case the link is what a step waits for."""
 WORTH_SAYING = 1.15
+_ROUGH = 2**26
+"""Bytes; what a step needs grows with its rows but for less than this, which goes up and down."""
 _EVERYTHING = 10**6  # slots and kept layers: more than there are means all
 _LEAST = {"vram_budget": None, "micro_batches": 1}
 
@@ -259,6 +262,8 @@ class _Forecaster:
         self._planner = planner
         self._request = request
         self._rates = rates
+        # Up to which length rows surely fit, and from which on they do not.
+        self._fitting, self._too_long = 0, MOST_TOKENS + 1
         # If the base alone is too much for the host, what is on a disk is nobody's limit here.
         base = planner.plan(self._at(request.seq_len, **_LEAST, offload_boundaries=False))
         self._host = host if host.holds(base) else Host()
@@ -348,13 +353,47 @@ class _Forecaster:
         if self._fits(limit):
             return limit
         low, high = 0, -(-limit // LENGTH_STEP)  # in steps; the first is nothing, the last too much
+        if self._request.micro_batches == 1:
+            # Near the end is what tells most of the others.
+            near = self._request.seq_len
+            for _ in range(3):
+                near = self._expected(near, limit)
+            self._fits(near)
+            self._fits(min(near + LENGTH_STEP, limit))
         while high - low > 1:
             number = (low + high) // 2
             low, high = (number, high) if self._fits(number * LENGTH_STEP) else (low, number)
         return low * LENGTH_STEP
 
+    def _expected(self, seq_len: int, limit: int) -> int:
+        """About the longest rows that fit, in whole steps, from the need of two lengths."""
+        near, far = self.least(seq_len), self.least(limit)
+        needs = [(near.total_num_bytes, far.total_num_bytes, self._request.budget or 0)]
+        if self._host.whole is not None:
+            room = self._host.whole - RESERVE_NUM_BYTES
+            needs.append((near.host_num_bytes, far.host_num_bytes, room))
+        share = min((room - need) / max(most - need, 1) for need, most, room in needs)
+        found = seq_len + int((limit - seq_len) * share)
+        return min(max(found // LENGTH_STEP, 1) * LENGTH_STEP, limit)
+
     def _fits(self, seq_len: int) -> bool:
-        plan = self._planner.find(self._at(seq_len))
+        if not self._fitting < seq_len < self._too_long:
+            return seq_len <= self._fitting
+        request = self._at(seq_len)
+        found = self._holds(request)
+        # Of micro-batches fewer may go together at some length, which needs less than a shorter.
+        if request.micro_batches == 1:
+            budget = request.budget or 0
+            roughly = max(budget - _ROUGH, LEAST_BUDGET) if found else budget + _ROUGH
+            if self._holds(replace(request, vram_budget=roughly)) == found:
+                if found:
+                    self._fitting = seq_len
+                else:
+                    self._too_long = seq_len
+        return found
+
+    def _holds(self, request: PlanRequest) -> bool:
+        plan = self._planner.find(request)
         return plan is not None and self._host.holds(plan)
 
     def _at(self, seq_len: int, **changes: Any) -> PlanRequest:

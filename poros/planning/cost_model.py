@@ -44,7 +44,7 @@ class CostModel:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._costs: dict[tuple[int, int, str, str, bool, str], StepCost] = {}
+        self._costs: dict[tuple[int, int, str, str, str], tuple[StepCost, list[Call]]] = {}
         self._make(is_whole=recipe.is_whole)
 
     def _make(self, *, is_whole: bool) -> None:
@@ -61,13 +61,10 @@ class CostModel:
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
-        kernels, paths = request.adapter_kernels, request.lora_paths
-        step = request.batch_size, request.seq_len, request.loss, kernels
-        cost = self.cost(*step, lora_paths=paths)
-        if request.self_check and kernels != "peft":
-            plain = self.cost(*step, is_check=True, lora_paths=paths)
-            cost = replace(cost, checked=plain.layers)
-        return plan_for(self.shapes, cost, request)
+        kernels = request.adapter_kernels
+        step = request.batch_size, request.seq_len, request.loss, kernels, request.lora_paths
+        with_check = request.self_check and kernels != "peft"
+        return plan_for(self.shapes, self.cost(*step, with_check=with_check), request)
 
     def cost(
         self,
@@ -75,8 +72,9 @@ class CostModel:
         seq_len: int,
         loss: str = "reference",
         adapter_kernels: str = "peft",
-        is_check: bool = False,
         lora_paths: str = "peft",
+        *,
+        with_check: bool = False,
     ) -> StepCost:
         """What one micro-batch costs, with loss and kernels as in ``StreamingPolicy``.
 
@@ -85,33 +83,38 @@ class CostModel:
             seq_len: Tokens of each.
             loss: As there.
             adapter_kernels: As there.
-            is_check: Whether layers run what the self-check compares with.
             lora_paths: As there.
+            with_check: Whether layers run what the self-check compares with, too.
 
         Raises:
             PolicyError: If a table that ``lora_paths`` names cannot be read, or lacks a layer.
             UnsupportedModelError: If the model cannot be run on the meta device.
         """
-        shape = batch_size, seq_len, loss, adapter_kernels, is_check, lora_paths
-        if shape not in self._costs:
-            try:
+        shape = batch_size, seq_len, loss, adapter_kernels, lora_paths
+        try:
+            if shape not in self._costs:
                 with (
                     _loss_as(loss, self.model),
-                    adapter_kernels_as(adapter_kernels, self.layers, is_check, lora_paths),
+                    adapter_kernels_as(adapter_kernels, self.layers, False, lora_paths),
                 ):
                     self._costs[shape] = step_cost(
                         self.model, self.layers, batch_size, seq_len, self._left_out
                     )
-            except _UnlikeError:
-                self._make(is_whole=True)
-                return self.cost(*shape)
-            except (RuntimeError, NotImplementedError) as error:
-                name, config = type(self.model).__name__, self.model.config
-                raise UnsupportedModelError(
-                    f"expected a model whose operators run on shapes alone, found {name} of "
-                    f"{config.model_type!r}, which does not: {error}"
-                ) from error
-        return self._costs[shape]
+            cost, calls = self._costs[shape]
+            if with_check and not cost.checked:
+                with adapter_kernels_as(adapter_kernels, self.layers, True, lora_paths):
+                    cost = replace(cost, checked=_layer_costs(self.layers, calls, self._left_out))
+                self._costs[shape] = cost, calls
+        except _UnlikeError:
+            self._make(is_whole=True)
+            return self.cost(*shape, with_check=with_check)
+        except (RuntimeError, NotImplementedError) as error:
+            name, config = type(self.model).__name__, self.model.config
+            raise UnsupportedModelError(
+                f"expected a model whose operators run on shapes alone, found {name} of "
+                f"{config.model_type!r}, which does not: {error}"
+            ) from error
+        return cost
 
 
 @contextmanager
@@ -221,10 +224,13 @@ def step_cost(
     batch_size: int,
     seq_len: int,
     left_out: int = 0,
-) -> StepCost:
+) -> "tuple[StepCost, list[Call]]":
     """Run one micro-batch of full rows on the meta device: a fraction of a second at any depth.
 
     Layers that cost the same are run once; the others hand on a tensor like their input.
+
+    Returns:
+        What it costs, and what each layer was called with.
     """
     tokens = torch.empty((batch_size, seq_len), dtype=torch.long, device="meta")
     live = LiveBytes()
@@ -233,22 +239,31 @@ def step_cost(
     if left_out and not _are_alike(walk.calls[1], walk.calls[2]):
         raise _UnlikeError
     boundary = _num_bytes(walk.calls[0].args[0])
-    costs: dict[object, LayerCost] = {}
-    for layer, call in zip(layers, walk.calls, strict=True):
-        if call.kind not in costs:
-            costs[call.kind] = layer_cost(layer, call.args, call.kwargs)
     others = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for call in walk.calls
         for tensor in _tensors_in((call.args[1:], call.kwargs))
     }
-    return StepCost(
-        layers=lengthen([costs[call.kind] for call in walk.calls], left_out),
+    cost = StepCost(
+        layers=_layer_costs(layers, walk.calls, left_out),
         boundary=boundary,
         shared=sum(others.values()),
         loss_peak=live.peak - walk.num_bytes + boundary,
         inputs=2 * _num_bytes(tokens),
     )
+    return cost, walk.calls
+
+
+@_without_global_hooks()
+def _layer_costs(
+    layers: Sequence[nn.Module], calls: "Sequence[Call]", left_out: int
+) -> list[LayerCost]:
+    """What each layer costs, those left out included; one of each kind is run."""
+    costs: dict[object, LayerCost] = {}
+    for layer, call in zip(layers, calls, strict=True):
+        if call.kind not in costs:
+            costs[call.kind] = layer_cost(layer, call.args, call.kwargs)
+    return lengthen([costs[call.kind] for call in calls], left_out)
 
 
 def _are_alike(call: "Call", other: "Call") -> bool:

@@ -29,12 +29,17 @@ def shorten(model: nn.Module) -> int:
     """
     name, layers = find_layers(model)
     left_out = len(layers) - NUM_LAYERS
-    first = _form(layers[0])
-    if left_out < 1 or any(_form(layer) != first for layer in layers[1:]):
+    if left_out < 1 or not are_alike(layers):
         return 0
     every: Any = model.get_submodule(name)
     del every[NUM_LAYERS:]
     return left_out
+
+
+def are_alike(layers: Sequence[nn.Module]) -> bool:
+    """Whether layers differ in nothing but their index."""
+    first = _form(layers[0])
+    return all(_form(layer) == first for layer in layers[1:])
 
 
 def _form(layer: nn.Module) -> object:

@@ -33,6 +33,7 @@ larger of wire and compute in forward, and again in backward.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -88,11 +89,11 @@ class Shapes:
     dense_layer: int = 0
     """The 4-bit weights of the largest layer, dense."""
 
-    @property
+    @cached_property
     def num_adapter_parameters(self) -> int:
         return sum(number for number, _ in self.adapter_sizes)
 
-    @property
+    @cached_property
     def adapters(self) -> int:
         return sum(size for _, size in self.adapter_sizes)
 
@@ -280,7 +281,11 @@ class _Formula:
         self.optimizer = optimizer_cost(request, shapes.adapter_sizes)
         self.num_layers, size = len(shapes.layers), request.block_size
         starts = range(0, self.num_layers, size)
-        self.blocks = [BlockLayout.join(shapes.layers[first : first + size]) for first in starts]
+        # Layers that are alike are one layout.
+        groups = [shapes.layers[first : first + size] for first in starts]
+        joined = {tuple(map(id, group)): group for group in groups}
+        layouts = {key: BlockLayout.join(group) for key, group in joined.items()}
+        self.blocks = [layouts[tuple(map(id, group))] for group in groups]
         outside = shapes.adapters - sum(shapes.layer_adapters)
         backwards = accumulate(reversed(shapes.layer_adapters), initial=outside)
         # Of trained parts outside the layers most are in the head, whose backward is first.

@@ -30,7 +30,7 @@ from poros.model.inspect import find_frozen, find_layers, require_language_model
 from poros.model.targets import excluded_modules
 from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
 from poros.nf4 import QUANT_TYPES, Format, is_4bit, own, part_tensors
-from poros.planning.depth import shorten
+from poros.planning.depth import are_alike, shorten
 from poros.planning.formula import Shapes, SlicedHead
 
 if TYPE_CHECKING:
@@ -166,8 +166,11 @@ class Recipe:
 
     def make_short(self, *, is_whole: bool = False) -> tuple[Any, int]:
         """The same with four layers if all are alike, and how many were left out."""
-        base = meta_model(self.config, self.quantization, self.dtype, self.vision)
+        base = _plain(self.config, self.dtype, self.vision)
         left_out = 0 if is_whole or self.is_whole else shorten(base)
+        _quantize(base, self.quantization, self.dtype)
+        if left_out and not are_alike(find_layers(base)[1]):
+            return self.make_short(is_whole=True)
         adapters = dict(self.adapters)
         if self.on_language_model:
             adapters = copy.deepcopy(adapters)
@@ -236,8 +239,12 @@ def meta_model(
     Raises:
         UnsupportedModelError: If there is none.
     """
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    model = _plain(config, dtype, vision)
+    _quantize(model, quantization, dtype)
+    return model
 
+
+def _plain(config: "PreTrainedConfig", dtype: torch.dtype, vision: str) -> "PreTrainedModel":
     # The model keeps what it is made from, and notes its quantization there.
     model_class, config = model_class_of(copy.deepcopy(config))
     require_language_model(model_class.__name__, config)
@@ -251,6 +258,16 @@ def meta_model(
             ) from error
         if vision == "drop":
             drop_towers(model)
+    return model
+
+
+def _quantize(
+    model: "PreTrainedModel", quantization: "BitsAndBytesConfig | None", dtype: torch.dtype
+) -> None:
+    """Make a new model on the meta device what loading makes of it."""
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    with one_at_a_time(), _META, _Unfilled():
         if quantization is not None:
             head: Any = model.get_output_embeddings()
             if hasattr(head, "weight"):
@@ -265,7 +282,7 @@ def meta_model(
             quantize_on_meta(model)
             quantizer.postprocess_model(model)
     model.tie_weights()
-    return model.requires_grad_(False)
+    model.requires_grad_(False)
 
 
 def with_adapters(model: "PreTrainedModel", adapters: Mapping[str, "PeftConfig"]) -> nn.Module:

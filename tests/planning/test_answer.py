@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.models import config_of
 from poros.errors import VRAMBudgetError
 from poros.gates import registry, tiny
 from poros.gates.registry import Record, Registry
@@ -83,6 +84,32 @@ def test_the_longest_rows_fit_and_longer_ones_do_not(planner: Planner, share: fl
     assert lengths == sorted(lengths) and lengths[-1] == longest and 256 in lengths
     assert all(point.fits for point in found.lengths)
     assert f"have {longest:,} tokens (the model takes 4,096)" in said(found)
+
+
+@pytest.mark.parametrize("budget", ["8GiB", "9GiB"])
+def test_few_lengths_are_planned_to_find_the_longest(
+    budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = Planner(config_of("qwen2.5-72b"))
+    planned: set[int] = set()
+    find = planner.find
+
+    def noted(request: PlanRequest) -> MemoryPlan | None:
+        planned.add(request.seq_len)
+        return find(request)
+
+    monkeypatch.setattr(planner, "find", noted)
+    found = ask(planner, budget, seq_len=2048)
+    assert found.longest is not None
+    others = planned - {point.seq_len for point in found.lengths}
+    # By halves of 128 steps they are six.
+    assert len(others) <= 3 and found.longest + LENGTH_STEP in others
+    low, high = 0, 32768 // LENGTH_STEP
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = find(replace(found.request, seq_len=middle * LENGTH_STEP)) is not None
+        low, high = (middle, high) if fits else (low, middle)
+    assert found.longest == low * LENGTH_STEP
 
 
 def test_all_positions_fit_or_no_length_does(planner: Planner) -> None:

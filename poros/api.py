@@ -56,8 +56,8 @@ def prepare(model: ModelT, policy: StreamingPolicy | None = None, **overrides: A
 
     Exactness:
         Loss, gradients, adapter weights, optimizer state and random states of a training run are
-        bitwise equal to those of the same model without ``prepare``, on the same machine and
-        software.
+        bitwise equal, on the same machine and software, to those of a resident run with the same
+        loss and kernels; with ``loss="reference"`` and LoRA that is plain transformers and PEFT.
         On a CPU with AVX512-BF16 that model needs bitsandbytes' repacking of weights in eval mode
         switched off, as it is here: repacking rounds the weights.
 

@@ -66,7 +66,7 @@ class SharedCasts:
                     f"{tuple(leaf.shape)} used {count} times (a module that is called twice, or "
                     "several projections of one input?). A resident run casts such a tensor once "
                     "and sums its gradients in the low precision; a streamed run cannot. Train "
-                    "without autocast"
+                    'without autocast, or prepare the model with lane="general"'
                 )
 
     def through(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ class _Carried:
                 "autocast region and backward, found gradients from elsewhere too (a penalty on "
                 "the weights?). A resident run would sum them in the low precision; a streamed run "
                 "cannot. Compute the penalty outside of `torch.autocast`, or call its backward "
-                "separately, or train without autocast"
+                'separately, or prepare the model with lane="general"'
             )
 
 

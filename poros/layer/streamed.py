@@ -192,8 +192,8 @@ class StreamedLayer(LayerBody):
             raise UnsupportedModelError(
                 f"{self.name}: expected one forward per autocast region and backward, found a "
                 "second one. A resident run would sum both gradients in the low precision; a "
-                "streamed run cannot. Give each forward its own `with torch.autocast`, or call "
-                "backward between them"
+                "streamed run cannot. Give each forward its own `with torch.autocast`, call "
+                'backward between them, or prepare the model with lane="general"'
             )
         self._last_call = weakref.ref(call)
         self._last_region = region

@@ -86,7 +86,9 @@ def _policy(dice: Dice, subject: Subject) -> Policy:
         stream_embedding=dice.chance(25),
         stream_head=dice.chance(30),
         loss=dice.weighted({"reference": 3, "chunked": 2}),
-        self_check="off" if is_recorded or lane == "general" else dice.weighted({"strict": 5, "off": 3, "warn": 1}),
+        self_check="off"
+        if is_recorded or lane == "general"
+        else dice.weighted({"strict": 5, "off": 3, "warn": 1}),
         kernels="fused" if subject.kind == "dora" and dice.chance(70) else "exact",
         recorded=is_recorded,
         lane=lane,

@@ -22,7 +22,11 @@ from poros.layer.call import LayerCall
 from poros.layer.compiled import refuse_outer_graph
 from poros.layer.condition import Condition
 from poros.layer.general import RecomputedCall
-from poros.layer.refused_calls import refuse_copy, require_harmless
+from poros.layer.refused_calls import (
+    refuse_copy,
+    require_harmless,
+    require_saved_tensor_hooks,
+)
 from poros.layer.remat import rematerialize
 from poros.layer.side_outputs import RECORDABLE, recorded_outputs
 from poros.slots.schedule import Phase
@@ -45,6 +49,8 @@ class StreamedLayer(LayerBody):
         in_place = self.context.in_place
         if in_place is not None and torch.is_grad_enabled() and (other := in_place()) is not None:
             return other.call(self, args, kwargs)
+        if torch.is_grad_enabled():
+            require_saved_tensor_hooks(self.name)
         condition = self.condition()
         if not torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):
@@ -52,7 +58,8 @@ class StreamedLayer(LayerBody):
             return self._infer(args, kwargs, condition)
         if self.index == 0:
             refuse_outer_graph(self.name)
-        self._refuse_recorded_outputs()
+        if not self.context.is_general:
+            self._refuse_recorded_outputs()
         given = (args, kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
@@ -61,6 +68,8 @@ class StreamedLayer(LayerBody):
         if self.weights.is_pinned:
             return self._keep_recorded(args, kwargs, condition)
         if self.context.is_general:
+            if not condition.parameters:
+                self._refuse_frozen_adapters()
             return RecomputedCall(self, args, kwargs, condition).forward(args, kwargs)
         call = LayerCall(self, args, kwargs, condition)
         if not call.parameters:

@@ -216,8 +216,7 @@ class RecomputedCall:
         return saved
 
     def _unpack(self, kept: Any) -> torch.Tensor:
-        if isinstance(kept, _Packed):
-            assert self._through is not None
+        if isinstance(kept, _Packed) and self._through is not None:
             found: torch.Tensor = self._undrawn(self._through[1], kept.kept)
             if not torch.equal(_sums(found), kept.sums):
                 raise RematerializationError(

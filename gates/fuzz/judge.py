@@ -26,6 +26,7 @@ from poros.gates.fuzz.models import Models
 from poros.gates.fuzz.program import Program
 from poros.gates.tape import TapeRecorder
 from poros.layer.call import LayerCall
+from poros.layer.general import RecomputedCall
 from poros.layer.streamed import is_streamed
 from poros.self_check.compare import bits, differing
 from poros.streams import StreamContext, streams_for
@@ -153,7 +154,7 @@ class _Finish:
 
 def _num_calls() -> int:
     """Calls of streamed layers that are alive."""
-    return sum(type(instance) is LayerCall for instance in gc.get_objects())
+    return sum(type(instance) in (LayerCall, RecomputedCall) for instance in gc.get_objects())
 
 
 def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
@@ -176,6 +177,7 @@ def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
                 loss=policy.loss,
                 adapter_kernels=policy.kernels,
                 self_check=policy.self_check,
+                lane=policy.lane,
                 device="cpu",
             ),
             streams=streams,

@@ -33,12 +33,12 @@ from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import Differentiate, MicroBatch, backward
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether
-from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import Around, Gradients, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.layer.rng import RngStash
 from poros.layer.settings import Settings
+from poros.layer.start import Start
 
 if TYPE_CHECKING:
     from poros.layer.condition import Condition

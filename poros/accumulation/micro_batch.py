@@ -30,7 +30,6 @@ from poros.accumulation.calls import INPUT, Call, is_fixed
 from poros.accumulation.cuts import Cut, Unread
 from poros.accumulation.draws import NONE
 from poros.accumulation.reasons import OTHER_VALUES, NotTogether, Stopped
-from poros.accumulation.start import Start
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.watching import (
     Collector,
@@ -43,6 +42,7 @@ from poros.accumulation.watching import (
 from poros.errors import PorosError, UnsupportedModelError
 from poros.layer.rng import RngStash
 from poros.layer.side_outputs import is_recording, shared_mappings
+from poros.layer.start import Start
 
 if TYPE_CHECKING:
     from poros.layer.condition import Condition

@@ -5,6 +5,7 @@ stay on the device, and adapters. A recomputation has to find all of them, and t
 them, as the forward has found them.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,8 @@ from poros.layer.staying import Staying, StayingState
 from poros.layer.visit import BlockVisit, Visits
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
+
+logger = logging.getLogger(__name__)
 
 
 class InPlace(Protocol):
@@ -70,6 +73,7 @@ class ModelContext:
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
         is_general: Whether all layers that recompute do so in the graph of their forward.
         captures: Visits that are recorded and replayed; None if all of them run.
+        fallbacks: What was not as usual, one line each; each was logged once.
         in_place: Gives what is called in place of layers, if that is still there.
         is_confined: Whether layers, called by others than the model's code, would be called in an
             autocast region that ends with the model; None when the model's code calls them.
@@ -102,8 +106,15 @@ class ModelContext:
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
         self.captures: Captures | None = None
         self.is_general = False
+        self.fallbacks: list[str] = []
         self.in_place: Callable[[], InPlace | None] | None = None
         self.is_confined: bool | None = None
+
+    def fall_back(self, what: str, why: str) -> None:
+        """Note that something is not as usual, and log it once."""
+        if what not in self.fallbacks:
+            self.fallbacks.append(what)
+            logger.warning("poros: %s: %s", what, why)
 
     @contextmanager
     def confined(self, is_confined: bool) -> Iterator[None]:

@@ -12,7 +12,12 @@ A saved tensor that lies in a slot is kept as the block and the view of the slot
 it has the block acquired first, so that an operator may run whenever autograd wants it to.
 
 Nothing is stopped early: hooks on modules inside a layer run twice per step, once in the forward
-and once in the recomputation, and the random states behind both are compared.
+and once in the recomputation, and the random states behind both are compared. Where there are such
+hooks, the random states are Python's and NumPy's too, and so are sums over the saved tensors: what
+a hook draws from a generator of its own is noticed.
+
+Where the caller has saved-tensor hooks of his own around the forward (``save_on_cpu``), these keep
+what they are given, as in a resident model, and nothing is recomputed.
 """
 
 from collections import UserDict
@@ -35,9 +40,12 @@ from poros.layer.body import LayerBody
 from poros.layer.casts import require_current
 from poros.layer.condition import Condition
 from poros.layer.rng import RngStash
+from poros.layer.start import Start
 from poros.layer.state import AmbientState
 from poros.layer.unchanged import require_unchanged
 from poros.slots.schedule import Phase
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -55,6 +63,13 @@ class _InSlot(NamedTuple):
     """Stands in the graph for a saved tensor that lies in a slot."""
 
     tensor: torch.Tensor
+
+
+class _Packed(NamedTuple):
+    """Stands in the graph for a saved tensor that the caller's own hooks keep."""
+
+    kept: Any
+    sums: torch.Tensor
 
 
 class RecomputedCall:
@@ -88,6 +103,10 @@ class RecomputedCall:
             for key, value in kwargs.items()
         }
         self._ambient = AmbientState.capture(layer.device, condition.training)
+        # Code of the user inside the layer may draw from anywhere.
+        self._is_watched = condition.has_hooks
+        self._start = (Start if self._is_watched else RngStash).capture(layer.device)
+        self._sums: list[torch.Tensor] = []
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._task: int | None = None
@@ -131,7 +150,7 @@ class RecomputedCall:
         # What the layer has changed now it will change again.
         contents.attributes.disregard(self._condition.attributes)
         contents.note_names()
-        self._rng_end = RngStash.capture(layer.device)
+        self._end = self._start.capture(layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
         self._staying = layer.staying(self._condition.frozen)
         outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
@@ -139,9 +158,23 @@ class RecomputedCall:
         begin, acquire = _weakly(self._begin), partial(layer.weights.lease, Phase.BACKWARD)
         for output in outputs:
             output.grad_fn.register_prehook(begin)
-        readers, casts = _walk(outputs, first, self._memory)
+        readers, casts = _walk(outputs, first)
         for node in readers:
             node.register_prehook(lambda _: acquire())
+            if self._keeps(node):
+                layer.context.fall_back(
+                    f"activations kept by {type(node)._forward_cls.__qualname__}",
+                    "it keeps tensors in attributes of its context, which are not recomputed: "
+                    "those of all layers are there at once. With ctx.save_for_backward they are "
+                    "not",
+                )
+        if self._through is not None:
+            layer.context.fall_back(
+                "saved tensors kept by hooks of the caller",
+                "saved-tensor hooks around the forward (save_on_cpu?) keep what layers save, so "
+                "nothing is recomputed, and copies of their weights are kept as well. Without "
+                "these hooks both are left away",
+            )
         reused = [
             (cast, parameter) for parameter in casts if (cast := cached_cast(parameter)) is not None
         ]
@@ -151,20 +184,48 @@ class RecomputedCall:
     def _begin(self, _: object) -> None:
         """The backward begins: hooks on what the layer gave have run, those inside have not."""
         task = torch._C._current_graph_task_id()
-        if task != self._task and not torch.is_grad_enabled():
+        if self._saved and task != self._task and not torch.is_grad_enabled():
             self._values = {}
             self._values = self._recompute()
             self._task = task
 
+    def _keeps(self, node: Any) -> bool:
+        """Whether a function of others holds activations by itself."""
+        known = {each.data_ptr() for each in self._module.parameters()} if self._module else set()
+        return any(
+            _is_tensor(held)
+            and held.is_floating_point()
+            and not _lies_in(held, self._memory)
+            and held.data_ptr() not in known
+            for held in tree_leaves(list(vars(node).values()))
+        )
+
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if _lies_in(tensor, self._memory):
+        is_in_slot = _lies_in(tensor, self._memory)
+        if self._through is not None:
+            # A copy, because what the hooks do with it is unknown.
+            kept = self._undrawn(self._through[0], tensor.clone() if is_in_slot else tensor)
+            return _Packed(kept, _sums(tensor))
+        if is_in_slot:
             return _InSlot(tensor.detach() if tensor.requires_grad else tensor)
+        if self._is_watched:
+            self._sums.append(_sums(tensor))
         saved = _Saved(len(self._saved))
         self._saved.append(ref(saved))
         self._forms.append((tensor.shape, tensor.dtype))
         return saved
 
     def _unpack(self, kept: Any) -> torch.Tensor:
+        if isinstance(kept, _Packed) and self._through is not None:
+            found: torch.Tensor = self._undrawn(self._through[1], kept.kept)
+            if not torch.equal(_sums(found), kept.sums):
+                raise RematerializationError(
+                    f"{self.layer.name}: expected saved-tensor hooks around the forward to give "
+                    "back what they were given, found other values. A resident model saves other "
+                    "tensors, so what such hooks change cannot be had exactly; use hooks that "
+                    "change nothing, or call poros.restore(model) and train this one resident"
+                )
+            return found
         task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled() and task >= 0:
             raise RematerializationError(
@@ -173,20 +234,23 @@ class RecomputedCall:
             )
         if isinstance(kept, _InSlot):
             self.layer.weights.lease(Phase.BACKWARD)
-            return self._as_user_keeps(kept.tensor)
+            return kept.tensor
         if task != self._task or kept.number not in self._values:
             self._values = {}
             self._values = self._recompute()
             self._task = task
-        return self._as_user_keeps(self._values.pop(kept.number))
+        return self._values.pop(kept.number)
 
-    def _as_user_keeps(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the saved-tensor hooks around the forward make of ``tensor``, if there are any."""
-        if self._through is None:
-            return tensor
-        pack, unpack = self._through
-        kept: torch.Tensor = unpack(pack(tensor))
-        return kept
+    def _undrawn(self, hook: Callable[[Any], Any], value: Any) -> Any:
+        """What the hook makes of ``value``; a resident model calls it for other tensors."""
+        before = RngStash.capture(self.layer.device)
+        made = hook(value)
+        if not before.equals(RngStash.capture(self.layer.device)):
+            raise RematerializationError(
+                f"{self.layer.name}: expected saved-tensor hooks that draw no random numbers, "
+                "found one that does; it would draw others than in a resident model"
+            )
+        return made
 
     def _recompute(self) -> dict[int, torch.Tensor]:
         """Run the layer once more; what its operators save, by number."""
@@ -200,6 +264,7 @@ class RecomputedCall:
             )
         values: dict[int, torch.Tensor] = {}
         forms: list[tuple[torch.Size, torch.dtype]] = []
+        sums: list[torch.Tensor] = []
 
         def store(tensor: torch.Tensor) -> None:
             tensor = values_of(tensor)
@@ -207,6 +272,8 @@ class RecomputedCall:
                 return
             number = len(forms)
             forms.append((tensor.shape, tensor.dtype))
+            if self._is_watched:
+                sums.append(_sums(tensor))
             if number < len(self._saved) and self._saved[number]() is not None:
                 values[number] = tensor.detach()
 
@@ -223,12 +290,13 @@ class RecomputedCall:
             with (
                 layer.context.watching_graph() or nullcontext(),
                 layer.visit(Phase.BACKWARD, ()),
-                self._ambient.replay(contents.modules()),
+                self._ambient.but_random(contents.modules()),
+                self._start.replay(),
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(store, _refuse_backward),
             ):
                 result = layer.run(args, kwargs)
-                ends_alike = self._rng_end.equals(RngStash.capture(layer.device))
+                ends_alike = self._end.equals(self._start.capture(layer.device))
             if tally is not None:
                 tally.settle()
         finally:
@@ -246,22 +314,27 @@ class RecomputedCall:
                 f"saved, found {_first_difference(self._forms, forms)}; the layer depends on state "
                 "that is not its input"
             )
+        if sums and not torch.equal(torch.cat(sums), torch.cat(self._sums)):
+            raise RematerializationError(
+                f"{layer.name}: expected the recomputation to save the values that the forward "
+                "saved, found others; a hook inside the layer depends on state that is not its "
+                "input (a generator of its own, a counter?)"
+            )
         # What hooks write down in it meanwhile belongs to the layer, as in its forward.
         noted = partial(contents.attributes.disregard, self._condition.attributes)
         layer.weights.lease(Phase.BACKWARD, noted if self._condition.hooks else None)
         return values
 
 
-def _walk(outputs: Sequence[torch.Tensor], first: int, memory: int) -> tuple[list[Any], list[Any]]:
-    """The nodes of a layer that keep a tensor of its slot as they like; parameters cast before.
+def _walk(outputs: Sequence[torch.Tensor], first: int) -> tuple[list[Any], list[Any]]:
+    """The nodes of a layer that may keep a slot's tensor as they like; parameters cast before.
 
-    The former are of functions in Python, such as bitsandbytes' 4-bit matmul; of the latter it uses
-    a cast of autocast's, or somebody's, from before it was called.
+    The former are of functions of others in Python, such as bitsandbytes' 4-bit matmul; of the
+    latter it uses a cast of autocast's, or somebody's, from before it was called.
 
     Args:
         outputs: Of a layer, with their graph.
         first: Nodes below this number are not of the layer.
-        memory: Address of the slot.
     """
     readers, casts, seen = [], [], set()
     queue: list[Any] = [output.grad_fn for output in outputs]
@@ -275,18 +348,28 @@ def _walk(outputs: Sequence[torch.Tensor], first: int, memory: int) -> tuple[lis
                 casts.append(node.next_functions[0][0].variable)
             continue
         queue += [following for following, _ in node.next_functions]
-        if isinstance(node, BackwardCFunction) and _holds(node, memory):
+        if isinstance(node, BackwardCFunction) and not _is_ours(node):
             readers.append(node)
     return readers, casts
 
 
-def _holds(node: Any, memory: int) -> bool:
-    """Whether an attribute of the node, or a part of one, is a tensor of the slot."""
-    for held in vars(node).values():
-        for each in held if type(held) in (tuple, list) else (held,):
-            if _is_tensor(each) and _lies_in(each, memory):
-                return True
-    return False
+def _is_ours(node: Any) -> bool:
+    """Whether a node keeps tensors by ``save_for_backward`` alone, for sure."""
+    return str(type(node)._forward_cls.__module__).startswith("poros.")
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the bits of ``tensor``, by its last dimension and by all the others; int64, flat.
+
+    Equal for equal bits in any order of summation; of values that have changed places, others.
+    """
+    if tensor.layout is not torch.strided:
+        return torch.empty(0, dtype=torch.int64, device=tensor.device)
+    bits = tensor.detach()
+    bits = torch.view_as_real(bits) if bits.is_complex() else bits
+    bits = bits.view(_INTEGERS[bits.element_size()])
+    rows = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
+    return torch.cat([rows.sum(dimension, dtype=torch.int64) for dimension in (0, 1)])
 
 
 def _weakly(method: Any) -> Callable[[Any], None]:

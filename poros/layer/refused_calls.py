@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import torch
 
-from poros.errors import PreparedModelError
+from poros.errors import PreparedModelError, UnsupportedModelError
 
 
 def require_harmless(
@@ -33,3 +33,13 @@ def refuse_copy(what: str) -> NoReturn:
         "host memory once and streams through slots of its own. Call poros.restore(model) first, "
         "and poros.prepare on what you copied"
     )
+
+
+def require_saved_tensor_hooks(name: str) -> None:
+    """Raise ``UnsupportedModelError`` within torch.func.grad and its like, for layer ``name``."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        raise UnsupportedModelError(
+            f"{name}: expected saved-tensor hooks to be allowed, found them disabled, as within "
+            "torch.func.grad and vjp: recomputation needs them. Use torch.autograd.grad, or call "
+            "poros.restore(model) and differentiate the resident model"
+        )

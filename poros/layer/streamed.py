@@ -22,7 +22,11 @@ from poros.layer.call import LayerCall
 from poros.layer.compiled import refuse_outer_graph
 from poros.layer.condition import Condition
 from poros.layer.general import RecomputedCall
-from poros.layer.refused_calls import refuse_copy, require_harmless
+from poros.layer.refused_calls import (
+    refuse_copy,
+    require_harmless,
+    require_saved_tensor_hooks,
+)
 from poros.layer.remat import rematerialize
 from poros.layer.side_outputs import RECORDABLE, recorded_outputs
 from poros.slots.schedule import Phase
@@ -45,6 +49,8 @@ class StreamedLayer(LayerBody):
         in_place = self.context.in_place
         if in_place is not None and torch.is_grad_enabled() and (other := in_place()) is not None:
             return other.call(self, args, kwargs)
+        if torch.is_grad_enabled():
+            require_saved_tensor_hooks(self.name)
         condition = self.condition()
         if not torch.is_grad_enabled():
             for value in (*args, *kwargs.values()):

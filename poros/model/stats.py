@@ -98,6 +98,7 @@ def collect(
         "num_groups": grouped.num_groups if grouped is not None else 0,
         "fallbacks": host.fallbacks
         + offloader.fallbacks
+        + runtime.context.fallbacks
         + rows.fallbacks
         + [f"adapters ran as PEFT has them: {reason}" for reason in unfused]
         + [f"visits were not replayed: {reason}" for reason in eager if reason not in EXPECTED]

@@ -43,7 +43,14 @@ class Row:
     subject: Subject = S.NO_DROPOUT
     is_accepted: bool = True
     """By a resident model."""
+    is_exact: bool = False
+    """In the general lane."""
     after: Program = P.STEP
+
+    def accepted(self, model: Model) -> object:
+        """The same without a refusal; what comes behind it finds the gradients."""
+        list(self.provocation(model))
+        return self.after(model)
 
     def program(self, model: Model) -> object:
         steps = self.provocation(model)
@@ -59,6 +66,7 @@ class Row:
         return self.after(model)
 
 
+GENERAL: dict[str, Any] = {"lane": "general", "self_check": "off"}
 SHARED = S.small("gemma4_shared_kv", num_layers=4)
 REMAT, UNSUPPORTED, PREPARED = RematerializationError, UnsupportedModelError, PreparedModelError
 MEETING = {
@@ -95,8 +103,10 @@ def rows() -> Iterator[Row]:
     yield Row("backward inside disable_adapter", inside, REMAT, "adapters", S.PLAIN, False)
     yield Row("vanishing hook", V.vanishing_hook, REMAT, r"layers\.1: .*hooks")
     match = r"layers\.1: .*elsewhere"
-    yield Row("trainable from outside", V.trainable_from_outside, UNSUPPORTED, match)
-    yield Row("activation in the loss", V.loss_on_an_activation, PREPARED, "inside the layer")
+    exact: dict[str, Any] = {"is_exact": True}
+    yield Row("trainable from outside", V.trainable_from_outside, UNSUPPORTED, match, **exact)
+    inner = V.loss_on_an_activation
+    yield Row("activation in the loss", inner, PREPARED, "inside the layer", **exact)
     match = r"layers\.1\.self_attn\.o_proj\.base_layer\.bias"
     yield Row("a bias that came later edited", V.edit_of_a_new_bias, REMAT, match)
     match = r"layers\.0: .*in place"
@@ -106,35 +116,48 @@ def rows() -> Iterator[Row]:
     yield Row("base weight made trainable", made, PREPARED, match, S.DENSE, False)
     # Gradients that a resident run sums in the low precision.
     fp32 = S.FP32_NO_DROPOUT
-    regions = {"after": P.STEP_UNDER_AUTOCAST}
+    regions = {"after": P.STEP_UNDER_AUTOCAST, **exact}
     match = r"layers\.\d: .*autocast.*penalty"
     for name, program in MEETING.items():
         yield Row(f"penalty {name}", V.run(program), UNSUPPORTED, match, fp32, **regions)
     together = V.run(R.forwards_in_one_region)
     yield Row("forwards in one region", together, UNSUPPORTED, "autocast region", fp32, **regions)
     match = r"layers\.1: .*twice.*without autocast"
-    yield Row("called twice", V.forward_under_autocast, UNSUPPORTED, match, S.called_twice)
-    provocation, match = V.forward_under_autocast, "lora_A.*autocast"
+    provocation = V.forward_under_autocast
+    yield Row("called twice", provocation, UNSUPPORTED, match, S.called_twice, **exact)
+    match = "lora_A.*autocast"
     for name, subject in {"within": S.tied_within, "across": S.tied_across}.items():
-        yield Row(f"tied {name} layers", provocation, UNSUPPORTED, match, subject, after=P.train)
+        refused = UNSUPPORTED, match, subject
+        yield Row(f"tied {name} layers", provocation, *refused, after=P.train, **exact)
     # By the side.
     for name in ("gemma4", "mixtral"):
         subject = S.small(name, attn_implementation="eager")
         provocation, match = V.run(V.attentions), "attentions cannot be recorded"
-        after = V.attentions_without_gradients
-        yield Row(f"attentions of {name}", provocation, UNSUPPORTED, match, subject, after=after)
+        after = {"after": V.attentions_without_gradients, **exact}
+        yield Row(f"attentions of {name}", provocation, UNSUPPORTED, match, subject, **after)
     for kind in (list, dict, set):
         provocation = V.with_argument(lambda kwargs, kind=kind: kwargs.update(findings=kind()))  # type: ignore[misc]
         match = rf"'findings' of .*layers\.1.* {kind.__name__}"
-        yield Row(f"a {kind.__name__} as argument", provocation, UNSUPPORTED, match, S.PLAIN)
+        refused = UNSUPPORTED, match, S.PLAIN
+        is_exact = kind is not set
+        yield Row(f"a {kind.__name__} as argument", provocation, *refused, is_exact=is_exact)
     provocation = V.with_argument(lambda kwargs: kwargs["shared_kv_states"].update(notes=[]))
     match = r"shared_kv_states\['notes'\].* list"
-    yield Row("a list in shared states", provocation, UNSUPPORTED, match, SHARED)
+    yield Row("a list in shared states", provocation, UNSUPPORTED, match, SHARED, **exact)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in rows()])
+ROWS = [pytest.param(row, id=row.name) for row in rows()]
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_it_is_refused_and_then_all_is_well(row: Row, residents: Residents) -> None:
     assert residents.compare(row.subject, row.program) == {}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_in_the_general_lane_it_is_refused_or_exact(row: Row, residents: Residents) -> None:
+    program = row.accepted if row.is_exact else row.program
+    assert residents.compare(row.subject, program, **GENERAL) == {}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +175,15 @@ def test_a_layer_that_differs_when_recomputed_is_refused(
     next(steps)
     with pytest.raises(RematerializationError, match=match):
         next(steps)
+
+
+def test_a_result_that_nobody_reads_again_does_not_matter(residents: Residents) -> None:
+    """In the general lane only what operators save comes from the recomputation."""
+
+    def program(model: Model) -> None:
+        list(V.grown_state(model))
+
+    assert residents.compare(V.growing, program, **GENERAL) == {}
 
 
 # Controls: without a change nothing raises, and what is let through differs.

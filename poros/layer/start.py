@@ -1,12 +1,14 @@
-"""The random states at which the code of a micro-batch begins: PyTorch's, Python's and NumPy's."""
+"""The random states at which code of the user begins: PyTorch's, Python's and NumPy's."""
 
 import random
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from poros.layer.rng import RngStash
+from poros.layer.within import Within
 
 
 class Start(NamedTuple):
@@ -20,6 +22,15 @@ class Start(NamedTuple):
     def capture(cls, device: torch.device) -> "Start":
         """The states now."""
         return cls(RngStash.capture(device), random.getstate(), np.random.get_state())
+
+    def replay(self) -> AbstractContextManager[object]:
+        """Run the body from these states; afterwards all are as they were before it."""
+
+        def fill(stack: ExitStack) -> None:
+            stack.callback(Start.capture(self.pytorch.device).restore)
+            self.restore()
+
+        return Within(fill)
 
     def restore(self) -> None:
         """Have these states from now on."""

@@ -34,6 +34,7 @@ from poros.layer.args import PLAIN
 from poros.layer.body import LayerBody
 from poros.layer.casts import require_current
 from poros.layer.condition import Condition
+from poros.layer.layer_index import Adapter
 from poros.layer.rng import RngStash
 from poros.layer.state import AmbientState
 from poros.layer.unchanged import require_unchanged
@@ -65,6 +66,7 @@ class RecomputedCall:
         args: Its arguments; mutable ones are copied, and the layer gets the copies' originals.
         kwargs: Likewise.
         condition: What decides what it computes, as it is now.
+        adapters: Places whose stand-ins are to be there instead of the parameters.
 
     Raises:
         UnsupportedModelError: If an argument may be written to by the side.
@@ -76,8 +78,10 @@ class RecomputedCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         condition: Condition,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         self.layer = layer
+        self._adapters = adapters
         self._condition = condition
         self._module = layer.module()  # lives as long as its graph, as the parameters do
         self._args = tuple(
@@ -117,7 +121,7 @@ class RecomputedCall:
         self._versions = _versions(self._given)
         first = torch._C._autograd._get_sequence_nr()
         with (
-            layer.visit(Phase.FORWARD, ()) as slot,
+            layer.visit(Phase.FORWARD, self._adapters) as slot,
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
         ):
             self._memory = slot.untyped_storage().data_ptr()
@@ -222,7 +226,7 @@ class RecomputedCall:
                 tally.begin(is_unwatched and not torch._C._len_torch_dispatch_stack())
             with (
                 layer.context.watching_graph() or nullcontext(),
-                layer.visit(Phase.BACKWARD, ()),
+                layer.visit(Phase.BACKWARD, self._adapters),
                 self._ambient.replay(contents.modules()),
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(store, _refuse_backward),

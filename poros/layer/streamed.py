@@ -9,6 +9,7 @@ Note: Interception
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -60,8 +61,11 @@ class StreamedLayer(LayerBody):
             condition = self.condition()
         if self.weights.is_pinned:
             return self._keep_recorded(args, kwargs, condition)
+        check = self.context.check
         if self.context.is_general:
-            return RecomputedCall(self, args, kwargs, condition).forward(args, kwargs)
+            recomputed = RecomputedCall(self, args, kwargs, condition)
+            run_recomputed = partial(recomputed.forward, args, kwargs)
+            return check(self.index, None, run_recomputed, given) if check else run_recomputed()
         call = LayerCall(self, args, kwargs, condition)
         if not call.parameters:
             self._refuse_frozen_adapters()
@@ -71,7 +75,6 @@ class StreamedLayer(LayerBody):
 
         if call.needs_gradient and call.ambient.is_autocast:
             self._refuse_shared_casts(call)
-        check = self.context.check
         return run() if check is None else check(self.index, call, run, given)
 
     def _keep_recorded(

@@ -95,7 +95,7 @@ class RecomputedCall:
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._task: int | None = None
-        self._values: dict[int, torch.Tensor] = {}
+        self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._through: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -182,7 +182,14 @@ class RecomputedCall:
             self._values = {}
             self._values = self._recompute()
             self._task = task
-        return self._as_user_keeps(self._values.pop(kept.number))
+        tensor, version = self._values.pop(kept.number)
+        if _versions([tensor]) != [version]:
+            raise RematerializationError(
+                f"{self.layer.name}: expected a layer to leave alone what its backward needs, "
+                f"found a tensor of shape {tuple(tensor.shape)} written to in place after an "
+                "operator had saved it; autograd refuses that in a resident model. Write to a copy"
+            )
+        return self._as_user_keeps(tensor)
 
     def _as_user_keeps(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the saved-tensor hooks around the forward make of ``tensor``, if there are any."""
@@ -192,8 +199,8 @@ class RecomputedCall:
         kept: torch.Tensor = unpack(pack(tensor))
         return kept
 
-    def _recompute(self) -> dict[int, torch.Tensor]:
-        """Run the layer once more; what its operators save, by number."""
+    def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
+        """Run the layer once more; what its operators save, by number, and its version then."""
         layer, contents = self.layer, self._condition.contents
         require_unchanged(layer, self._condition, self._staying)
         if self._versions != _versions(self._given):
@@ -202,7 +209,7 @@ class RecomputedCall:
                 "between forward and backward, so the forward cannot be recomputed; edit it after "
                 "backward"
             )
-        values: dict[int, torch.Tensor] = {}
+        values: dict[int, tuple[torch.Tensor, int]] = {}
         forms: list[tuple[torch.Size, torch.dtype]] = []
 
         def store(tensor: torch.Tensor) -> None:
@@ -212,7 +219,7 @@ class RecomputedCall:
             number = len(forms)
             forms.append((tensor.shape, tensor.dtype))
             if number < len(self._saved) and self._saved[number]() is not None:
-                values[number] = tensor.detach()
+                values[number] = (tensor.detach(), *_versions([tensor]))
 
         args = self._args
         if self._offloaded is not None:

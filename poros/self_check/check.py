@@ -30,6 +30,7 @@ Note: Layers that do not repeat themselves
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -215,8 +216,7 @@ class SelfCheck:
         condition = streamed_layer(evidence.layer).condition()
         token = _active_collector.set(None)
         try:
-            # Hooks on saved tensors are for the graph that goes on.
-            with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            with _without_saved_tensors_hooks():
                 mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch_apart(
                     index, evidence
                 )
@@ -356,7 +356,7 @@ class SelfCheck:
             # resident run needs the memory.
             for number, repeated in evidence.call.repeated.items():
                 gradients[id(arguments[number])] = _sum(repeated.terms)
-        for name, tensor in resident.sources:
+        for name, tensor in evidence.sources:
             streamed[f"gradient of {name}"] = gradients.get(id(tensor))
         return self._explained(index, evidence, incoming, resident, evidence.comparable(streamed))
 
@@ -366,8 +366,8 @@ class SelfCheck:
         Its forward is compared as it was.
         """
         incoming = evidence.drawn_gradients(self._device)
+        again = self._runs.streamed(evidence, incoming, is_steady=False)
         resident = self._runs.resident(index, evidence, incoming)
-        again = self._runs.streamed(evidence, incoming, resident, is_steady=False)
         disturbed = first_difference(
             forward_values({}, resident.rng_backward), forward_values({}, again.rng_backward)
         )
@@ -442,7 +442,7 @@ class SelfCheck:
             return None
         kernels = Kernels.DETERMINISTIC_ATTENTION
         expected = self._runs.resident(index, evidence, incoming, kernels)
-        proof = self._runs.streamed(evidence, incoming, expected, is_steady=True)
+        proof = self._runs.streamed(evidence, incoming, is_steady=True)
         difference = first_difference(expected.values, proof.values)
         if difference is None:
             differs = first_difference(resident.values, again.values) is not None
@@ -489,8 +489,11 @@ class Unsteady(NamedTuple):
     streamed: dict[str, Any]
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _without_saved_tensors_hooks() -> AbstractContextManager[object]:
+    """Those of the user are for the graph that goes on."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()  # any at all would switch off autograd's own check of versions
+    return torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
 
 
 def _sum(terms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -46,8 +46,8 @@ class Evidence:
     input_versions: list[int]
     """How often each was edited in place, as PyTorch counts."""
     parameters: list[nn.Parameter]
-    trained: set[int]
-    """Ids of all that was trained in the layer, whatever the recomputation saw of it."""
+    trained: dict[str, nn.Parameter]
+    """All that was trained in the layer, whatever the recomputation saw of it."""
     recorded: list[str]
     """What transformers recorded inside layers at the time, what layers return aside."""
     rng: list[torch.Tensor]
@@ -92,7 +92,7 @@ class Evidence:
             are_leaves=[tensor.is_leaf for tensor in inputs],
             input_versions=_versions(inputs),
             parameters=[] if call is None else list(call.parameters),
-            trained={id(parameter) for parameter in layer.parameters() if parameter.requires_grad},
+            trained={name: each for name, each in layer.named_parameters() if each.requires_grad},
             recorded=recorded,
             rng=random_states(device),
             autocast=[
@@ -166,6 +166,15 @@ class Evidence:
                     stack.enter_context(torch.autocast(device_type, enabled=False))
 
         return Within(fill)
+
+    @property
+    def sources(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and originals of what gradients are taken for."""
+        named_inputs = ((f"input {n}", tensor) for n, tensor in enumerate(self.inputs))
+        return [
+            *((name, tensor) for name, tensor in named_inputs if tensor.requires_grad),
+            *self.trained.items(),
+        ]
 
     @property
     def has_cache(self) -> bool:

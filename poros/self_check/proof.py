@@ -64,8 +64,6 @@ class Outcome(NamedTuple):
 
     values: dict[str, Any]
     """Outputs, whether they need a gradient, random states at the end, gradients."""
-    sources: list[tuple[str, torch.Tensor]]
-    """Names and originals of what gradients were taken for."""
     rng_backward: Sequence[torch.Tensor]
     """The random states behind its backward."""
     may_vary: bool = False
@@ -122,7 +120,7 @@ class Runs:
         with (
             unchanged_flags(),
             _repeating(kernels),
-            self._ordinary(index, evidence) as (forward, adapters),
+            self._ordinary(index, evidence) as (forward, proxies),
         ):
             with evidence.state(self._device):
                 token = _active_collector.set(record)
@@ -134,33 +132,19 @@ class Runs:
                     _active_collector.reset(token)
                 rng_end = random_states(self._device)
             outputs = dict(named_outputs(result, written(kwargs, before), record))
-            sources = [
-                (f"input {number}", tensor, leaves[id(tensor)])
-                for number, tensor in enumerate(evidence.inputs)
-                if tensor.requires_grad
-            ]
-            sources += adapters
-            wanted = [leaf for *_, leaf in sources]
+            sources = leaves | proxies
+            wanted = [sources[id(original)] for _, original in evidence.sources]
             gradients, rng_backward = self._gradients(outputs, evidence, incoming, wanted)
-        values = _values(outputs, rng_end, [name for name, *_ in sources], gradients)
-        del outputs
+        values = _values(outputs, rng_end, evidence, gradients)
         _drop_casts(wanted)
-        return Outcome(
-            evidence.comparable(values),
-            [(name, original) for name, original, _ in sources],
-            rng_backward,
-            attention.may_vary,
-        )
+        return Outcome(values, rng_backward, attention.may_vary)
 
-    def streamed(
-        self, evidence: Evidence, incoming: Incoming, expected: Outcome, is_steady: bool
-    ) -> Outcome:
+    def streamed(self, evidence: Evidence, incoming: Incoming, is_steady: bool) -> Outcome:
         """Run a layer as it is streamed.
 
         Args:
             evidence: Its arguments and the state around it.
             incoming: The gradients that arrive at its outputs.
-            expected: What it is to be compared with; the values get its names.
             is_steady: Whether its attention has to repeat itself.
 
         Streams:
@@ -190,26 +174,24 @@ class Runs:
                 # Whoever reads the slot has to ask for the block.
                 self._forget(layer.weights.block)
             sources = leaves | proxies
-            wanted = [sources.get(id(original), original) for _, original in expected.sources]
+            wanted = [sources.get(id(original), original) for _, original in evidence.sources]
             gradients, rng_backward = self._gradients(outputs, evidence, incoming, wanted)
         self._visits.end_all()
         self._manager.replace(layer.weights.block)
-        values = _values(outputs, rng_end, [name for name, _ in expected.sources], gradients)
-        del outputs
+        values = _values(outputs, rng_end, evidence, gradients)
         _drop_casts(wanted)
-        return Outcome(evidence.comparable(values), expected.sources, rng_backward)
+        return Outcome(values, rng_backward)
 
     @contextmanager
     def _ordinary(
         self, index: int, evidence: Evidence
-    ) -> Iterator[tuple[Callable[..., Any], list[tuple[str, nn.Parameter, nn.Parameter]]]]:
-        """The layer's own forward over freshly loaded frozen tensors, and its adapters.
+    ) -> Iterator[tuple[Callable[..., Any], dict[int, torch.Tensor]]]:
+        """The layer's own forward over freshly loaded frozen tensors, and proxies of its adapters.
 
-        Adapters, those that were trained at the forward, come as name, parameter and proxy:
-        gradients of the proxies run nobody's hooks.
+        These come by the ids of the parameters: gradients of the proxies run nobody's hooks.
         """
         layer = evidence.layer
-        trained = evidence.trained
+        trained = set(map(id, evidence.trained.values()))
         block = index // self._block_size
         slab = self._host.slabs[block]
         memory = self._host.read(block).to(self._device, copy=True)
@@ -217,8 +199,8 @@ class Runs:
             bind_block(self._blocks[block], slab.layout, memory, self._constants).get(index, [])
         )
         places = [
-            (f"{name}.{key}" if name else key, module._parameters, key, parameter)
-            for name, module in layer.named_modules()
+            (module._parameters, key, parameter)
+            for module in layer.modules()
             for key, parameter in module._parameters.items()
             if parameter is not None and (parameter.requires_grad or id(parameter) in trained)
         ]
@@ -232,7 +214,7 @@ class Runs:
         def undo() -> None:
             for take_again in taken_back:
                 take_again()
-            for _, owner, key, parameter in places:
+            for owner, key, parameter in places:
                 owner[key] = parameter
             bindings.swap_out()
 
@@ -242,12 +224,9 @@ class Runs:
             are_own = self._sizer.check_kernels == "peft"
             taken_back.append(use_others(layer.modules(), are_own))
             bindings.swap_in()
-            for _, owner, key, parameter in places:
+            for owner, key, parameter in places:
                 owner[key] = proxies[id(parameter)]
-            adapters = {
-                id(p): (name, p, proxies[id(p)]) for name, _, _, p in places if id(p) in trained
-            }
-            yield partial(streamed_layer(layer).own_forward, layer), list(adapters.values())
+            yield partial(streamed_layer(layer).own_forward, layer), dict(proxies)
 
     def _forget(self, block: int) -> None:
         """Have ``block`` loaded anew, over bytes that cannot pass for its own."""
@@ -374,12 +353,12 @@ def _arguments(
 def _values(
     outputs: dict[str, torch.Tensor],
     rng_end: Sequence[torch.Tensor],
-    names: Sequence[str],
+    evidence: Evidence,
     gradients: Gradients,
 ) -> dict[str, Any]:
     values = forward_values(
         {name: (tensor.detach(), tensor.requires_grad) for name, tensor in outputs.items()}, rng_end
     )
-    for name, gradient in zip(names, gradients, strict=True):
+    for (name, _), gradient in zip(evidence.sources, gradients, strict=True):
         values[f"gradient of {name}"] = gradient
-    return values
+    return evidence.comparable(values)

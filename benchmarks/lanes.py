@@ -6,7 +6,8 @@
 neither records anything. Two slots, rank 16 on the seven projections, fp32 adapters. The arms of a
 cell take turns in one process, several times; a row has the median step of all turns and the
 highest peak that PyTorch allocated, less what it held before the model was prepared. The losses of
-both arms have to be the same bits.
+both arms have to be the same bits, up to about 2,048 tokens: from there on fused attention's
+backward does not repeat itself, so that losses of later steps differ within one arm too.
 """
 
 import argparse
@@ -27,7 +28,9 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def turn(model: Any, tokens: torch.Tensor, policy: dict[str, Any], num_steps: int) -> dict[str, Any]:
+def turn(
+    model: Any, tokens: torch.Tensor, policy: dict[str, Any], num_steps: int
+) -> dict[str, Any]:
     """Some steps of one arm: times in ms, peak in bytes, losses."""
     before = torch.cuda.memory_allocated()
     poros.prepare(model, device="cuda", slots=2, self_check="off", **policy)

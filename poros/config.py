@@ -157,10 +157,17 @@ class StreamingPolicy:
             )
         if self.lane not in LANES:
             raise PolicyError(f"lane: expected one of {', '.join(LANES)}, found {self.lane!r}")
+        if self.lane == "general" and self.cuda_graphs:
+            raise PolicyError('lane: expected "auto" with cuda_graphs=True, found "general"')
         if self.self_check not in SELF_CHECKS:
             raise PolicyError(
                 f"self_check: expected one of {', '.join(SELF_CHECKS)}, found {self.self_check!r}"
             )
+
+    @property
+    def records(self) -> bool | None:
+        """``cuda_graphs``, but for a lane in which nothing is recorded."""
+        return False if self.lane == "general" else self.cuda_graphs
 
     def override(self, **changes: Any) -> "StreamingPolicy":
         """This policy with some fields replaced; unknown names raise ``PolicyError``."""

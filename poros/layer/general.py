@@ -286,12 +286,18 @@ def _walk(outputs: Sequence[torch.Tensor], first: int, memory: int) -> tuple[lis
                 casts.append(node.next_functions[0][0].variable)
             continue
         queue += [following for following, _ in node.next_functions]
-        if isinstance(node, BackwardCFunction) and any(
-            _is_tensor(held) and _lies_in(held, memory)
-            for held in tree_leaves(list(vars(node).values()))
-        ):
+        if isinstance(node, BackwardCFunction) and _holds(node, memory):
             readers.append(node)
     return readers, casts
+
+
+def _holds(node: Any, memory: int) -> bool:
+    """Whether an attribute of the node, or a part of one, is a tensor of the slot."""
+    for held in vars(node).values():
+        for each in held if type(held) in (tuple, list) else (held,):
+            if _is_tensor(each) and _lies_in(each, memory):
+                return True
+    return False
 
 
 def _weakly(method: Any) -> Callable[[Any], None]:

@@ -26,6 +26,7 @@ from poros.layer.general import RecomputedCall
 from poros.layer.refused_calls import refuse_copy, require_harmless
 from poros.layer.remat import rematerialize
 from poros.layer.side_outputs import RECORDABLE, recorded_outputs
+from poros.layer.state import autocast_of
 from poros.slots.schedule import Phase
 
 _KEY = "_poros_layer"
@@ -53,7 +54,6 @@ class StreamedLayer(LayerBody):
             return self._infer(args, kwargs, condition)
         if self.index == 0:
             refuse_outer_graph(self.name)
-        self._refuse_recorded_outputs()
         given = (args, kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
@@ -61,21 +61,39 @@ class StreamedLayer(LayerBody):
             condition = self.condition()
         if self.weights.is_pinned:
             return self._keep_recorded(args, kwargs, condition)
-        check = self.context.check
-        if self.context.is_general:
-            recomputed = RecomputedCall(self, args, kwargs, condition)
-            run_recomputed = partial(recomputed.forward, args, kwargs)
-            return check(self.index, None, run_recomputed, given) if check else run_recomputed()
-        call = LayerCall(self, args, kwargs, condition)
-        if not call.parameters:
+        if not condition.parameters:
             self._refuse_frozen_adapters()
+        call = self._as_one_node(args, kwargs, condition)
+        check = self.context.check
+        if call is None:
+            forward = partial(RecomputedCall(self, args, kwargs, condition).forward, args, kwargs)
+            return forward() if check is None else check(self.index, None, forward, given)
 
         def run() -> Any:
             return rematerialize(call) if call.needs_gradient else self._pass(call, args, kwargs)
 
         if call.needs_gradient and call.ambient.is_autocast:
-            self._refuse_shared_casts(call)
+            self._refuse_second_forward(call)
         return run() if check is None else check(self.index, call, run, given)
+
+    def _as_one_node(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition
+    ) -> LayerCall | None:
+        """The call as one node of the graph; None if only the graph of its forward has its bits."""
+        if (
+            self.context.is_general
+            or condition.has_hooks
+            or any(key not in RECORDABLE for key in recorded_outputs())
+            or (
+                self.context.tied_adapters
+                and any(each.enabled for each in autocast_of(self.device))
+            )
+        ):
+            return None
+        try:
+            return LayerCall(self, args, kwargs, condition)
+        except UnsupportedModelError:  # arguments that it may write to
+            return None
 
     def _keep_recorded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition
@@ -167,25 +185,8 @@ class StreamedLayer(LayerBody):
                 "model.eval() or torch.no_grad(); to change it, poros.restore(model)"
             )
 
-    def _refuse_recorded_outputs(self) -> None:
-        recorded = [key for key in recorded_outputs() if key not in RECORDABLE]
-        if recorded:
-            raise UnsupportedModelError(
-                f"{self.name}: {', '.join(recorded)} cannot be recorded from inside a streamed "
-                "layer while gradients are enabled: they would lose their gradient. Ask for them "
-                "under torch.no_grad(), or switch them off (output_attentions=False, "
-                "output_router_logits=False)"
-            )
-
-    def _refuse_shared_casts(self, call: LayerCall) -> None:
+    def _refuse_second_forward(self, call: LayerCall) -> None:
         """See ``AutocastRegions``: what a resident run would sum in the low precision."""
-        if self.context.tied_adapters:
-            names = ", ".join(self.context.tied_adapters)
-            raise UnsupportedModelError(
-                f"{self.name}: adapter parameters {names} are used more than once and autocast is "
-                "on. A resident run casts such a parameter once and sums its gradients in the low "
-                "precision; a streamed run cannot. Train without autocast, or untie the adapters"
-            )
         region = self.context.regions.current(self.index)
         last = self._last_call()
         is_pending = last is not None and last.is_pending

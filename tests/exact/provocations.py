@@ -320,15 +320,10 @@ def forward_under_autocast(model: Model) -> Iterator[None]:
         P.loss_of(model)
 
 
-def attentions(model: Model) -> Any:
-    return model(**batches()[1], output_attentions=True).attentions
-
-
-def attentions_without_gradients(model: Model) -> object:
-    with torch.no_grad():
-        found = attentions(model.eval())
-    assert len(found) == 3
-    return [*found, P.STEP(model)]
+def loss_on_attentions(model: Model) -> None:
+    output = model(**batches()[0], output_attentions=True)
+    terms = [each.float().square().sum() for each in output.attentions]
+    (output.loss + torch.stack(terms).sum()).backward()
 
 
 def with_argument(edit: Callable[[dict[str, Any]], object]) -> Provocation:

@@ -238,7 +238,6 @@ def no_per_layer_inputs(patch: Patch) -> None:
 
 
 FAULTS: list[tuple[Callable[[Patch], None], str, Subject, Program]] = [
-    (in_one_sum, "everything", S.PLAIN, STATES["everything"]),
     (in_one_sum, "states of an encoder", S.decoder, P.read_an_encoder),
     (no_per_layer_inputs, "below the layers", S.adapter_below_the_layers, P.STEP),
     *(

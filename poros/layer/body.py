@@ -67,8 +67,8 @@ class ModelContext:
         visits: Of all its layers.
         regions: The autocast regions they were called in.
         offloader: Where inputs wait for their backward; None keeps them on the device.
-        check: Runs a layer's call and looks at it; takes the layer's place, the call, what runs it,
-            and the arguments.
+        check: Runs a layer's call and looks at it; takes the layer's place, the call (None where
+            all of it is in the graph), what runs it, and the arguments.
         check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
         is_general: Whether all layers that recompute do so in the graph of their forward.

@@ -39,6 +39,7 @@ from poros.layer.args import PLAIN
 from poros.layer.body import LayerBody
 from poros.layer.casts import require_current
 from poros.layer.condition import Condition
+from poros.layer.layer_index import Adapter
 from poros.layer.rng import RngStash
 from poros.layer.start import Start
 from poros.layer.state import AmbientState
@@ -80,6 +81,7 @@ class RecomputedCall:
         args: Its arguments; mutable ones are copied, and the layer gets the copies' originals.
         kwargs: Likewise.
         condition: What decides what it computes, as it is now.
+        adapters: Places whose stand-ins are to be there instead of the parameters.
 
     Raises:
         UnsupportedModelError: If an argument may be written to by the side.
@@ -91,8 +93,10 @@ class RecomputedCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         condition: Condition,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         self.layer = layer
+        self._adapters = adapters
         self._condition = condition
         self._module = layer.module()  # lives as long as its graph, as the parameters do
         self._args = tuple(
@@ -110,7 +114,7 @@ class RecomputedCall:
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._task: int | None = None
-        self._values: dict[int, torch.Tensor] = {}
+        self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._through: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -136,7 +140,7 @@ class RecomputedCall:
         self._versions = _versions(self._given)
         first = torch._C._autograd._get_sequence_nr()
         with (
-            layer.visit(Phase.FORWARD, ()) as slot,
+            layer.visit(Phase.FORWARD, self._adapters) as slot,
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
         ):
             self._memory = slot.untyped_storage().data_ptr()
@@ -239,7 +243,14 @@ class RecomputedCall:
             self._values = {}
             self._values = self._recompute()
             self._task = task
-        return self._values.pop(kept.number)
+        tensor, version = self._values.pop(kept.number)
+        if _versions([tensor]) != [version]:
+            raise RematerializationError(
+                f"{self.layer.name}: expected a layer to leave alone what its backward needs, "
+                f"found a tensor of shape {tuple(tensor.shape)} written to in place after an "
+                "operator had saved it; autograd refuses that in a resident model. Write to a copy"
+            )
+        return tensor
 
     def _undrawn(self, hook: Callable[[Any], Any], value: Any) -> Any:
         """What the hook makes of ``value``; a resident model calls it for other tensors."""
@@ -252,8 +263,8 @@ class RecomputedCall:
             )
         return made
 
-    def _recompute(self) -> dict[int, torch.Tensor]:
-        """Run the layer once more; what its operators save, by number."""
+    def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
+        """Run the layer once more; what its operators save, by number, and its version then."""
         layer, contents = self.layer, self._condition.contents
         require_unchanged(layer, self._condition, self._staying)
         if self._versions != _versions(self._given):
@@ -262,7 +273,7 @@ class RecomputedCall:
                 "between forward and backward, so the forward cannot be recomputed; edit it after "
                 "backward"
             )
-        values: dict[int, torch.Tensor] = {}
+        values: dict[int, tuple[torch.Tensor, int]] = {}
         forms: list[tuple[torch.Size, torch.dtype]] = []
         sums: list[torch.Tensor] = []
 
@@ -275,7 +286,7 @@ class RecomputedCall:
             if self._is_watched:
                 sums.append(_sums(tensor))
             if number < len(self._saved) and self._saved[number]() is not None:
-                values[number] = tensor.detach()
+                values[number] = (tensor.detach(), *_versions([tensor]))
 
         args = self._args
         if self._offloaded is not None:
@@ -289,7 +300,7 @@ class RecomputedCall:
                 tally.begin(is_unwatched and not torch._C._len_torch_dispatch_stack())
             with (
                 layer.context.watching_graph() or nullcontext(),
-                layer.visit(Phase.BACKWARD, ()),
+                layer.visit(Phase.BACKWARD, self._adapters),
                 self._ambient.but_random(contents.modules()),
                 self._start.replay(),
                 torch.enable_grad(),

@@ -9,6 +9,7 @@ Note: Interception
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -67,10 +68,12 @@ class StreamedLayer(LayerBody):
             condition = self.condition()
         if self.weights.is_pinned:
             return self._keep_recorded(args, kwargs, condition)
+        check = self.context.check
         if self.context.is_general:
             if not condition.parameters:
                 self._refuse_frozen_adapters()
-            return RecomputedCall(self, args, kwargs, condition).forward(args, kwargs)
+            forward = partial(RecomputedCall(self, args, kwargs, condition).forward, args, kwargs)
+            return forward() if check is None else check(self.index, None, forward, given)
         call = LayerCall(self, args, kwargs, condition)
         if not call.parameters:
             self._refuse_frozen_adapters()
@@ -80,7 +83,6 @@ class StreamedLayer(LayerBody):
 
         if call.needs_gradient and call.ambient.is_autocast:
             self._refuse_shared_casts(call)
-        check = self.context.check
         return run() if check is None else check(self.index, call, run, given)
 
     def _keep_recorded(

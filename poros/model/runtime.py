@@ -289,7 +289,7 @@ class Runtime:
 
     def watch_with(
         self,
-        watch: Callable[[int, LayerCall, Callable[[], Any], tuple[Any, Any]], Any],
+        watch: Callable[[int, LayerCall | None, Callable[[], Any], tuple[Any, Any]], Any],
         watch_bytes: Callable[[int, torch.Tensor], None],
         watch_rows: Callable[[str, torch.Tensor, Any, torch.Tensor], None],
         findings: Callable[[], dict[str, Any]],

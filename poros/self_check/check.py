@@ -30,11 +30,13 @@ Note: Layers that do not repeat themselves
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.utils.output_capturing import _active_collector
 
 from poros.digests import digest
 from poros.errors import ParityError
@@ -49,8 +51,9 @@ from poros.self_check.evidence import (
     forward_values,
     named,
     random_states,
+    tensors_in,
 )
-from poros.self_check.proof import Kernels, Outcome, Runs, is_gradient
+from poros.self_check.proof import Incoming, Kernels, Outcome, Runs, is_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ _UNSTEADY = (
     "bits ({}), so nothing can be said about streaming. It depends on something that is neither "
     'its input nor a random state of PyTorch; self_check="warn" trains without a proof'
 )
+_DISTURBED = "its backward has to leave no trace of random draws: {}"
 _CACHE_HINT = (
     ". The layer was called with an empty KV cache, which a streamed layer does without; it may "
     "compute otherwise with one: pass use_cache=False, in the resident run as well"
@@ -137,18 +141,32 @@ class SelfCheck:
         )
 
     def watch(
-        self, index: int, call: LayerCall, run: Callable[[], Any], arguments: tuple[Any, Any]
+        self,
+        index: int,
+        call: LayerCall | None,
+        run: Callable[[], Any],
+        arguments: tuple[Any, Any],
     ) -> Any:
-        """Run one layer's forward as it is streamed, and check it when its backward has passed."""
+        """Run one layer's forward as it is streamed, and check it when its backward has passed.
+
+        Without a call it is checked now, apart from the graph that goes on.
+        """
         reference = self._unchecked.get(index)
         layer = reference() if reference is not None else None
         if layer is None:
             return run()
-        if not call.needs_gradient and (index in self._without_gradient or not layer.training):
+        inputs = tensors_in(arguments) if call is None else call.tensors
+        trained = layer.parameters() if call is None else call.parameters
+        needs_gradient = any(each.requires_grad for each in (*inputs, *trained))
+        if not needs_gradient and (index in self._without_gradient or not layer.training):
             return run()
         self._without_gradient.discard(index)
-        call.keeps_recomputed = True
-        evidence, result = Evidence.collect(layer, call, run, arguments, self._device)
+        if call is not None:
+            call.keeps_recomputed = True
+        evidence, result = Evidence.collect(layer, call, inputs, run, arguments, self._device)
+        if call is None:
+            self._check_apart(index, evidence, needs_gradient)
+            return result
         node = next((tensor.grad_fn for _, tensor in named("", result) if tensor.grad_fn), None)
         held = [evidence]
         if node is None:
@@ -174,8 +192,6 @@ class SelfCheck:
         """The hook behind the layer's backward."""
         if not held:
             return
-        if self._slowly is None:
-            self._slowly = Slowly(logger, "poros: checking the first step: %d of %d layers")
         evidence = held.pop()
         if index not in self._unchecked or not evidence.is_intact():
             return
@@ -183,17 +199,40 @@ class SelfCheck:
             return  # restored since its forward
         if evidence.is_on_host:
             evidence.move(self._device)
-        if grad_inputs:
-            del self._unchecked[index]
-        else:
-            self._without_gradient.add(index)
+        self._note_checked(index, bool(grad_inputs))
         try:
             mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch(
                 index, evidence, grad_inputs, grad_outputs
             )
         finally:
-            evidence.call.recomputed = None  # the call lives as long as the graph
-        self._settle(evidence.call.layer.name, mismatch)
+            if evidence.call is not None:
+                evidence.call.recomputed = None  # the call lives as long as the graph
+        self._settle(evidence.name, mismatch)
+
+    def _check_apart(self, index: int, evidence: Evidence, needs_gradient: bool) -> None:
+        """Check a layer behind its forward: what recomputes in the graph has no backward yet."""
+        evidence.rng_backward = random_states(self._device)
+        self._note_checked(index, needs_gradient)
+        condition = streamed_layer(evidence.layer).condition()
+        token = _active_collector.set(None)
+        try:
+            with _without_saved_tensors_hooks():
+                mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch_apart(
+                    index, evidence
+                )
+        finally:
+            _active_collector.reset(token)
+            # What hooks have written down in the layer meanwhile.
+            condition.contents.attributes.disregard(condition.attributes)
+        self._settle(evidence.name, mismatch)
+
+    def _note_checked(self, index: int, with_gradient: bool) -> None:
+        if self._slowly is None:
+            self._slowly = Slowly(logger, "poros: checking the first step: %d of %d layers")
+        if with_gradient:
+            del self._unchecked[index]
+        else:
+            self._without_gradient.add(index)
 
     def watch_bytes(self, index: int, buffer: torch.Tensor) -> None:
         """Check a kept layer once: it runs in an ordinary graph, so its bytes are all there is.
@@ -304,28 +343,56 @@ class SelfCheck:
     ) -> str | None:
         streamed = forward_values(evidence.outputs, evidence.rng_end)
         rng_after = forward_values({}, random_states(self._device))
-        resident = self._runs.resident(index, evidence, grad_outputs)
+        incoming = dict(evidence.named_values(grad_outputs))
+        resident = self._runs.resident(index, evidence, incoming)
         # Hooks may draw as gradients pass; the recomputation may not.
         disturbed = first_difference(forward_values({}, resident.rng_backward), rng_after)
         if disturbed is not None:
-            return f"its backward has to leave no trace of random draws: {disturbed}"
+            return _DISTURBED.format(disturbed)
         arguments = [*evidence.inputs, *evidence.parameters]
         gradients = dict(zip(map(id, arguments), grad_inputs, strict=bool(grad_inputs)))
-        if grad_inputs:
+        if grad_inputs and evidence.call is not None:
             # What autograd gets is not the sum but its terms, one by one. Added up only now: the
             # resident run needs the memory.
             for number, repeated in evidence.call.repeated.items():
                 gradients[id(arguments[number])] = _sum(repeated.terms)
-        for name, tensor in resident.sources:
+        for name, tensor in evidence.sources:
             streamed[f"gradient of {name}"] = gradients.get(id(tensor))
-        streamed = evidence.comparable(streamed)
-        difference = first_difference(resident.values, streamed)
+        return self._explained(index, evidence, incoming, resident, evidence.comparable(streamed))
+
+    def _mismatch_apart(self, index: int, evidence: Evidence) -> str | None:
+        """Of a layer that recomputes in the graph: it is streamed once more, with drawn gradients.
+
+        Its forward is compared as it was.
+        """
+        incoming = evidence.drawn_gradients(self._device)
+        again = self._runs.streamed(evidence, incoming, is_steady=False)
+        resident = self._runs.resident(index, evidence, incoming)
+        disturbed = first_difference(
+            forward_values({}, resident.rng_backward), forward_values({}, again.rng_backward)
+        )
+        if disturbed is not None:
+            return _DISTURBED.format(disturbed)
+        evidence.again = again.forward
+        streamed = again.values | forward_values(evidence.outputs, evidence.rng_end)
+        return self._explained(index, evidence, incoming, resident, streamed)
+
+    def _explained(
+        self,
+        index: int,
+        evidence: Evidence,
+        incoming: Incoming,
+        resident: Outcome,
+        streamed: dict[str, Any],
+    ) -> str | None:
+        """What of a difference between these is to be said; None if nothing is."""
+        difference = first_difference(resident.values, streamed) or evidence.recomputed_difference()
         if difference is None:
             return None
         inputs_before = {
             f"input {n}": tensor.detach().clone() for n, tensor in enumerate(evidence.inputs)
         }
-        again = self._runs.resident(index, evidence, grad_outputs)
+        again = self._runs.resident(index, evidence, incoming)
         unsteady = first_difference(resident.values, again.values)
         if unsteady is None and not resident.may_vary:
             return difference + (_CACHE_HINT if evidence.has_cache else "")
@@ -336,7 +403,7 @@ class SelfCheck:
         if self._device.type == "cpu" and not resident.may_vary:
             return _UNSTEADY.format(unsteady)
         try:
-            return self._prove(index, evidence, grad_outputs, Unsteady(resident, again, streamed))
+            return self._prove(index, evidence, incoming, Unsteady(resident, again, streamed))
         except torch.OutOfMemoryError:
             self._give_up(evidence, "the device has no memory for the proof")
             return None
@@ -345,7 +412,7 @@ class SelfCheck:
         self,
         index: int,
         evidence: Evidence,
-        grad_outputs: Sequence[torch.Tensor | None],
+        incoming: Incoming,
         runs: "Unsteady",
     ) -> str | None:
         """Prove a layer whose kernels need not repeat themselves; the mismatch, if there is one.
@@ -366,7 +433,7 @@ class SelfCheck:
             return difference + (_CACHE_HINT if evidence.has_cache else "")
         if difference is not None:
             steady = [
-                self._runs.resident(index, evidence, (), Kernels.DETERMINISTIC) for _ in range(2)
+                self._runs.resident(index, evidence, {}, Kernels.DETERMINISTIC) for _ in range(2)
             ]
             hidden = first_difference(steady[0].forward, steady[1].forward)
             if hidden is not None:
@@ -374,14 +441,14 @@ class SelfCheck:
             self._give_up(evidence, f"its outputs do not repeat themselves ({unsteady})")
             return None
         kernels = Kernels.DETERMINISTIC_ATTENTION
-        expected = self._runs.resident(index, evidence, grad_outputs, kernels)
-        proof = self._runs.streamed(index, evidence, grad_outputs, expected)
+        expected = self._runs.resident(index, evidence, incoming, kernels)
+        proof = self._runs.streamed(evidence, incoming, is_steady=True)
         difference = first_difference(expected.values, proof.values)
         if difference is None:
             differs = first_difference(resident.values, again.values) is not None
-            self.proved_otherwise[evidence.call.layer.name] = differs
+            self.proved_otherwise[evidence.name] = differs
             return None
-        repeated = self._runs.resident(index, evidence, grad_outputs, kernels)
+        repeated = self._runs.resident(index, evidence, incoming, kernels)
         unsteady = first_difference(expected.values, repeated.values)
         if unsteady is None:
             return f"{difference} (with deterministic attention on both sides)"
@@ -389,7 +456,7 @@ class SelfCheck:
         return None
 
     def _give_up(self, evidence: Evidence, why: str) -> None:
-        name = evidence.call.layer.name
+        name = evidence.name
         self.not_provable.append(name)
         logger.warning(
             "poros: the self-check cannot prove %s: run twice from one state, resident, it gives "
@@ -420,6 +487,13 @@ class Unsteady(NamedTuple):
     resident: Outcome
     again: Outcome
     streamed: dict[str, Any]
+
+
+def _without_saved_tensors_hooks() -> AbstractContextManager[object]:
+    """Those of the user are for the graph that goes on."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()  # any at all would switch off autograd's own check of versions
+    return torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
 
 
 def _sum(terms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

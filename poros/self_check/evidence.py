@@ -2,6 +2,9 @@
 
 Everything here is read from the call itself and from PyTorch and transformers, not from what the
 recomputation captured: a state that the recomputation forgets is then missing on one side only.
+
+Where a layer recomputes in the graph of its forward there is no call, and no gradient has arrived:
+``call`` is None, and gradients are drawn.
 """
 
 import copy
@@ -19,6 +22,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
 from poros.layer.call import LayerCall
+from poros.layer.streamed import streamed_layer
 from poros.layer.within import Within
 from poros.self_check.compare import differing
 from poros.self_check.switches import current_settings, set_settings
@@ -31,7 +35,8 @@ class Evidence:
     """What was there when one layer ran forward, and what came out."""
 
     layer: nn.Module
-    call: LayerCall
+    name: str
+    call: LayerCall | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     """Mappings among them are copies from before the call."""
@@ -41,8 +46,8 @@ class Evidence:
     input_versions: list[int]
     """How often each was edited in place, as PyTorch counts."""
     parameters: list[nn.Parameter]
-    trained: set[int]
-    """Ids of all that was trained in the layer, whatever the recomputation saw of it."""
+    trained: dict[str, nn.Parameter]
+    """All that was trained in the layer, whatever the recomputation saw of it."""
     recorded: list[str]
     """What transformers recorded inside layers at the time, what layers return aside."""
     rng: list[torch.Tensor]
@@ -57,6 +62,8 @@ class Evidence:
     rng_end: list[torch.Tensor] = field(default_factory=list)
     rng_backward: list[torch.Tensor] = field(default_factory=list)
     """When its backward began."""
+    again: dict[str, Any] = field(default_factory=dict)
+    """What its forward gave when it was streamed once more, without a call."""
     is_on_host: bool = False
     """Whether input and outputs were moved there."""
 
@@ -64,7 +71,8 @@ class Evidence:
     def collect(
         cls,
         layer: nn.Module,
-        call: LayerCall,
+        call: LayerCall | None,
+        inputs: Sequence[torch.Tensor],
         run: Callable[[], Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         device: torch.device,
@@ -76,14 +84,15 @@ class Evidence:
         recorded = [key for key in collector if key != _HIDDEN_STATES and not key.startswith("_")]
         evidence = cls(
             layer=layer,
+            name=streamed_layer(layer).name,
             call=call,
-            args=args,
+            args=tuple(replace(value, {}) for value in args) if call is None else args,
             kwargs={**kwargs, **{key: type(kwargs[key])(held) for key, held in before.items()}},
-            inputs=list(call.tensors),
-            are_leaves=[tensor.is_leaf for tensor in call.tensors],
-            input_versions=_versions(call.tensors),
-            parameters=list(call.parameters),
-            trained={id(parameter) for parameter in layer.parameters() if parameter.requires_grad},
+            inputs=list(inputs),
+            are_leaves=[tensor.is_leaf for tensor in inputs],
+            input_versions=_versions(inputs),
+            parameters=[] if call is None else list(call.parameters),
+            trained={name: each for name, each in layer.named_parameters() if each.requires_grad},
             recorded=recorded,
             rng=random_states(device),
             autocast=[
@@ -104,7 +113,7 @@ class Evidence:
         record = {key: collector[key][length:] for key, length in lengths.items()}
         named = named_outputs(result, written(kwargs, before), record)
         evidence.outputs = {name: (tensor.detach(), tensor.requires_grad) for name, tensor in named}
-        if call.offloaded is not None:
+        if call is not None and call.offloaded is not None:
             evidence.move(torch.device("cpu"))
         evidence.output_versions = _versions(tensor for tensor, _ in evidence.outputs.values())
         return evidence, result
@@ -144,13 +153,28 @@ class Evidence:
         return Within(fill)
 
     def backward_state(self, device: torch.device) -> AbstractContextManager[object]:
-        """The random states when its backward began; afterwards as they were before the body."""
+        """The random states when its backward began; afterwards as they were before the body.
+
+        What is in a forward still takes gradients outside of its autocast region, as is usual.
+        """
 
         def fill(stack: ExitStack) -> None:
             stack.callback(_set_random_states, random_states(device), device)
             _set_random_states(self.rng_backward, device)
+            for device_type, *_ in self.autocast if self.call is None else ():
+                if torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
 
         return Within(fill)
+
+    @property
+    def sources(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and originals of what gradients are taken for."""
+        named_inputs = ((f"input {n}", tensor) for n, tensor in enumerate(self.inputs))
+        return [
+            *((name, tensor) for name, tensor in named_inputs if tensor.requires_grad),
+            *self.trained.items(),
+        ]
 
     @property
     def has_cache(self) -> bool:
@@ -173,6 +197,8 @@ class Evidence:
 
     def recomputed_difference(self) -> str | None:
         """Where what the backward recomputed is not what the forward gave."""
+        if self.call is None:
+            return first_difference(forward_values(self.outputs, self.rng_end), self.again)
         recomputed = self.call.recomputed
         if recomputed is None:
             return None
@@ -181,19 +207,30 @@ class Evidence:
         difference = first_difference(self.comparable(expected), self.comparable(values))
         return difference and f"recomputed in backward: {difference}"
 
-    def named_gradients(
-        self, grad_outputs: Sequence[torch.Tensor | None]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The gradients that arrived at the outputs, under the outputs' names."""
-        return self.named_values(grad_outputs) if grad_outputs else iter(())
+    def drawn_gradients(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Gradients for the outputs that need one, normal, from a generator of their own."""
+        generator = torch.Generator(device)
+        return {
+            name: torch.empty_like(tensor).normal_(generator=generator)
+            for name, (tensor, needs_gradient) in self.outputs.items()
+            if needs_gradient
+        }
 
     def named_values(self, values: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, Any]]:
-        """What belongs to the layer's outputs, one by one, under the outputs' names."""
+        """What belongs to the results of the call, one by one, under the outputs' names."""
+        if self.call is None or not values:
+            return
         returned, by_the_side, recorded = self.call.unpack_results(values)
         mappings: dict[str, dict[str, Any]] = {}
         for key, entry, value in by_the_side:
             mappings.setdefault(key, {})[entry] = value
-        return named_outputs(returned, mappings, dict(recorded))
+        yield from named_outputs(returned, mappings, dict(recorded))
+
+
+def tensors_in(arguments: Any) -> list[torch.Tensor]:
+    """The distinct tensors among the arguments of a layer, but for those in caches."""
+    found = {id(tensor): tensor for _, tensor in named("", arguments)}
+    return list(found.values())
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -216,7 +253,7 @@ def _set_random_states(states: Sequence[torch.Tensor], device: torch.device) -> 
 
 def mappings_in(kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What the shared mappings among the arguments hold now."""
-    return {key: dict(value) for key, value in kwargs.items() if isinstance(value, UserDict)}
+    return {key: dict(value) for key, value in kwargs.items() if isinstance(value, UserDict | dict)}
 
 
 def written(
@@ -256,9 +293,12 @@ def named_outputs(
 
 def named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The tensors in ``value``, by name."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         for number, part in enumerate(value):
             yield from named(f"{name}[{number}]", part)
+    elif isinstance(value, UserDict | dict):
+        for key, part in value.items():
+            yield from named(f"{name}[{key!r}]", part)
     elif isinstance(value, torch.Tensor):
         yield name, value
 
@@ -267,13 +307,13 @@ def replace(value: Any, leaves: Mapping[int, torch.Tensor]) -> Any:
     """``value`` with other tensors, by the id of the one in it."""
     if isinstance(value, torch.Tensor):
         return leaves.get(id(value), value)
-    if isinstance(value, UserDict):
+    if isinstance(value, UserDict) or type(value) is dict:
         return type(value)({key: replace(entry, leaves) for key, entry in value.items()})
     if isinstance(value, Cache):
         return _copied(value)  # what the layer adds to it is nobody's
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         parts = [replace(part, leaves) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 

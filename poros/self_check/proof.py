@@ -22,10 +22,12 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
+from poros.kernels.autocast import cached_cast
 from poros.kernels.forwards import use_others
 from poros.layer.attention import AttentionKernels, deterministic_flag, unchanged_flags
 from poros.layer.call import LayerCall
 from poros.layer.frozen import LayerBindings, bind_block
+from poros.layer.general import RecomputedCall
 from poros.layer.remat import RematerializeLayer
 from poros.layer.streamed import StreamedLayer, streamed_layer
 from poros.layer.within import Within
@@ -42,6 +44,8 @@ from poros.self_check.evidence import (
 from poros.slots.schedule import Phase
 
 Gradients = Sequence[torch.Tensor | None]
+Incoming = Mapping[str, torch.Tensor]
+"""The gradients that arrive at the outputs of a layer, under their names."""
 
 
 _POISON = 0xFF
@@ -60,8 +64,6 @@ class Outcome(NamedTuple):
 
     values: dict[str, Any]
     """Outputs, whether they need a gradient, random states at the end, gradients."""
-    sources: list[tuple[str, torch.Tensor]]
-    """Names and originals of what gradients were taken for."""
     rng_backward: Sequence[torch.Tensor]
     """The random states behind its backward."""
     may_vary: bool = False
@@ -99,7 +101,7 @@ class Runs:
         self,
         index: int,
         evidence: Evidence,
-        grad_outputs: Gradients,
+        incoming: Incoming,
         kernels: "Kernels | None" = None,
     ) -> Outcome:
         """Run layer ``index`` in an ordinary graph.
@@ -107,15 +109,10 @@ class Runs:
         Args:
             index: The layer's place.
             evidence: Its arguments and the state around it.
-            grad_outputs: The gradients that arrived at its outputs.
+            incoming: The gradients that arrive at its outputs.
             kernels: What has to repeat itself; None leaves it to the user's settings.
         """
-        leaves = _leaves(evidence.inputs)
-        with torch.enable_grad():
-            tensors = {
-                id(tensor): leaves[id(tensor)] if is_leaf else leaves[id(tensor)][...]
-                for tensor, is_leaf in zip(evidence.inputs, evidence.are_leaves, strict=True)
-            }
+        leaves, tensors = _leaves(evidence)
         args, kwargs = _arguments(evidence, tensors)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
@@ -123,7 +120,7 @@ class Runs:
         with (
             unchanged_flags(),
             _repeating(kernels),
-            self._ordinary(index, evidence) as (forward, adapters),
+            self._ordinary(index, evidence) as (forward, proxies),
         ):
             with evidence.state(self._device):
                 token = _active_collector.set(record)
@@ -135,40 +132,30 @@ class Runs:
                     _active_collector.reset(token)
                 rng_end = random_states(self._device)
             outputs = dict(named_outputs(result, written(kwargs, before), record))
-            sources = [
-                (f"input {number}", tensor, leaves[id(tensor)])
-                for number, tensor in enumerate(evidence.inputs)
-                if tensor.requires_grad
-            ]
-            sources += adapters
-            wanted = [leaf for *_, leaf in sources]
-            gradients, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
-        values = _values(outputs, rng_end, [name for name, *_ in sources], gradients)
-        return Outcome(
-            evidence.comparable(values),
-            [(name, original) for name, original, _ in sources],
-            rng_backward,
-            attention.may_vary,
-        )
+            sources = leaves | proxies
+            wanted = [sources[id(original)] for _, original in evidence.sources]
+            gradients, rng_backward = self._gradients(outputs, evidence, incoming, wanted)
+        values = _values(outputs, rng_end, evidence, gradients)
+        _drop_casts(wanted)
+        return Outcome(values, rng_backward, attention.may_vary)
 
-    def streamed(
-        self, index: int, evidence: Evidence, grad_outputs: Gradients, expected: Outcome
-    ) -> Outcome:
-        """Run layer ``index`` as it is streamed, with attention that repeats itself.
+    def streamed(self, evidence: Evidence, incoming: Incoming, is_steady: bool) -> Outcome:
+        """Run a layer as it is streamed.
 
         Args:
-            index: The layer's place.
             evidence: Its arguments and the state around it.
-            grad_outputs: The gradients that arrived at its outputs.
-            expected: What it is to be compared with; the values get its names.
+            incoming: The gradients that arrive at its outputs.
+            is_steady: Whether its attention has to repeat itself.
 
         Streams:
             Overwrites the block's slot on the compute stream, so that nothing of an earlier copy
             can pass for the new one, and queues the copy of another block into it at the end.
         """
         layer = streamed_layer(evidence.layer)
-        leaves = _leaves(evidence.inputs)
-        args, kwargs = _arguments(evidence, leaves, with_caches=False)
+        leaves, tensors = _leaves(evidence)
+        if evidence.call is not None:
+            tensors = leaves
+        args, kwargs = _arguments(evidence, tensors, with_caches=False)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         self._forget(layer.weights.block)
@@ -176,34 +163,35 @@ class Runs:
             with evidence.state(self._device):
                 token = _active_collector.set(record)
                 try:
-                    steady: Any = _Deterministic(layer)
-                    call = LayerCall(steady, args, kwargs, layer.condition())
-                    proxies = [parameter.detach().requires_grad_() for parameter in call.parameters]
-                    saved, results = call.offload_input(), call.forward()
-                    made = RematerializeLayer.apply(call, results, saved, *call.tensors, *proxies)
-                    result = call.result(made)
+                    body: Any = _Deterministic(layer) if is_steady else layer
+                    run = _recomputed if evidence.call is None else _rematerialized
+                    result, proxies = run(body, args, kwargs)
                 finally:
                     _active_collector.reset(token)
                 rng_end = random_states(self._device)
             outputs = dict(named_outputs(result, written(kwargs, before), record))
-            sources = dict(zip(map(id, call.parameters), proxies, strict=True)) | leaves
-            wanted = [sources[id(original)] for _, original in expected.sources]
-            gradients, rng_backward = self._gradients(outputs, evidence, grad_outputs, wanted)
+            if evidence.call is None:
+                # Whoever reads the slot has to ask for the block.
+                self._forget(layer.weights.block)
+            sources = leaves | proxies
+            wanted = [sources.get(id(original), original) for _, original in evidence.sources]
+            gradients, rng_backward = self._gradients(outputs, evidence, incoming, wanted)
+        self._visits.end_all()
         self._manager.replace(layer.weights.block)
-        values = _values(outputs, rng_end, [name for name, _ in expected.sources], gradients)
-        return Outcome(evidence.comparable(values), expected.sources, rng_backward)
+        values = _values(outputs, rng_end, evidence, gradients)
+        _drop_casts(wanted)
+        return Outcome(values, rng_backward)
 
     @contextmanager
     def _ordinary(
         self, index: int, evidence: Evidence
-    ) -> Iterator[tuple[Callable[..., Any], list[tuple[str, nn.Parameter, nn.Parameter]]]]:
-        """The layer's own forward over freshly loaded frozen tensors, and its adapters.
+    ) -> Iterator[tuple[Callable[..., Any], dict[int, torch.Tensor]]]:
+        """The layer's own forward over freshly loaded frozen tensors, and proxies of its adapters.
 
-        Adapters, those that were trained at the forward, come as name, parameter and proxy:
-        gradients of the proxies run nobody's hooks.
+        These come by the ids of the parameters: gradients of the proxies run nobody's hooks.
         """
         layer = evidence.layer
-        trained = evidence.trained
+        trained = set(map(id, evidence.trained.values()))
         block = index // self._block_size
         slab = self._host.slabs[block]
         memory = self._host.read(block).to(self._device, copy=True)
@@ -211,8 +199,8 @@ class Runs:
             bind_block(self._blocks[block], slab.layout, memory, self._constants).get(index, [])
         )
         places = [
-            (f"{name}.{key}" if name else key, module._parameters, key, parameter)
-            for name, module in layer.named_modules()
+            (module._parameters, key, parameter)
+            for module in layer.modules()
             for key, parameter in module._parameters.items()
             if parameter is not None and (parameter.requires_grad or id(parameter) in trained)
         ]
@@ -226,7 +214,7 @@ class Runs:
         def undo() -> None:
             for take_again in taken_back:
                 take_again()
-            for _, owner, key, parameter in places:
+            for owner, key, parameter in places:
                 owner[key] = parameter
             bindings.swap_out()
 
@@ -236,15 +224,13 @@ class Runs:
             are_own = self._sizer.check_kernels == "peft"
             taken_back.append(use_others(layer.modules(), are_own))
             bindings.swap_in()
-            for _, owner, key, parameter in places:
+            for owner, key, parameter in places:
                 owner[key] = proxies[id(parameter)]
-            adapters = {
-                id(p): (name, p, proxies[id(p)]) for name, _, _, p in places if id(p) in trained
-            }
-            yield partial(streamed_layer(layer).own_forward, layer), list(adapters.values())
+            yield partial(streamed_layer(layer).own_forward, layer), dict(proxies)
 
     def _forget(self, block: int) -> None:
         """Have ``block`` loaded anew, over bytes that cannot pass for its own."""
+        self._visits.end_all()
         manager = self._manager
         manager.acquire(block, Phase.INFERENCE).buffer.fill_(_POISON)
         manager.release(block)
@@ -254,14 +240,14 @@ class Runs:
         self,
         outputs: dict[str, torch.Tensor],
         evidence: Evidence,
-        grad_outputs: Gradients,
+        incoming: Incoming,
         wanted: Sequence[torch.Tensor],
     ) -> tuple[Gradients, Sequence[torch.Tensor]]:
         """The gradients, and the random states behind them."""
         # By tensor: one that comes out under two names has one gradient, not twice the same.
         pairs = {
             id(outputs[name]): (outputs[name], gradient)
-            for name, gradient in evidence.named_gradients(grad_outputs)
+            for name, gradient in incoming.items()
             if name in outputs and outputs[name].requires_grad
         }
         if not pairs:
@@ -306,11 +292,51 @@ def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:
     return Within(fill)
 
 
-def _leaves(inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    return {
+def _rematerialized(
+    layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[int, torch.Tensor]]:
+    """The result of a layer that recomputes apart, and proxies by the ids of its adapters."""
+    call = LayerCall(layer, args, kwargs, layer.condition())
+    proxies = [parameter.detach().requires_grad_() for parameter in call.parameters]
+    saved, results = call.offload_input(), call.forward()
+    made = RematerializeLayer.apply(call, results, saved, *call.tensors, *proxies)
+    return call.result(made), dict(zip(map(id, call.parameters), proxies, strict=True))
+
+
+def _recomputed(
+    layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[int, torch.Tensor]]:
+    """The same of a layer that recomputes in the graph of its forward."""
+    condition = layer.condition()
+    proxies = {id(each): nn.Parameter(each.detach()) for each in condition.parameters}
+    adapters = [
+        adapter._replace(stand_in=proxies[id(adapter.parameter)]) for adapter in condition.adapters
+    ]
+    call = RecomputedCall(layer, args, kwargs, condition, adapters)
+    return call.forward(args, kwargs), dict(proxies)
+
+
+def _leaves(
+    evidence: Evidence,
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Leaves in the places of its inputs, and what a layer is given of them."""
+    leaves = {
         id(tensor): tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-        for tensor in inputs
+        for tensor in evidence.inputs
     }
+    with torch.enable_grad():
+        return leaves, {
+            id(tensor): leaves[id(tensor)] if is_leaf else leaves[id(tensor)][...]
+            for tensor, is_leaf in zip(evidence.inputs, evidence.are_leaves, strict=True)
+        }
+
+
+def _drop_casts(leaves: Sequence[torch.Tensor]) -> None:
+    """Free the casts that an autocast region which goes on keeps of ``leaves``."""
+    for leaf in leaves:
+        cast = cached_cast(leaf) if torch.is_autocast_cache_enabled() else None
+        if cast is not None:
+            cast.untyped_storage().resize_(0)
 
 
 def _arguments(
@@ -327,12 +353,12 @@ def _arguments(
 def _values(
     outputs: dict[str, torch.Tensor],
     rng_end: Sequence[torch.Tensor],
-    names: Sequence[str],
+    evidence: Evidence,
     gradients: Gradients,
 ) -> dict[str, Any]:
     values = forward_values(
         {name: (tensor.detach(), tensor.requires_grad) for name, tensor in outputs.items()}, rng_end
     )
-    for name, gradient in zip(names, gradients, strict=True):
+    for (name, _), gradient in zip(evidence.sources, gradients, strict=True):
         values[f"gradient of {name}"] = gradient
-    return values
+    return evidence.comparable(values)

@@ -152,7 +152,8 @@ def _differentiated(
         if tally is not None:
             tally.settle()
         if call.keeps_recomputed:
-            call.recomputed = [values_of(result.detach()) for result in results]
+            with call.surroundings():  # what was left out is computed as the rest was
+                call.recomputed = [values_of(result.detach()) for result in results]
     finally:
         if tally is not None:
             tally.end()

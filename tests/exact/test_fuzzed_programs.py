@@ -62,6 +62,9 @@ PROGRAMS: dict[str, Program] = {
         policy=Policy(keep_last=3),
         steps=(Step(between=(Hook(part="mlp.act_fn"),)),),
     ),
+    "another precision of products between forward and backward, with the self-check": Program(
+        steps=(Step(between=(Setting(value="medium"),)),)
+    ),
     "plain": Program(),
     "hooks, edits and an evaluation": Program(
         before=(Hook(kind="parameter", does="scale", part="lora_A"), Hook(part="mlp", tag=1)),

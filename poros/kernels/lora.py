@@ -230,8 +230,8 @@ class _AddLora(torch.autograd.Function):
                 del of_dropped  # before a weight is there
         of_result = gradient.to(ctx.result_dtype) if wants_result or wants_again else None
         if wants_again:
-            product: Product = ctx.product._replace(weight=weight)
-            of_again, of_result = product.gradient(of_result), None
+            of_again = ctx.product._replace(weight=weight).gradient(of_result)
+            of_result = None
         if ctx.has_bias:
             of_b = of_b if of_b is None else of_b.t()
             of_a = of_a if of_a is None else of_a.t()

@@ -244,7 +244,7 @@ class RecomputedCall:
             self._values = self._recompute()
             self._task = task
         tensor, version = self._values.pop(kept.number)
-        if _versions([tensor]) != [version]:
+        if _version(tensor) != version:
             raise RematerializationError(
                 f"{self.layer.name}: expected a layer to leave alone what its backward needs, "
                 f"found a tensor of shape {tuple(tensor.shape)} written to in place after an "
@@ -286,7 +286,7 @@ class RecomputedCall:
             if self._is_watched:
                 sums.append(_sums(tensor))
             if number < len(self._saved) and self._saved[number]() is not None:
-                values[number] = (tensor.detach(), *_versions([tensor]))
+                values[number] = tensor.detach(), _version(tensor)
 
         args = self._args
         if self._offloaded is not None:
@@ -307,7 +307,7 @@ class RecomputedCall:
                 torch.autograd.graph.saved_tensors_hooks(store, _refuse_backward),
             ):
                 result = layer.run(args, kwargs)
-                ends_alike = self._end.equals(self._start.capture(layer.device))
+                ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
             if tally is not None:
                 tally.settle()
         finally:
@@ -418,8 +418,12 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return list(map(_version, tensors))
 
 
 def _copied(value: Any, where: str) -> Any:

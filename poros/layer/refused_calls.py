@@ -37,7 +37,7 @@ def refuse_copy(what: str) -> NoReturn:
 
 def require_saved_tensor_hooks(name: str) -> None:
     """Raise ``UnsupportedModelError`` within torch.func.grad and its like, for layer ``name``."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         raise UnsupportedModelError(
             f"{name}: expected saved-tensor hooks to be allowed, found them disabled, as within "
             "torch.func.grad and vjp: recomputation needs them. Use torch.autograd.grad, or call "

@@ -237,8 +237,13 @@ class BlockVisit:
         self._visits.end_all()
         if not self._is_bound:
             raise self._unbound()
-        let_go = partial(_let_go, self._manager, self.block)
-        self._lease = self._visits.open(let_go if at_end is None else lambda: (at_end(), let_go()))
+
+        def end() -> None:
+            if at_end is not None:
+                at_end()
+            _let_go(self._manager, self.block)
+
+        self._lease = self._visits.open(end)
         self._acquire(phase)
 
     @contextmanager

@@ -1,0 +1,374 @@
+"""Programs of users in which recomputing a layer is easily wrong, and what hooks do in them."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.exact import programs as P
+from tests.exact.arms import Model, Program
+from tests.snapshots import batches, layers_of
+
+
+@contextmanager
+def hooked(model: Model, path: str, hook: Callable[..., Any], layer: int = 1) -> Iterator[None]:
+    handle = layers_of(model)[layer].get_submodule(path).register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def first_of(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def inner_loss(path: str, *, alone: bool = True, around: Any = P.nullcontext) -> Program:
+    def program(model: Model) -> None:
+        kept: list[torch.Tensor] = []
+        with hooked(model, path, lambda m, args, output: kept.append(first_of(output))):
+            with around():
+                loss = P.loss_of(model)
+            inner = kept[0].float().square().mean()
+            (inner if alone else loss + inner).backward()
+
+    return program
+
+
+def with_attentions(model: Model) -> object:
+    out = model(**batches()[1], output_attentions=True)
+    (out.loss + out.attentions[1].float().square().sum()).backward()
+    return out.attentions
+
+
+def attentions_alone(model: Model) -> object:
+    out = model(**batches()[1], output_attentions=True)
+    out.attentions[1].float().square().sum().backward()
+    return out.attentions
+
+
+# Hooks inside a layer, and what they draw.
+
+
+def with_hook(hook: Callable[..., Any], path: str = "mlp") -> Program:
+    def program(model: Model) -> object:
+        with hooked(model, path, hook):
+            loss = P.loss_of(model)
+            loss.backward()
+        return loss
+
+    return program
+
+
+def own_generator(model: Model) -> object:
+    generator = torch.Generator().manual_seed(3)
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + torch.randn(output.shape, generator=generator).to(output.dtype)
+
+    return with_hook(hook, "self_attn.o_proj")(model)
+
+
+def own_permutation(model: Model) -> object:
+    """Changes no sum over all."""
+    generator = torch.Generator().manual_seed(3)
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output[:, torch.randperm(output.shape[1], generator=generator)]
+
+    return with_hook(hook, "post_attention_layernorm")(model)
+
+
+def counter(model: Model) -> object:
+    calls: list[int] = []
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return output * len(calls)
+
+    return with_hook(hook, "input_layernorm")(model)
+
+
+def python_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * (1 + random.random())
+
+
+def numpy_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * (1 + float(np.random.rand()))
+
+
+def torch_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output + torch.randn_like(output)
+
+
+def another_forward(*, gradients: bool) -> Program:
+    """By a hook inside a layer, as it is called."""
+
+    def program(model: Model) -> None:
+        is_inside = []
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+            if not is_inside:
+                is_inside.append(1)
+                with torch.set_grad_enabled(gradients):
+                    P.loss_of(model, 1)
+                is_inside.clear()
+
+        with_hook(hook)(model)
+
+    return program
+
+
+def in_backward(inner: Callable[[Model], object]) -> Program:
+    """Something that a hook on a tensor inside a layer does as its gradient arrives."""
+
+    def program(model: Model) -> object:
+        found: list[object] = []
+        outputs: list[torch.Tensor] = []
+        with hooked(model, "mlp", lambda m, args, output: outputs.append(output)):
+            loss = P.loss_of(model)
+            outputs[0].register_hook(lambda gradient: found.append(inner(model)))
+            loss.backward()
+        return [found, loss]
+
+    return program
+
+
+def forward_without_gradients(model: Model) -> object:
+    with torch.no_grad():
+        return P.loss_of(model, 1)
+
+
+def forward_and_backward(model: Model) -> object:
+    with torch.enable_grad():
+        loss = P.loss_of(model, 1)
+        loss.backward()
+    return loss
+
+
+# Saved-tensor hooks of the caller.
+
+
+def saved_by(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Program:
+    def program(model: Model) -> object:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = P.loss_of(model)
+        loss.backward()
+        return loss
+
+    return program
+
+
+def coarse(tensor: torch.Tensor) -> Any:
+    is_float = tensor.dtype in (torch.float32, torch.bfloat16)
+    return (tensor.detach().to(torch.float8_e5m2) if is_float else tensor), tensor.dtype
+
+
+def noisy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + torch.randn_like(tensor) if tensor.is_floating_point() else tensor
+
+
+def whole_model_checkpointed(model: Model) -> object:
+    loss = checkpoint(P.loss_of, model, use_reentrant=False)
+    loss.backward()
+    return loss
+
+
+def checkpointed_inside(reentrant: bool) -> Program:
+    def program(model: Model) -> object:
+        mlp = layers_of(model)[1].mlp
+        own = mlp.forward
+        mlp.forward = lambda x: checkpoint(own, x, use_reentrant=reentrant)
+        try:
+            loss = P.loss_of(model)
+            loss.backward()
+        finally:
+            del mlp.forward
+        return loss
+
+    return program
+
+
+def saved_on_cpu_inside(model: Model) -> object:
+    mlp = layers_of(model)[1].mlp
+    own = mlp.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+            return own(x)
+
+    mlp.forward = forward
+    try:
+        loss = P.loss_of(model)
+        loss.backward()
+    finally:
+        del mlp.forward
+    return loss
+
+
+# Functions of others.
+
+
+class KeepsAsItLikes(torch.autograd.Function):
+    """A product that keeps its weight, and what it was given, in attributes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: str) -> torch.Tensor:
+        kept = {"attribute": weight, "closure": lambda: weight}[how]
+        ctx.kept = kept
+        ctx.scale = x.abs().mean(-1, keepdim=True)
+        return (x @ weight.T) * 1e-2 + x * ctx.scale.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        weight = ctx.kept() if callable(ctx.kept) else ctx.kept
+        return (gradient @ weight) * 1e-2 + gradient * ctx.scale.sign(), None, None
+
+
+def function_of_others(how: str, *, inner: bool = False) -> Program:
+    def program(model: Model) -> object:
+        kept: list[torch.Tensor] = []
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            weight = layers_of(model)[1].self_attn.o_proj.weight
+            kept.append(KeepsAsItLikes.apply(output, weight, how))
+            return kept[-1]
+
+        with hooked(model, "mlp", hook):
+            loss = P.loss_of(model)
+            if inner:
+                kept[0].float().square().mean().backward(retain_graph=True)
+            loss.backward()
+        return loss
+
+    return program
+
+
+# Backwards.
+
+
+def from_another_thread(model: Model) -> object:
+    loss = P.loss_of(model)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    return loss
+
+
+def forward_in_another_thread(model: Model) -> object:
+    losses: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: losses.append(P.loss_of(model)))
+    thread.start()
+    thread.join()
+    losses[0].backward()
+    return losses
+
+
+def create_graph(model: Model) -> None:
+    loss = P.loss_of(model)
+    torch.autograd.grad(loss, list(P.trained(model).values()), create_graph=True)
+
+
+def functional_gradient(model: Model) -> object:
+    trained = dict(P.trained(model))
+
+    def loss_of(values: Any) -> Any:
+        return torch.func.functional_call(model, values, kwargs=batches()[0]).loss
+
+    return torch.func.grad(loss_of)({name: each.detach() for name, each in trained.items()})
+
+
+def sum_of_two(model: Model) -> None:
+    (P.loss_of(model) + P.loss_of(model, 1)).backward()
+
+
+def retained_and_partial(model: Model) -> object:
+    loss = P.loss_of(model)
+    parameters = list(P.trained(model).values())
+    found = [torch.autograd.grad(loss, parameters[n], retain_graph=True)[0] for n in (0, 9, -1)]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return found
+
+
+def step_within_backward(model: Model) -> None:
+    """Each adapter is updated as soon as its gradient is there."""
+    handles = []
+    for each in P.trained(model).values():
+        optimizer = torch.optim.SGD([each], lr=0.1)
+        handles.append(each.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step()))
+    for number in (0, 1, 0):
+        P.loss_of(model, number).backward()
+    for handle in handles:
+        handle.remove()
+
+
+def failing(where: str, error: type[BaseException]) -> Program:
+    """An exception in the middle, and a step behind it."""
+
+    def program(model: Model) -> object:
+        def fail(*_: Any) -> None:
+            raise error
+
+        module = layers_of(model)[1].mlp
+        if where == "forward":
+            handle = module.register_forward_hook(fail)
+        elif where == "backward":
+            handle = module.register_full_backward_hook(fail)
+        else:
+            handle = P.trained(model)[where].register_hook(fail)
+        with pytest.raises(error):
+            P.loss_of(model).backward()
+        handle.remove()
+        model.zero_grad()
+        torch.manual_seed(7)
+        return P.STEP(model)
+
+    return program
+
+
+A_MATRIX = "base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight"
+
+
+def evaluated_between(model: Model) -> object:
+    loss = P.loss_of(model)
+    with torch.no_grad():
+        P.loss_of(model, 1)
+    loss.backward()
+    return loss
+
+
+def setting_between(model: Model) -> object:
+    loss = P.loss_of(model)
+    torch.backends.mkldnn.enabled = False
+    try:
+        loss.backward()
+    finally:
+        torch.backends.mkldnn.enabled = True
+    return loss
+
+
+def with_cache(model: Model) -> object:
+    out = model(**batches()[0], use_cache=True)
+    out.loss.backward()
+    return out.loss
+
+
+def inspected(model: Model) -> object:
+    """Somebody looks at what a node has saved, as drawings of graphs do, and goes on."""
+    kept: list[torch.Tensor] = []
+    with hooked(model, "self_attn.o_proj", lambda m, args, output: kept.append(output)):
+        loss = P.loss_of(model)
+        node: Any = kept[0].grad_fn
+        assert node is not None
+        names = [name for name in dir(node) if name.startswith("_saved") or name == "saved_tensors"]
+        assert [getattr(node, name) for name in names]
+        loss.backward()
+    return loss

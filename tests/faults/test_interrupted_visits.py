@@ -168,6 +168,7 @@ SURROUNDINGS: Any = SimpleNamespace(
     rng=random_states(CPU),
     rng_backward=random_states(CPU),
     autocast=[],
+    call=None,
     has_cast_cache=True,
     settings=current_settings(),
     layer=torch.nn.Linear(1, 1),

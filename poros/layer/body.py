@@ -72,6 +72,7 @@ class ModelContext:
         check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
         is_general: Whether all layers that recompute do so in the graph of their forward.
+        frugal: Classes of nodes of others that were seen to hold no activations by themselves.
         captures: Visits that are recorded and replayed; None if all of them run.
         fallbacks: What was not as usual, one line each; each was logged once.
         in_place: Gives what is called in place of layers, if that is still there.
@@ -106,6 +107,7 @@ class ModelContext:
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
         self.captures: Captures | None = None
         self.is_general = False
+        self.frugal: set[type] = set()
         self.fallbacks: list[str] = []
         self.in_place: Callable[[], InPlace | None] | None = None
         self.is_confined: bool | None = None

@@ -165,7 +165,11 @@ class RecomputedCall:
         readers, casts = _walk(outputs, first)
         for node in readers:
             node.register_prehook(lambda _: acquire())
-            if self._keeps(node):
+            if type(node) in layer.context.frugal:
+                continue
+            if not self._keeps(node):
+                layer.context.frugal.add(type(node))
+            else:
                 layer.context.fall_back(
                     f"activations kept by {type(node)._forward_cls.__qualname__}",
                     "it keeps tensors in attributes of its context, which are not recomputed: "

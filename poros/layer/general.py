@@ -20,9 +20,10 @@ Where the caller has saved-tensor hooks of his own around the forward (``save_on
 what they are given, as in a resident model, and nothing is recomputed.
 """
 
+import gc
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakMethod, ref
@@ -144,7 +145,8 @@ class RecomputedCall:
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
         ):
             self._memory = slot.untyped_storage().data_ptr()
-            result = layer.run(args, kwargs)
+            with _noting_nodes(first, self._is_watched) as beside:
+                result = layer.run(args, kwargs)
         if self._versions != _versions(self._given):
             raise RematerializationError(
                 f"{layer.name}: expected its arguments to be left alone, found one edited in "
@@ -162,10 +164,10 @@ class RecomputedCall:
         begin, acquire = _weakly(self._begin), partial(layer.weights.lease, Phase.BACKWARD)
         for output in outputs:
             output.grad_fn.register_prehook(begin)
-        readers, casts = _walk(outputs, first)
-        for node in readers:
+        readers, casts = _walk(outputs, first, is_watched=self._is_watched)
+        for node in {*readers, *beside}:
             node.register_prehook(lambda _: acquire())
-            if type(node) in layer.context.frugal:
+            if not _is_of_others(node) or type(node) in layer.context.frugal:
                 continue
             if not self._keeps(node):
                 layer.context.frugal.add(type(node))
@@ -341,15 +343,19 @@ class RecomputedCall:
         return values
 
 
-def _walk(outputs: Sequence[torch.Tensor], first: int) -> tuple[list[Any], list[Any]]:
+def _walk(
+    outputs: Sequence[torch.Tensor], first: int, *, is_watched: bool
+) -> tuple[list[Any], list[Any]]:
     """The nodes of a layer that may keep a slot's tensor as they like; parameters cast before.
 
-    The former are of functions of others in Python, such as bitsandbytes' 4-bit matmul; of the
-    latter it uses a cast of autocast's, or somebody's, from before it was called.
+    The former are of functions of others in Python, such as bitsandbytes' 4-bit matmul, and all
+    where code of the user may have saved-tensor hooks of its own inside the layer; of the latter it
+    uses a cast of autocast's, or somebody's, from before it was called.
 
     Args:
         outputs: Of a layer, with their graph.
         first: Nodes below this number are not of the layer.
+        is_watched: Whether code of the user may run inside the layer.
     """
     readers, casts, seen = [], [], set()
     queue: list[Any] = [output.grad_fn for output in outputs]
@@ -363,14 +369,42 @@ def _walk(outputs: Sequence[torch.Tensor], first: int) -> tuple[list[Any], list[
                 casts.append(node.next_functions[0][0].variable)
             continue
         queue += [following for following, _ in node.next_functions]
-        if isinstance(node, BackwardCFunction) and not _is_ours(node):
+        if is_watched or _is_of_others(node):
             readers.append(node)
     return readers, casts
 
 
-def _is_ours(node: Any) -> bool:
-    """Whether a node keeps tensors by ``save_for_backward`` alone, for sure."""
-    return str(type(node)._forward_cls.__module__).startswith("poros.")
+@contextmanager
+def _noting_nodes(first: int, is_watched: bool) -> Iterator[list[Any]]:
+    """The nodes as in ``_walk`` that code in the body makes, its outputs' and others; or none.
+
+    What a hook computes beside a layer does not lead into the layer's outputs. What is young is
+    found by the garbage collector, which must not run meanwhile.
+    """
+    found: list[Any] = []
+    if not is_watched:
+        yield found
+        return
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield found
+        found += [
+            each
+            for each in gc.get_objects(generation=0)
+            if _is_of_others(each) and each._sequence_nr() >= first
+        ]
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _is_of_others(node: Any) -> bool:
+    """Whether a node may keep tensors otherwise than by ``save_for_backward``."""
+    kind: Any = type(node)
+    return issubclass(kind, BackwardCFunction) and not str(kind._forward_cls.__module__).startswith(
+        "poros."
+    )
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:

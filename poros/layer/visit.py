@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch.autograd import Variable
 
 from poros.errors import PreparedModelError, SlotStateError
 from poros.labels import labelled, short_name
@@ -230,6 +231,8 @@ class BlockVisit:
     def lease(self, phase: Phase, at_end: Callable[[], None] | None = None) -> None:
         """Hold the block in its slot until another visit begins; then call ``at_end``.
 
+        Within a backward it ends with that at the latest.
+
         Streams and errors are those of ``hold``. If the block is leased already, nothing is done.
         """
         if self._lease is not None and self._visits.is_open(self._lease):
@@ -239,12 +242,15 @@ class BlockVisit:
             raise self._unbound()
 
         def end() -> None:
+            self._lease = None
             if at_end is not None:
                 at_end()
             _let_go(self._manager, self.block)
 
-        self._lease = self._visits.open(end)
+        self._lease = note = self._visits.open(end)
         self._acquire(phase)
+        if torch._C._current_graph_task_id() >= 0:
+            Variable._execution_engine.queue_callback(partial(self._visits.end, note))
 
     @contextmanager
     def occupy(self, phase: Phase) -> Iterator[None]:

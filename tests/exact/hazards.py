@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import bitsandbytes as bnb
 import numpy as np
 import pytest
 import torch
@@ -196,21 +197,28 @@ def checkpointed_inside(reentrant: bool) -> Program:
     return program
 
 
-def saved_on_cpu_inside(model: Model) -> object:
-    mlp = layers_of(model)[1].mlp
-    own = mlp.forward
+def saved_inside(*, alone: bool) -> Program:
+    """By hooks of a module inside a layer, which keep what they are given: a slot's memory too."""
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
-            return own(x)
+    def program(model: Model) -> object:
+        mlp = layers_of(model)[1].mlp
+        own = mlp.forward
+        kept: list[torch.Tensor] = []
 
-    mlp.forward = forward
-    try:
-        loss = P.loss_of(model)
-        loss.backward()
-    finally:
-        del mlp.forward
-    return loss
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+                kept.append(own(x))
+            return kept[-1]
+
+        mlp.forward = forward
+        try:
+            loss = P.loss_of(model)
+            (kept[0].float().square().mean() if alone else loss).backward()
+        finally:
+            del mlp.forward
+        return loss
+
+    return program
 
 
 # Functions of others.
@@ -232,23 +240,39 @@ class KeepsAsItLikes(torch.autograd.Function):
         return (gradient @ weight) * 1e-2 + gradient * ctx.scale.sign(), None, None
 
 
-def function_of_others(how: str, *, inner: bool = False) -> Program:
+def function_of_others(how: str, where: str = "within") -> Program:
+    """Within a layer, or beside it, with a loss on its own result: as well, or alone."""
+
     def program(model: Model) -> object:
         kept: list[torch.Tensor] = []
 
-        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
             weight = layers_of(model)[1].self_attn.o_proj.weight
             kept.append(KeepsAsItLikes.apply(output, weight, how))
-            return kept[-1]
+            return kept[-1] if where in ("within", "an inner loss") else None
 
         with hooked(model, "mlp", hook):
             loss = P.loss_of(model)
-            if inner:
+            if where != "within":
                 kept[0].float().square().mean().backward(retain_graph=True)
-            loss.backward()
+            if where != "beside, alone":
+                loss.backward()
         return loss
 
     return program
+
+
+def bitsandbytes_beside(model: Model) -> None:
+    """Its own product, which keeps the packed weight, in what only a hook knows."""
+    kept: list[torch.Tensor] = []
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+        weight = layers_of(model)[1].self_attn.o_proj.weight
+        kept.append(bnb.matmul_4bit(output, weight.t(), quant_state=weight.quant_state))
+
+    with hooked(model, "mlp", hook):
+        P.loss_of(model)
+        kept[0].float().square().mean().backward()
 
 
 # Backwards.

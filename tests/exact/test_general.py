@@ -26,6 +26,7 @@ from tests.exact.hazards import (
     A_MATRIX,
     another_forward,
     attentions_alone,
+    bitsandbytes_beside,
     checkpointed_inside,
     coarse,
     counter,
@@ -49,7 +50,7 @@ from tests.exact.hazards import (
     python_random,
     retained_and_partial,
     saved_by,
-    saved_on_cpu_inside,
+    saved_inside,
     setting_between,
     step_within_backward,
     sum_of_two,
@@ -192,12 +193,15 @@ def rows() -> Iterator[Row]:
     for reentrant in (True, False):
         name = f"a module checkpointed, {'reentrant' if reentrant else 'not reentrant'}"
         yield Row(name, S.PLAIN, checkpointed_inside(reentrant))
-    yield Row("saved as they are inside a layer", S.DENSE, saved_on_cpu_inside)
+    for alone in (False, True):
+        name = f"saved as they are inside a layer, {'inner loss' if alone else 'loss'}"
+        yield Row(name, S.DENSE, saved_inside(alone=alone))
     for how in ("attribute", "closure"):
         subject = adapters_on("q_proj", "v_proj", quantize=False)
-        for inner in (False, True):
-            name = f"a function of others, {how}, {'inner loss' if inner else 'loss'}"
-            yield Row(name, subject, function_of_others(how, inner=inner))
+        for where in ("within", "an inner loss", "beside", "beside, alone"):
+            program = function_of_others(how, where)
+            yield Row(f"a function of others, {how}, {where}", subject, program)
+    yield Row("bitsandbytes beside a layer", adapters_on("q_proj", "v_proj"), bitsandbytes_beside)
     # Backwards.
     yield Row("backward in another thread", S.PLAIN, from_another_thread)
     yield Row("forward in another thread", S.PLAIN, forward_in_another_thread)

@@ -179,7 +179,7 @@ def test_whatever_bytes_a_manifest_is_of_it_is_refused(
 
     def says_the_same() -> bool:
         try:
-            return len({json.dumps(json.loads(said)) for said in (damaged, sound)}) == 1
+            return len({json.dumps(json.loads(said.decode())) for said in (damaged, sound)}) == 1
         except ValueError:
             return False
 

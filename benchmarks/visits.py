@@ -12,7 +12,6 @@ step by step, so a slow spell of the machine hits all of them:
     recomputed     the same under the least Function that recomputes: no state kept, nothing checked
     all slots      Poros, a slot for each block: nothing is loaded in a warm step
     two slots      Poros, two slots: nearly every visit queues a copy
-    general        the same with ``lane="general"``
     replayed       Poros, a slot for each block, visits replayed from CUDA graphs; on a GPU only
 
 Times are per layer: those of the step's forward and backward on the host, over the number of
@@ -43,8 +42,8 @@ import poros
 from benchmarks.models import random_nf4, with_lora
 
 BARE, CHECKPOINTED, RECOMPUTED = "bare", "checkpointed", "recomputed"
-ALL_SLOTS, TWO_SLOTS, GENERAL, REPLAYED = "all slots", "two slots", "general", "replayed"
-ARMS = (BARE, CHECKPOINTED, RECOMPUTED, ALL_SLOTS, TWO_SLOTS, GENERAL, REPLAYED)
+ALL_SLOTS, TWO_SLOTS, REPLAYED = "all slots", "two slots", "replayed"
+ARMS = (BARE, CHECKPOINTED, RECOMPUTED, ALL_SLOTS, TWO_SLOTS, REPLAYED)
 
 
 class Times(NamedTuple):
@@ -118,14 +117,13 @@ def arm_of(model: Any, name: str, device: torch.device, num_layers: int) -> Any:
         if name == CHECKPOINTED:
             made.gradient_checkpointing_enable({"use_reentrant": False})
         return made
-    slots = 2 if name in (TWO_SLOTS, GENERAL) else num_layers
+    slots = 2 if name == TWO_SLOTS else num_layers
     return poros.prepare(
         made,
         device=str(device),
         slots=slots,
         self_check="off",
         cuda_graphs=name == REPLAYED,
-        lane="general" if name == GENERAL else "auto",
         loss="reference",
     )
 

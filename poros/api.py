@@ -165,7 +165,7 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
     from poros.self_check.check import SelfCheck
 
     check = SelfCheck(runtime, inventory.layers, runtime.policy.self_check)
-    runtime.watch_with(check.watch, check.watch_bytes, check.watch_rows, check.findings)
+    runtime.watch_with(check, check.watch_bytes, check.watch_rows, check.findings)
 
 
 def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -> Estimate:
@@ -196,7 +196,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
             stream_head=policy.stream_head,
             adapter_kernels=policy.adapter_kernels,
             lora_paths=policy.lora_paths,
-            cuda_graphs=policy.records if device.type == "cuda" else False,
+            cuda_graphs=policy.cuda_graphs if device.type == "cuda" else False,
             share_dense=policy.share_dense if device.type == "cuda" else bool(policy.share_dense),
             library_num_bytes=library_workspace(device),
             # Gradients may be there already: how many passes make a step is not known here.

@@ -12,7 +12,6 @@ MIN_SLOTS = 2
 LEAST_BUDGET = 200_000
 """Bytes. No model trains in less; a number below it was meant in another unit."""
 SELF_CHECKS = ("strict", "warn", "off")
-LANES = ("auto", "general")
 LOSSES = ("chunked", "reference")
 ADAPTER_KERNELS = ("fused", "exact", "peft")
 LORA_ORDERS = ("peft", *(f"f{first}:b{second}" for first in (1, 2) for second in range(1, 6)))
@@ -89,9 +88,6 @@ class StreamingPolicy:
             instead of hundreds. It takes memory, that of one layer's computation once more. None
             records on a GPU whatever can be, if the budget has room; False nothing; with True and
             ``self_check="strict"`` a recording that gives other bits is an error.
-        lane: ``"general"`` has every layer that recomputes do so within the graph of its forward
-            (see ``poros.layer.general``), and records nothing. ``"auto"`` takes the layer out of
-            the graph, and records it where that gives the same bits.
         share_dense: Where micro-batches go through the layers together, make the 4-bit weights of a
             layer dense once for all of them, forward and again backward, instead of once for each:
             the same bits, for the memory of one dense layer (0.47 GB at 7B, 0.98 at 32B). None does
@@ -120,7 +116,6 @@ class StreamingPolicy:
     lora_paths: str = "peft"
     dora_tier: str | None = None
     cuda_graphs: bool | None = None
-    lane: str = "auto"
     share_dense: bool | None = None
     device: str | None = None
     self_check: str = "strict"
@@ -155,19 +150,10 @@ class StreamingPolicy:
                 f"dora_tier: expected one of {', '.join(map(str, DORA_TIERS))}, found "
                 f"{self.dora_tier!r}"
             )
-        if self.lane not in LANES:
-            raise PolicyError(f"lane: expected one of {', '.join(LANES)}, found {self.lane!r}")
-        if self.lane == "general" and self.cuda_graphs:
-            raise PolicyError('lane: expected "auto" with cuda_graphs=True, found "general"')
         if self.self_check not in SELF_CHECKS:
             raise PolicyError(
                 f"self_check: expected one of {', '.join(SELF_CHECKS)}, found {self.self_check!r}"
             )
-
-    @property
-    def records(self) -> bool | None:
-        """``cuda_graphs``, but for a lane in which nothing is recorded."""
-        return False if self.lane == "general" else self.cuda_graphs
 
     def override(self, **changes: Any) -> "StreamingPolicy":
         """This policy with some fields replaced; unknown names raise ``PolicyError``."""

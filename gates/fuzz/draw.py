@@ -75,8 +75,6 @@ def _subject(dice: Dice) -> Subject:
 
 
 def _policy(dice: Dice, subject: Subject) -> Policy:
-    lane = dice.weighted({"auto": 3, "general": 2})
-    is_recorded = lane == "auto" and dice.chance(50)
     return Policy(
         slots=dice.weighted({2: 4, 3: 1}),
         block_size=dice.weighted({1: 4, 2: 1}),
@@ -86,11 +84,8 @@ def _policy(dice: Dice, subject: Subject) -> Policy:
         stream_embedding=dice.chance(25),
         stream_head=dice.chance(30),
         loss=dice.weighted({"reference": 3, "chunked": 2}),
-        self_check="off"
-        if is_recorded or lane == "general"
-        else dice.weighted({"strict": 5, "off": 3, "warn": 1}),
+        self_check=dice.weighted({"strict": 4, "off": 4, "warn": 1}),
         kernels="fused" if subject.kind == "dora" and dice.chance(70) else "exact",
-        recorded=is_recorded,
-        lane=lane,
+        recorded=dice.chance(40),
         streams=dice.weighted({"plain": 3, "adversarial": 3, "watched": 1}),
     )

@@ -177,7 +177,6 @@ def _streamed(program: Program, models: Models) -> tuple[Record, _Finish]:
                 loss=policy.loss,
                 adapter_kernels=policy.kernels,
                 self_check=policy.self_check,
-                lane=policy.lane,
                 device="cpu",
             ),
             streams=streams,

@@ -66,8 +66,6 @@ class Policy(Plain):
     """exact or fused; in the first arm too, where it has the same bits as the second."""
     recorded: bool = False
     """Visits are recorded on tapes and replayed."""
-    lane: str = "auto"
-    """general has each layer recomputed within the graph of its forward."""
     streams: str = "plain"
     """plain, adversarial, or watched: every operator's reads of slots observed, in all arms."""
 

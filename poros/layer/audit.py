@@ -99,16 +99,6 @@ class GraphAudit:
                 self._uses[key] = known
         return known
 
-    def require_no_strangers(self, results: Sequence[torch.Tensor]) -> None:
-        """Raise if ``results`` of a layer in which nothing is trainable need a gradient.
-
-        Raises:
-            UnsupportedModelError: If they do.
-        """
-        if any(result.requires_grad for result in results):
-            for use in arrivals(results):
-                raise self._stranger(use)
-
     def _walk(
         self,
         results: Sequence[torch.Tensor],

@@ -27,7 +27,6 @@ from poros.layer.condition import Condition
 from poros.layer.frozen import LayerBindings
 from poros.layer.layer_index import Adapter, LayerIndex
 from poros.layer.offload import ActivationOffloader, OffloadedInput
-from poros.layer.state import AutocastRegions
 from poros.layer.staying import Staying, StayingState
 from poros.layer.visit import BlockVisit, Visits
 from poros.slots.manager import BlockManager
@@ -49,6 +48,16 @@ class InPlace(Protocol):
         """In place of the forward of a streamed layer."""
 
 
+class Check(Protocol):
+    """What looks at the first call of each layer."""
+
+    def awaits(self, index: int) -> bool:
+        """Whether a call of the layer at this place is to be checked."""
+
+    def watch(self, index: int, run: Callable[[], Any], arguments: tuple[Any, Any]) -> Any:
+        """Run a layer's forward by ``run`` and look at it; takes the arguments as they came."""
+
+
 class ModelContext:
     """What the layers of one prepared model share.
 
@@ -65,13 +74,10 @@ class ModelContext:
 
     Attributes:
         visits: Of all its layers.
-        regions: The autocast regions they were called in.
         offloader: Where inputs wait for their backward; None keeps them on the device.
-        check: Runs a layer's call and looks at it; takes the layer's place, the call (None where
-            all of it is in the graph), what runs it, and the arguments.
+        check: Looks at the first calls of layers; None if nothing is checked.
         check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
-        is_general: Whether all layers that recompute do so in the graph of their forward.
         frugal: Classes of nodes of others that were seen to hold no activations by themselves.
         captures: Visits that are recorded and replayed; None if all of them run.
         fallbacks: What was not as usual, one line each; each was logged once.
@@ -100,13 +106,11 @@ class ModelContext:
         self.tally = tally
         self.dense = dense
         self.visits = Visits()
-        self.regions = AutocastRegions(device)
         self.offloader: ActivationOffloader | None = None
-        self.check: Callable[[int, Any, Callable[[], Any], tuple[Any, Any]], Any] | None = None
+        self.check: Check | None = None
         self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
         self.captures: Captures | None = None
-        self.is_general = False
         self.frugal: set[type] = set()
         self.fallbacks: list[str] = []
         self.in_place: Callable[[], InPlace | None] | None = None

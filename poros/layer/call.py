@@ -18,8 +18,8 @@ what is trained, or stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,11 +34,10 @@ from poros.layer.casts import SharedCasts
 from poros.layer.condition import Condition
 from poros.layer.early import first_casts
 from poros.layer.forms import Form, Kind
-from poros.layer.handover import NotThrough, Repeated, leaves
+from poros.layer.handover import Repeated, leaves
 from poros.layer.offload import OffloadedInput
-from poros.layer.retained import is_packed_by_others, without_slot
 from poros.layer.rng import RngStash
-from poros.layer.side_outputs import SideOutputs
+from poros.layer.side_outputs import recorded_outputs
 from poros.layer.state import AmbientState
 from poros.layer.staying import StayingState
 from poros.layer.unchanged import require_unchanged
@@ -62,12 +61,9 @@ class LayerCall:
             tree_flatten(value, f"argument {index} of {layer.name}", tensors)
             for index, value in enumerate(args)
         ]
-        self._side_outputs = SideOutputs(kwargs, layer.name, tensors)
-        shared = self._side_outputs.names
         self._kwargs = {
             key: tree_flatten(value, f"argument {key!r} of {layer.name}", tensors)
             for key, value in kwargs.items()
-            if key not in shared
         }
         self.tensors: Sequence[torch.Tensor] = tensors
         """Distinct tensors among the arguments. Empty once autograd keeps them."""
@@ -83,22 +79,12 @@ class LayerCall:
         self.adapters = condition.adapters
         self.parameters = condition.parameters
         self.stand_ins = condition.stand_ins
-        # Autograd's own check is off under saved-tensor hooks (save_on_cpu).
-        self._versions = condition.versions
         self.ambient = AmbientState.capture(layer.device, condition.training)
         self.shared_casts = (
             SharedCasts(layer.name)
             if self.ambient.is_autocast and torch.is_autocast_cache_enabled()
             else None
         )
-        self.is_pending = True
-        """Whether no backward has passed yet."""
-        self.is_unwatched = False
-        """Whether its own code alone sees what is computed inside it; known after the forward."""
-        self.keeps_recomputed = False
-        """Whether somebody wants to see what the recomputation gives."""
-        self.recomputed: list[torch.Tensor] | None = None
-        self._hooks = condition.hooks
         self._adapter_state = condition.adapter_state
         self._attributes = condition.attributes
         self._result: Any = None
@@ -117,24 +103,14 @@ class LayerCall:
     def needs_gradient(self) -> bool:
         return bool(self.parameters) or any(tensor.requires_grad for tensor in self.tensors)
 
-    def has_hooks(self) -> bool:
-        """Whether code of the user may see tensors from inside the layer."""
-        return not self._contents.has_fixed_graph()
-
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
         args = tuple(tree_unflatten(template, tensors) for template in self._args)
         kwargs = {key: tree_unflatten(template, tensors) for key, template in self._kwargs.items()}
-        returned = self._side_outputs.run(
-            lambda mappings: self.layer.run(args, {**kwargs, **mappings}), tensors
-        )
+        returned = self.layer.run(args, kwargs)
         results: list[torch.Tensor] = []
         self._result = tree_flatten(returned, f"result of {self.layer.name}", results)
         return results
-
-    def shared_entries(self) -> list[Any]:
-        """What the mappings that layers share hold now."""
-        return self._side_outputs.entries()
 
     def offload_input(self) -> Sequence[torch.Tensor]:
         """Have the layer's input wait on the host if it can; what autograd has to keep."""
@@ -149,17 +125,16 @@ class LayerCall:
 
     def obstacle(self, kind: Kind) -> str | None:
         """Why this call is not to be replayed, as far as that can be seen before it."""
-        context = self.layer.context
         if self.layer.is_compiled:
             return "compiled layers"
         if self.condition.has_hooks:
             return "hooks"
+        if recorded_outputs():
+            return "what layers return aside is recorded"
         shares_casts = self.shared_casts is not None and kind != "recomputed"
         if shares_casts and not self.layer.confines_autocast():
             return "casts that an autocast region shares"
-        if self._side_outputs.names:
-            return "tensors that layers share"
-        if self.keeps_recomputed or context.watching_graph() is not None:
+        if self.layer.context.watching_graph() is not None:
             return "a check"
         if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in self.tensors):
             return "tensors of other classes"
@@ -206,7 +181,7 @@ class LayerCall:
         """The same call, which holds nothing of what it was given or has made."""
         found = copy.copy(self)
         found.tensors, found.offloaded, found.form = (), None, None
-        found.repeated, found.recomputed, found._staying = {}, None, None
+        found.repeated, found._staying = {}, None
         return found
 
     def is_current(self) -> bool:
@@ -228,7 +203,7 @@ class LayerCall:
 
     def take_over(self, facts: CallFacts) -> None:
         """Its forward was replayed: note what one that runs has found before."""
-        self.uses, self.is_unwatched = facts.uses, facts.is_unwatched
+        self.uses = facts.uses
         self.result_forms, self._result = facts.forms, facts.result
         self._rng_end = RngStash.capture(self.layer.device)
         self._staying = self.condition.staying
@@ -261,35 +236,20 @@ class LayerCall:
 
     def forward(self) -> list[torch.Tensor]:
         """The forward. What the recomputation must reproduce is kept."""
-        is_fixed = not self.has_hooks()
-        # Tensors from inside are taken by hooks; a compiler would trace what is done about it too.
-        is_open = not is_fixed and not self.layer.is_compiled
-        inputs = self._dead_ends(self.tensors) if is_open else leaves(self.tensors)
-        stand_ins = self._dead_ends(self.parameters) if is_open else self.stand_ins
-        by_parameter = dict(zip(map(id, self.parameters), stand_ins, strict=True))
-        adapters = (
-            [
-                adapter._replace(stand_in=by_parameter[id(adapter.parameter)])
-                for adapter in self.adapters
-            ]
-            if is_open
-            else self.adapters
-        )
+        inputs, stand_ins = leaves(self.tensors), self.stand_ins
         versions = [tensor._version for tensor in inputs]
         early = self.layer.audit.early
         shares_casts = self.shared_casts is not None
         state: Hashable = None
         is_watched = False
-        # What a compiler makes of a layer does not go through autocast's cache.
-        if shares_casts and not self.layer.is_compiled:
+        if shares_casts:
             state = self._casting_state()
             is_watched = early.are_possible(state)
         num_nodes = -torch._C._autograd._get_sequence_nr()
         with (
-            self.layer.visit(Phase.FORWARD, adapters) as slot,
+            self.layer.visit(Phase.FORWARD, self.adapters),
             self.ambient.without_autocast_cache(),
             torch.enable_grad(),
-            without_slot(slot) if is_open or is_packed_by_others() else nullcontext(),
             first_casts(stand_ins if is_watched else ()) as firsts,
         ):
             results = self.run(inputs)
@@ -300,30 +260,19 @@ class LayerCall:
                 "place by the layer itself; the recomputation would edit it again"
             )
         self.condition.require_adapters_unedited(self.layer.name)
-        self.is_unwatched = is_fixed and not self.layer.is_compiled
         # What the layer has changed now it will change again.
         self._contents.attributes.disregard(self._attributes)
         self._contents.note_names()
-        about = (num_nodes, self.ambient.is_autocast, shares_casts, self._adapter_state)
-        form = about if is_fixed else None
+        form = (num_nodes, self.ambient.is_autocast, shares_casts, self._adapter_state)
         self.uses = self.layer.audit.uses(results, inputs, stand_ins, form, firsts)
         if is_watched:
             used = [number - len(inputs) for number in self.uses.order]
             early.learn(state, len(stand_ins), used, are_early=self.uses.are_early)
-        if self.shared_casts is not None:
-            sources = [*self.tensors, *self.parameters]
-            cast = [sources[self.uses.order[place]] for place in self.uses.casts]
-            # Autocast keeps its casts of leaves only, as which most inputs do not come.
-            self.shared_casts.require_single([source for source in cast if source.is_leaf])
         self.result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.
         self._staying = self.layer.staying(self.condition.frozen)
         return results
-
-    @staticmethod
-    def _dead_ends(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [NotThrough.apply(tensor) if tensor.requires_grad else tensor for tensor in tensors]
 
     def recompute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The recomputation, with its graph; only inside a visit."""
@@ -338,42 +287,18 @@ class LayerCall:
             self.require_same_end()
         return results
 
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Raise if hooks inside the layer draw random numbers, and hooks on its adapters may.
-
-        A resident run hands an adapter its gradient between two operators of the layer, so that
-        they would draw in turn. Here all operators come first.
-        """
-        if not any(
-            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-            for parameter in self.parameters
-        ):
-            yield
-            return
-        before = RngStash.capture(self.layer.device)
-        yield
-        if not before.equals(RngStash.capture(self.layer.device)):
-            raise RematerializationError(
-                f"{self.layer.name}: expected hooks on its adapters, or hooks inside it that draw "
-                "random numbers in backward, found both. They would draw in another order than in "
-                "a resident run; take one sort off, or have it draw from a generator of its own"
-            )
+    def shares_casts(self) -> bool:
+        """Whether a cast of its adapters may be used again: in it, or in this autocast region."""
+        cast = [self.uses.order[place] for place in self.uses.casts]
+        return (
+            len(set(cast)) < len(cast)
+            or bool(self.layer.context.tied_adapters)
+            or not self.layer.confines_autocast()
+        )
 
     def unpack_results(self, values: Sequence[Any]) -> Any:
-        """Result, written and recorded values, with ``values`` in the places of their tensors."""
+        """The layer's result in its own form, with ``values`` in the places of its tensors."""
         return tree_unflatten(self._result, values)
-
-    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The layer's result in its own form; side results go to their places."""
-        return self._side_outputs.publish(self.unpack_results(tensors))
-
-    def settle(self) -> None:
-        """A backward has passed."""
-        self.is_pending = False
-        if self._hooks:
-            # What hooks have written down in it belongs to the layer, as in its forward.
-            self._contents.attributes.disregard(self._attributes)
 
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""

@@ -111,13 +111,19 @@ class Captures:
 
     # ------------------------------------------------------------------ forwards
 
-    def recomputed(self, call: "LayerCall") -> list[torch.Tensor]:
-        """The results of the forward of a layer that is recomputed."""
-        form = call.form = self._form_of(call, "recomputed")
-        if form is None:
-            return call.forward()
-        results = self._replay_forward(call, form)
-        return self._run_forward(call, form) if results is None else results
+    def expects(self, call: "LayerCall", kind: Kind) -> bool:
+        """Whether such a call is replayed, or may be later; its form is noted in it."""
+        call.form = self._form_of(call, kind)
+        return call.form is not None
+
+    def recomputed(self, call: "LayerCall") -> list[torch.Tensor] | None:
+        """The results of the forward of a layer that is recomputed, of a call it ``expects``.
+
+        None if it is to run in the graph around it.
+        """
+        form = call.form
+        results = None if form is None else self._replay_forward(call, form)
+        return self._try_forward(call, form) if results is None and form is not None else results
 
     def kept(self, call: "LayerCall") -> list[torch.Tensor] | None:
         """The same of one that keeps its graph; None if it is to run in the graph around it.
@@ -140,13 +146,11 @@ class Captures:
                 self.eager[form.refusal or NEW] += 1
                 form.num_visits += 1
                 return None
-            try:
-                results = self.recomputed(call) if is_second else self._run_forward(call, form)
-            except (RematerializationError, UnsupportedModelError) as error:
-                call.ambient.rng.restore()
-                self._refuse(
-                    call.layer, form, "it can run in the graph around it alone", str(error)
-                )
+            if not is_second:
+                results = self._try_forward(call, form)
+            elif self.expects(call, "recomputed"):
+                results = self.recomputed(call)
+            if results is None:
                 return None
         if not is_second:
             call.form = form
@@ -202,6 +206,9 @@ class Captures:
                 form.refuse("a module that holds tensors in a list or dictionary")
         form.condition = now
         forms[conditions] = form  # the last of them
+        if kind == "recomputed" and form.refusal is not None:
+            self.eager[form.refusal] += 1
+            return None
         form.last_visit = self._num_visits[call.layer.index] = (
             self._num_visits[call.layer.index] + 1
         )
@@ -223,8 +230,13 @@ class Captures:
         call.take_over(form.facts)
         return results
 
-    def _run_forward(self, call: "LayerCall", form: Form) -> list[torch.Tensor]:
-        results = call.forward()
+    def _try_forward(self, call: "LayerCall", form: Form) -> list[torch.Tensor] | None:
+        try:
+            results = call.forward()
+        except (RematerializationError, UnsupportedModelError) as error:
+            call.ambient.rng.restore()
+            self._refuse(call.layer, form, "it can run in the graph around it alone", str(error))
+            return None
         self._prove_forward(call, form, results, Phase.FORWARD)
         return results
 

@@ -22,7 +22,6 @@ Note: Through the cast of the region
 """
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,28 +45,6 @@ class SharedCasts:
         self._name = name
         self._reused: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Casts that were there before, each with its parameter."""
-
-    def require_single(self, casts: Sequence[torch.Tensor]) -> None:
-        """Raise if the layer itself casts a leaf more than once: a parameter, or an input.
-
-        Args:
-            casts: The leaves, one for each cast.
-
-        Raises:
-            UnsupportedModelError: If it does.
-        """
-        counts = Counter(map(id, casts))
-        for leaf in casts:
-            count = counts[id(leaf)]
-            if count > 1:
-                raise UnsupportedModelError(
-                    f"{self._name}: expected each adapter parameter, and each input that is a "
-                    "leaf, to be used once under autocast, found one of shape "
-                    f"{tuple(leaf.shape)} used {count} times (a module that is called twice, or "
-                    "several projections of one input?). A resident run casts such a tensor once "
-                    "and sums its gradients in the low precision; a streamed run cannot. Train "
-                    'without autocast, or prepare the model with lane="general"'
-                )
 
     def through(self, parameter: torch.Tensor) -> torch.Tensor:
         """``parameter``, such that its gradient goes through the cast that the region keeps."""
@@ -145,27 +122,22 @@ class _Carried:
     def give(
         self, inputs: object, outputs: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor] | None:
-        """The hook on the cast: what leaves it, if nothing but the gradient of one call arrived."""
+        """The hook on the cast: what leaves it."""
         pairs, self._pairs = self._pairs, []
         if self._task != torch._C._current_graph_task_id() or not pairs:
             return None
-        self.require_alone(outputs[0], [low for low, _ in pairs])
-        return (pairs[0][1],)
-
-    def require_alone(self, arrived: torch.Tensor | None, own: Sequence[torch.Tensor]) -> None:
-        """Raise if ``found``, which has arrived, is not the one gradient of a layer.
-
-        Raises:
-            UnsupportedModelError: If so.
-        """
-        if len(own) > 1 or arrived is None or not _is_same(arrived, own[0]):
+        if len(pairs) == 1 and _is_same(outputs[0], pairs[0][0]):
+            return (pairs[0][1],)
+        # Autograd has summed in the low precision and casts the sum back, as for a resident layer.
+        are_exact = [torch.equal(_bits(low.to(full.dtype)), _bits(full)) for low, full in pairs]
+        if not all(are_exact):
             raise UnsupportedModelError(
-                f"{self._name}: expected its adapters to be used by this layer alone within an "
-                "autocast region and backward, found gradients from elsewhere too (a penalty on "
-                "the weights?). A resident run would sum them in the low precision; a streamed run "
-                "cannot. Compute the penalty outside of `torch.autocast`, or call its backward "
-                'separately, or prepare the model with lane="general"'
+                f"{self._name}: expected gradients of an adapter that is used several times in an "
+                "autocast region as numbers of the low precision, found NaN, of which the low "
+                "precision keeps no more than that. Train without autocast, or look for where it "
+                "comes from"
             )
+        return None
 
 
 class _ThroughCast(torch.autograd.Function):
@@ -186,8 +158,16 @@ class _ThroughCast(torch.autograd.Function):
         return None, ctx.carried.add(gradient, ctx.dtype).view(ctx.shape), None
 
 
-def _is_same(gradient: torch.Tensor, other: torch.Tensor) -> bool:
-    return gradient.data_ptr() == other.data_ptr() and gradient._version == other._version
+def _is_same(gradient: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return (
+        gradient is not None
+        and gradient.data_ptr() == other.data_ptr()
+        and gradient._version == other._version
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
 def is_region_within(is_model: Callable[[Any], bool]) -> bool:

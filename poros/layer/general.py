@@ -42,6 +42,7 @@ from poros.layer.casts import require_current
 from poros.layer.condition import Condition
 from poros.layer.layer_index import Adapter
 from poros.layer.rng import RngStash
+from poros.layer.side_outputs import is_shared_mapping
 from poros.layer.start import Start
 from poros.layer.state import AmbientState
 from poros.layer.unchanged import require_unchanged
@@ -471,7 +472,7 @@ def _copied(value: Any, where: str) -> Any:
     if isinstance(value, tuple | list):
         parts = [_copied(part, f"{where}[{i}]") for i, part in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if type(value) is dict or _is_shared_mapping(value):
+    if type(value) is dict or is_shared_mapping(value):
         return type(value)({key: _copied(each, f"{where}[{key!r}]") for key, each in value.items()})
     raise UnsupportedModelError(
         f"{where}: expected tensors, tuples, lists and dictionaries of them or plain values, found "
@@ -489,9 +490,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, UserDict | dict):
         return {key: _plain(each) for key, each in value.items()}
     return value
-
-
-def _is_shared_mapping(value: Any) -> bool:
-    """A mapping of tensors and nothing else; of other classes what a copy would lose is unknown."""
-    modules = ("collections", "transformers.cache_utils")
-    return isinstance(value, UserDict) and type(value).__module__ in modules

@@ -18,11 +18,11 @@ Note: Sums
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from poros.errors import PreparedModelError, RematerializationError
+from poros.errors import RematerializationError
 from poros.layer.arrival import arrivals, operator_at
 from poros.layer.audit import Place, Uses
 
@@ -219,46 +219,8 @@ def hand_in(
     return given, repeated
 
 
-class NotThrough(torch.autograd.Function):
-    """An alias of a tensor for a graph that is dropped: what flows back to it, nobody may use.
-
-    It leads on to the tensor, so that autograd takes the way to it for one that it has to go: it
-    then waits for it before it hands anything to the tensor, and raises before that.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> NoReturn:
-        raise _refusal("an adapter or the input of a layer", gradients[0])
-
-
-def sealed(leaf: torch.Tensor) -> torch.Tensor:
-    """``leaf``, of a graph that is dropped; raises if a gradient reaches it all the same."""
-    leaf.register_post_accumulate_grad_hook(_refuse_gradient)
-    return leaf
-
-
 def leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same bytes as the inputs of a graph of their own, sealed."""
+    """The same bytes as the inputs of a graph of their own."""
     return [
-        sealed(tensor.detach().requires_grad_()) if tensor.requires_grad else tensor
-        for tensor in tensors
+        tensor.detach().requires_grad_() if tensor.requires_grad else tensor for tensor in tensors
     ]
-
-
-def _refuse_gradient(leaf: torch.Tensor) -> None:
-    # Runs when a gradient is accumulated, which recomputation never does.
-    leaf.grad = None
-    what = "an adapter" if isinstance(leaf, torch.nn.Parameter) else "the input of a layer"
-    raise _refusal(what, leaf)
-
-
-def _refusal(what: str, tensor: torch.Tensor) -> PreparedModelError:
-    return PreparedModelError(
-        f"expected gradients of {what} of shape {tuple(tensor.shape)} through the outputs of "
-        "its layer only, found one through a tensor taken from inside the layer (by a hook?). It "
-        "cannot be recomputed; take the tensor from what a layer returns"
-    )

@@ -22,7 +22,6 @@ from poros.errors import PreparedModelError
 from poros.kernels.forwards import Forward
 from poros.layer.adapters import AdapterPlace, adapter_places, is_adapter_module
 from poros.layer.attributes import Attributes
-from poros.layer.handover import sealed
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -220,7 +219,6 @@ class LayerIndex:
         if known is not None and known[0] is parameter and shares_memory(*known):
             return known[1]
         stand_in = nn.Parameter(parameter.detach())
-        sealed(stand_in)
         self._stand_ins[id(parameter)] = (parameter, stand_in)
         return stand_in
 

@@ -19,17 +19,15 @@ What may change between a forward and its backward: see ``poros.layer.call``.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from poros.errors import RematerializationError
-from poros.kernels.unformed import forget, values_of
+from poros.kernels.unformed import forget
 from poros.layer.call import LayerCall
 from poros.layer.handover import differentiate, hand_in, leaves
-from poros.layer.retained import Remains, saved_tensors
 from poros.slots.schedule import Phase
 
 _REQUIRES = attrgetter("requires_grad")
@@ -82,7 +80,7 @@ class RematerializeLayer(torch.autograd.Function):
                 f"{call.layer.name}: expected a backward without create_graph, found one that asks "
                 "for gradients of gradients, which recomputation does not give"
             )
-        tensors: Sequence[torch.Tensor] = saved_tensors(ctx, call.layer.name)
+        tensors: Sequence[torch.Tensor] = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
         captures = call.layer.context.captures
         outgoing = captures.backward(call, tensors, gradients) if captures is not None else None
@@ -93,7 +91,6 @@ class RematerializeLayer(torch.autograd.Function):
                 outgoing = _differentiated(call, inputs, [*inputs, *call.stand_ins], gradients)
             if captures is not None:
                 captures.prove_backward(call, tensors, gradients, outgoing)
-        call.settle()
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
@@ -103,35 +100,27 @@ class RematerializeLayer(torch.autograd.Function):
         return (None, None, None, *(next(given) if each else None for each in call.wanted))
 
 
-def rematerialize(call: LayerCall, results: list[torch.Tensor] | None = None) -> Any:
-    """Run ``call`` so that its backward recomputes it; the layer's result in its own form.
+def rematerialize(
+    call: LayerCall, results: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]
+) -> Any:
+    """Have the backward of ``call`` recompute it; the layer's result in its own form.
 
     Args:
         call: The call.
-        results: Of its forward, if that is known already: then its graph is kept somewhere.
+        results: Of its forward, which tells in which order, and in which terms, gradients arrive.
+        kept: Of its tensors, those that autograd is to keep.
     """
-    kept = call.tensors
-    if results is None:
-        # Before the forward, so that the input's copy to the host overlaps with it.
-        kept = call.offload_input()
-        captures = call.layer.context.captures
-        # Before the Function: its graph tells in which order, and in which terms, gradients arrive.
-        results = call.forward() if captures is None else captures.recomputed(call)
     casts = call.shared_casts
-    through_cast = None if casts is None or call.layer.confines_autocast() else casts.through
+    through_cast = casts.through if casts is not None and call.shares_casts() else None
     given, call.repeated = hand_in(
         call.layer.name, call.tensors, call.parameters, call.uses, through_cast
     )
     if casts is not None:
         casts.require_current()
-    remains = Remains(results) if call.layer.is_compiled and call.has_hooks() else None
     outputs = RematerializeLayer.apply(call, results, kept, *given)
-    if remains is not None:
-        del results
-        remains.require_none(call.layer.name)
     # Autograd keeps them from here on, and lets go of them after backward.
     call.tensors = ()
-    return call.result(outputs)
+    return call.unpack_results(outputs)
 
 
 def _differentiated(
@@ -141,23 +130,36 @@ def _differentiated(
     gradients: Sequence[torch.Tensor | None],
 ) -> Sequence[torch.Tensor | None]:
     """Recompute the layer; the gradients of ``sources``, and terms where they are kept."""
-    watching, tally = call.layer.context.watching_graph(), call.layer.context.tally
-    # A mode that sees operators would see tensors without values.
-    leaves_out = call.is_unwatched and not torch._C._len_torch_dispatch_stack()
+    tally = call.layer.context.tally
     try:
         if tally is not None:
-            tally.begin(leaves_out)
-        with watching or nullcontext():
-            results = call.recompute(inputs)
+            # A mode that sees operators would see tensors without values.
+            tally.begin(not torch._C._len_torch_dispatch_stack())
+        results = call.recompute(inputs)
         if tally is not None:
             tally.settle()
-        if call.keeps_recomputed:
-            with call.surroundings():  # what was left out is computed as the rest was
-                call.recomputed = [values_of(result.detach()) for result in results]
     finally:
         if tally is not None:
             tally.end()
     forget(results)
     # Outside of the replayed state: a resident run takes gradients in the caller's.
-    with call.in_turn():
-        return differentiate(results, gradients, sources, call.repeated)
+    return differentiate(results, gradients, sources, call.repeated)
+
+
+def _saved_tensors(ctx: Any, name: str) -> tuple[torch.Tensor, ...]:
+    """What layer ``name`` was given, as it was.
+
+    Raises:
+        RematerializationError: If some of it was edited in place since.
+    """
+    try:
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        return saved
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RematerializationError(
+            f"{name}: its input, another tensor it was given or one of its adapters was edited in "
+            "place between forward and backward (an optimizer step in between?), so the forward "
+            f"cannot be recomputed; edit it after backward. PyTorch says: {error}"
+        ) from error

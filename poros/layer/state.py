@@ -56,38 +56,6 @@ class AutocastState(NamedTuple):
         )
 
 
-class AutocastRegions:
-    """Tells forwards of one autocast region from those of another.
-
-    Inside one region autocast casts a weight once and all uses share the cast, so a resident run
-    sums the gradients of two forwards in the low precision, before they are cast back. Each layer's
-    recomputation casts for itself. A region is recognized by its cast of a tensor made for that.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._probe: torch.Tensor | None = None
-        self._last_index = -1
-        self._region: object | None = None
-
-    def current(self, index: int) -> object | None:
-        """The region layer ``index`` runs in: the same object within one; None without a cache.
-
-        Probes once per pass, at the first layer that asks.
-        """
-        if index <= self._last_index or self._last_index < 0:
-            self._region = self._find() if torch.is_autocast_cache_enabled() else None
-        self._last_index = index
-        return self._region
-
-    def _find(self) -> object:
-        if self._probe is None:
-            self._probe = torch.ones(1, 1, device=self._device, requires_grad=True)
-        product: Any = torch.mm(self._probe, self._probe)
-        region: object = product.grad_fn.next_functions[0][0]
-        return region
-
-
 @dataclass(frozen=True, slots=True)
 class AmbientState:
     """The state around one forward of one layer. See "Rematerialization equality"."""

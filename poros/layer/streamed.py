@@ -8,13 +8,12 @@ Note: Interception
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
 from poros.errors import PreparedModelError, UnsupportedModelError
@@ -29,7 +28,6 @@ from poros.layer.refused_calls import (
     require_saved_tensor_hooks,
 )
 from poros.layer.remat import rematerialize
-from poros.layer.side_outputs import RECORDABLE, recorded_outputs
 from poros.slots.schedule import Phase
 
 _KEY = "_poros_layer"
@@ -40,8 +38,6 @@ class StreamedLayer(LayerBody):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._dropped_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-        self._last_call: Callable[[], LayerCall | None] = lambda: None
-        self._last_region: object | None = None
         self._has_kept = False
         super().__init__(*args, **kwargs)
 
@@ -59,8 +55,6 @@ class StreamedLayer(LayerBody):
             return self._infer(args, kwargs, condition)
         if self.index == 0:
             refuse_outer_graph(self.name)
-        if not self.context.is_general:
-            self._refuse_recorded_outputs()
         given = (args, kwargs)
         args = tuple(self._without_cache(value) for value in args)
         kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
@@ -68,22 +62,37 @@ class StreamedLayer(LayerBody):
             condition = self.condition()
         if self.weights.is_pinned:
             return self._keep_recorded(args, kwargs, condition)
-        check = self.context.check
-        if self.context.is_general:
-            if not condition.parameters:
-                self._refuse_frozen_adapters()
-            forward = partial(RecomputedCall(self, args, kwargs, condition).forward, args, kwargs)
-            return forward() if check is None else check(self.index, None, forward, given)
-        call = LayerCall(self, args, kwargs, condition)
-        if not call.parameters:
+        if not condition.parameters:
             self._refuse_frozen_adapters()
+        node = self._one_node(args, kwargs, condition)
+        if node is not None:
+            return rematerialize(*node)
+        forward = partial(RecomputedCall(self, args, kwargs, condition).forward, args, kwargs)
+        check = self.context.check
+        return forward() if check is None else check.watch(self.index, forward, given)
 
-        def run() -> Any:
-            return rematerialize(call) if call.needs_gradient else self._pass(call, args, kwargs)
+    def _one_node(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition
+    ) -> tuple[LayerCall, Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
+        """The call as one node of the graph, to be replayed; None if its own graph is to stay."""
+        captures, check = self.context.captures, self.context.check
+        if captures is None or (check is not None and check.awaits(self.index)):
+            return None
+        call = self._taken_apart(args, kwargs, condition)
+        if call is None or not (call.needs_gradient and captures.expects(call, "recomputed")):
+            return None
+        kept = call.offload_input()  # before the forward, which the copy overlaps with
+        results = captures.recomputed(call)
+        return None if results is None else (call, results, kept)
 
-        if call.needs_gradient and call.ambient.is_autocast:
-            self._refuse_shared_casts(call)
-        return run() if check is None else check(self.index, call, run, given)
+    def _taken_apart(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition
+    ) -> LayerCall | None:
+        """The call, if tensors in tuples and plain values are all that it is given."""
+        try:
+            return LayerCall(self, args, kwargs, condition)
+        except UnsupportedModelError:  # what it may write to by the side
+            return None
 
     def _keep_recorded(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition
@@ -94,12 +103,11 @@ class StreamedLayer(LayerBody):
         if captures is None or self.context.tied_adapters or not self._has_kept:
             self._has_kept = True
             return self._keep(args, kwargs)
-        try:
-            call = LayerCall(self, args, kwargs, condition)
-        except UnsupportedModelError:  # arguments that only a graph of its own can go with
+        call = self._taken_apart(args, kwargs, condition)
+        results = captures.kept(call) if call is not None and call.needs_gradient else None
+        if call is None or results is None:
             return self._keep(args, kwargs)
-        results = captures.kept(call) if call.needs_gradient else None
-        return self._keep(args, kwargs) if results is None else rematerialize(call, results)
+        return rematerialize(call, results, call.tensors)
 
     def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
@@ -107,15 +115,6 @@ class StreamedLayer(LayerBody):
             if self.context.check_bytes is not None:
                 self.context.check_bytes(self.index, slab)
             return self.run(args, kwargs)
-
-    def _pass(self, call: LayerCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The forward below the lowest adapter: its graph, if any, is a stranger's."""
-        result = self._stream(args, kwargs)
-        reached = tree_leaves((result, call.shared_entries()))
-        self.audit.require_no_strangers(
-            [value for value in reached if isinstance(value, torch.Tensor)]
-        )
-        return result
 
     def _infer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition) -> Any:
         captures = self.context.captures
@@ -125,9 +124,8 @@ class StreamedLayer(LayerBody):
             or any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
         ):
             return self._stream(args, kwargs)
-        try:
-            call = LayerCall(self, args, kwargs, condition)
-        except UnsupportedModelError:
+        call = self._taken_apart(args, kwargs, condition)
+        if call is None:
             return self._stream(args, kwargs)
         return captures.inference(call, lambda: self._stream(args, kwargs))
 
@@ -174,38 +172,6 @@ class StreamedLayer(LayerBody):
                 "get_peft_model and poros.prepare. To run the model without training it, use "
                 "model.eval() or torch.no_grad(); to change it, poros.restore(model)"
             )
-
-    def _refuse_recorded_outputs(self) -> None:
-        recorded = [key for key in recorded_outputs() if key not in RECORDABLE]
-        if recorded:
-            raise UnsupportedModelError(
-                f"{self.name}: {', '.join(recorded)} cannot be recorded from inside a streamed "
-                "layer while gradients are enabled: they would lose their gradient. Ask for them "
-                "under torch.no_grad(), or switch them off (output_attentions=False, "
-                "output_router_logits=False)"
-            )
-
-    def _refuse_shared_casts(self, call: LayerCall) -> None:
-        """See ``AutocastRegions``: what a resident run would sum in the low precision."""
-        if self.context.tied_adapters:
-            names = ", ".join(self.context.tied_adapters)
-            raise UnsupportedModelError(
-                f"{self.name}: adapter parameters {names} are used more than once and autocast is "
-                "on. A resident run casts such a parameter once and sums its gradients in the low "
-                "precision; a streamed run cannot. Train without autocast, or untie the adapters"
-            )
-        region = self.context.regions.current(self.index)
-        last = self._last_call()
-        is_pending = last is not None and last.is_pending
-        if is_pending and region is not None and region is self._last_region:
-            raise UnsupportedModelError(
-                f"{self.name}: expected one forward per autocast region and backward, found a "
-                "second one. A resident run would sum both gradients in the low precision; a "
-                "streamed run cannot. Give each forward its own `with torch.autocast`, call "
-                'backward between them, or prepare the model with lane="general"'
-            )
-        self._last_call = weakref.ref(call)
-        self._last_region = region
 
 
 class StreamedLayerMixin:

@@ -4,19 +4,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poros.layer.retained import is_packed_by_others
-
 if TYPE_CHECKING:
     from poros.layer.call import LayerCall
 
 
 def is_seen(call: "LayerCall") -> bool:
     """Whether somebody wants to see what happens within this backward."""
-    return (
-        call.keeps_recomputed
-        or call.layer.context.watching_graph() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    is_measured = call.layer.context.watching_graph() is not None
+    return is_measured or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_packed_by_others() -> bool:
+    """Whether the caller wants to keep saved tensors elsewhere (``save_on_cpu``)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def obstacle_around() -> str | None:

@@ -31,7 +31,7 @@ def captures_for(
         recorder: Records; None for the device's own, if it has one.
         blocks: The frozen tensors of the model.
     """
-    if policy.records is False:
+    if policy.cuda_graphs is False:
         return None
     if recorder is None and device.type == "cuda":
         recorder = CudaRecorder(device)
@@ -47,7 +47,7 @@ def workspace_for(
     policy: StreamingPolicy, device: torch.device, blocks: Iterable[Sequence[FrozenTensor]]
 ) -> DenseWorkspace | None:
     """Where 4-bit weights are made dense: of recorded visits and others, which share no other."""
-    if policy.records is False or device.type != "cuda":
+    if policy.cuda_graphs is False or device.type != "cuda":
         return None
     states = [
         frozen.tensor.quant_state  # type: ignore[attr-defined]

@@ -17,8 +17,7 @@ from poros.host.store import detach_store
 from poros.kernels.adapters import Tally
 from poros.kernels.compose import Tier
 from poros.kernels.paths import Paths
-from poros.layer.body import ModelContext
-from poros.layer.call import LayerCall
+from poros.layer.body import Check, ModelContext
 from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
 from poros.layer.offload import ActivationOffloader
 from poros.layer.staying import SmallTensors
@@ -206,7 +205,6 @@ class Runtime:
             self._dense,
         )
         context.captures = captures_for(self.policy, self.device, recorder, inventory.blocks)
-        context.is_general = self.policy.lane == "general"
         if self.room.offload_inputs:
             context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):
@@ -289,7 +287,7 @@ class Runtime:
 
     def watch_with(
         self,
-        watch: Callable[[int, LayerCall | None, Callable[[], Any], tuple[Any, Any]], Any],
+        check: Check,
         watch_bytes: Callable[[int, torch.Tensor], None],
         watch_rows: Callable[[str, torch.Tensor, Any, torch.Tensor], None],
         findings: Callable[[], dict[str, Any]],
@@ -297,13 +295,13 @@ class Runtime:
         """Have the first call of every layer checked, and the first rows of every embedding.
 
         Args:
-            watch: See ``ModelContext.check``.
+            check: See ``ModelContext.check``.
             watch_bytes: See ``ModelContext.check_bytes``.
             watch_rows: See ``RowReader.check`` and ``SliceReader.check``.
             findings: Gives what ``self_check`` returns.
         """
         self._findings = findings
-        self.context.check = watch
+        self.context.check = check
         self.context.check_bytes = watch_bytes
         self.rows.check = watch_rows
         self.head.check_with(watch_rows)

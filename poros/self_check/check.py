@@ -31,7 +31,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +39,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from poros.digests import digest
 from poros.errors import ParityError
-from poros.layer.call import LayerCall
-from poros.layer.streamed import is_streamed, streamed_layer
+from poros.layer.streamed import streamed_layer
 from poros.model.runtime import Runtime
 from poros.saying import Slowly, say
 from poros.self_check.compare import bits
@@ -49,7 +47,6 @@ from poros.self_check.evidence import (
     Evidence,
     first_difference,
     forward_values,
-    named,
     random_states,
     tensors_in,
 )
@@ -140,84 +137,33 @@ class SelfCheck:
             and self._unchecked.keys() <= self._without_gradient
         )
 
-    def watch(
-        self,
-        index: int,
-        call: LayerCall | None,
-        run: Callable[[], Any],
-        arguments: tuple[Any, Any],
-    ) -> Any:
-        """Run one layer's forward as it is streamed, and check it when its backward has passed.
+    def awaits(self, index: int) -> bool:
+        """Whether a call of the layer at this place is to be checked."""
+        return self._unchecked.get(index, _gone)() is not None
 
-        Without a call it is checked now, apart from the graph that goes on.
-        """
+    def watch(self, index: int, run: Callable[[], Any], arguments: tuple[Any, Any]) -> Any:
+        """Run one layer's forward as it is streamed, and check it behind, apart from its graph."""
         reference = self._unchecked.get(index)
         layer = reference() if reference is not None else None
         if layer is None:
             return run()
-        inputs = tensors_in(arguments) if call is None else call.tensors
-        trained = layer.parameters() if call is None else call.parameters
-        needs_gradient = any(each.requires_grad for each in (*inputs, *trained))
+        inputs = tensors_in(arguments)
+        needs_gradient = any(each.requires_grad for each in (*inputs, *layer.parameters()))
         if not needs_gradient and (index in self._without_gradient or not layer.training):
             return run()
         self._without_gradient.discard(index)
-        if call is not None:
-            call.keeps_recomputed = True
-        evidence, result = Evidence.collect(layer, call, inputs, run, arguments, self._device)
-        if call is None:
-            self._check_apart(index, evidence, needs_gradient)
-            return result
-        node = next((tensor.grad_fn for _, tensor in named("", result) if tensor.grad_fn), None)
-        held = [evidence]
-        if node is None:
-            self._begin(held, ())
-            self._check(index, held, (), ())
-        else:
-            # Emptied by the check: the graph may live on, with the loss.
-            node.register_prehook(partial(self._begin, held))
-            node.register_hook(partial(self._check, index, held))
+        evidence, result = Evidence.collect(layer, inputs, run, arguments, self._device)
+        self._check_apart(index, evidence, needs_gradient)
         return result
 
-    def _begin(self, held: Sequence[Evidence], grad_outputs: object) -> None:
-        for evidence in held:
-            evidence.rng_backward = random_states(self._device)
-
-    def _check(
-        self,
-        index: int,
-        held: list[Evidence],
-        grad_inputs: Sequence[torch.Tensor | None],
-        grad_outputs: Sequence[torch.Tensor | None],
-    ) -> None:
-        """The hook behind the layer's backward."""
-        if not held:
-            return
-        evidence = held.pop()
-        if index not in self._unchecked or not evidence.is_intact():
-            return
-        if not is_streamed(evidence.layer):
-            return  # restored since its forward
-        if evidence.is_on_host:
-            evidence.move(self._device)
-        self._note_checked(index, bool(grad_inputs))
-        try:
-            mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch(
-                index, evidence, grad_inputs, grad_outputs
-            )
-        finally:
-            if evidence.call is not None:
-                evidence.call.recomputed = None  # the call lives as long as the graph
-        self._settle(evidence.name, mismatch)
-
     def _check_apart(self, index: int, evidence: Evidence, needs_gradient: bool) -> None:
-        """Check a layer behind its forward: what recomputes in the graph has no backward yet."""
         evidence.rng_backward = random_states(self._device)
         self._note_checked(index, needs_gradient)
         condition = streamed_layer(evidence.layer).condition()
         token = _active_collector.set(None)
         try:
             with _without_saved_tensors_hooks():
-                mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch_apart(
+                mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch(
                     index, evidence
                 )
         finally:
@@ -334,33 +280,7 @@ class SelfCheck:
                 return spec.name
         return None
 
-    def _mismatch(
-        self,
-        index: int,
-        evidence: Evidence,
-        grad_inputs: Sequence[torch.Tensor | None],
-        grad_outputs: Sequence[torch.Tensor | None],
-    ) -> str | None:
-        streamed = forward_values(evidence.outputs, evidence.rng_end)
-        rng_after = forward_values({}, random_states(self._device))
-        incoming = dict(evidence.named_values(grad_outputs))
-        resident = self._runs.resident(index, evidence, incoming)
-        # Hooks may draw as gradients pass; the recomputation may not.
-        disturbed = first_difference(forward_values({}, resident.rng_backward), rng_after)
-        if disturbed is not None:
-            return _DISTURBED.format(disturbed)
-        arguments = [*evidence.inputs, *evidence.parameters]
-        gradients = dict(zip(map(id, arguments), grad_inputs, strict=bool(grad_inputs)))
-        if grad_inputs and evidence.call is not None:
-            # What autograd gets is not the sum but its terms, one by one. Added up only now: the
-            # resident run needs the memory.
-            for number, repeated in evidence.call.repeated.items():
-                gradients[id(arguments[number])] = _sum(repeated.terms)
-        for name, tensor in evidence.sources:
-            streamed[f"gradient of {name}"] = gradients.get(id(tensor))
-        return self._explained(index, evidence, incoming, resident, evidence.comparable(streamed))
-
-    def _mismatch_apart(self, index: int, evidence: Evidence) -> str | None:
+    def _mismatch(self, index: int, evidence: Evidence) -> str | None:
         """Of a layer that recomputes in the graph: it is streamed once more, with drawn gradients.
 
         Its forward is compared as it was.
@@ -481,6 +401,10 @@ class SelfCheck:
         )
 
 
+def _gone() -> None:
+    return None
+
+
 class Unsteady(NamedTuple):
     """Two resident runs of a layer, and its streamed run, with the kernels that the user chose."""
 
@@ -494,11 +418,6 @@ def _without_saved_tensors_hooks() -> AbstractContextManager[object]:
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()  # any at all would switch off autograd's own check of versions
     return torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
-
-
-def _sum(terms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The sum that autograd makes of the terms that arrive one after the other."""
-    return reduce(torch.add, present) if (present := [t for t in terms if t is not None]) else None
 
 
 def _digests(runtime: Runtime) -> dict[str, bytes]:

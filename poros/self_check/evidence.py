@@ -3,13 +3,12 @@
 Everything here is read from the call itself and from PyTorch and transformers, not from what the
 recomputation captured: a state that the recomputation forgets is then missing on one side only.
 
-Where a layer recomputes in the graph of its forward there is no call, and no gradient has arrived:
-``call`` is None, and gradients are drawn.
+A layer is checked behind its forward, when no gradient has arrived yet: gradients are drawn.
 """
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
-from poros.layer.call import LayerCall
 from poros.layer.streamed import streamed_layer
 from poros.layer.within import Within
 from poros.self_check.compare import differing
@@ -36,16 +34,12 @@ class Evidence:
 
     layer: nn.Module
     name: str
-    call: LayerCall | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     """Mappings among them are copies from before the call."""
     inputs: list[torch.Tensor]
     are_leaves: list[bool]
     """Of the inputs: whether autocast, where it keeps casts, keeps theirs."""
-    input_versions: list[int]
-    """How often each was edited in place, as PyTorch counts."""
-    parameters: list[nn.Parameter]
     trained: dict[str, nn.Parameter]
     """All that was trained in the layer, whatever the recomputation saw of it."""
     recorded: list[str]
@@ -58,20 +52,16 @@ class Evidence:
     training: list[bool]
     outputs: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     """Value, and whether it needs a gradient, by name."""
-    output_versions: list[int] = field(default_factory=list)
     rng_end: list[torch.Tensor] = field(default_factory=list)
     rng_backward: list[torch.Tensor] = field(default_factory=list)
     """When its backward began."""
     again: dict[str, Any] = field(default_factory=dict)
     """What its forward gave when it was streamed once more, without a call."""
-    is_on_host: bool = False
-    """Whether input and outputs were moved there."""
 
     @classmethod
     def collect(
         cls,
         layer: nn.Module,
-        call: LayerCall | None,
         inputs: Sequence[torch.Tensor],
         run: Callable[[], Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
@@ -85,13 +75,10 @@ class Evidence:
         evidence = cls(
             layer=layer,
             name=streamed_layer(layer).name,
-            call=call,
-            args=tuple(replace(value, {}) for value in args) if call is None else args,
+            args=tuple(replace(value, {}) for value in args),
             kwargs={**kwargs, **{key: type(kwargs[key])(held) for key, held in before.items()}},
             inputs=list(inputs),
             are_leaves=[tensor.is_leaf for tensor in inputs],
-            input_versions=_versions(inputs),
-            parameters=[] if call is None else list(call.parameters),
             trained={name: each for name, each in layer.named_parameters() if each.requires_grad},
             recorded=recorded,
             rng=random_states(device),
@@ -113,26 +100,7 @@ class Evidence:
         record = {key: collector[key][length:] for key, length in lengths.items()}
         named = named_outputs(result, written(kwargs, before), record)
         evidence.outputs = {name: (tensor.detach(), tensor.requires_grad) for name, tensor in named}
-        if call is not None and call.offloaded is not None:
-            evidence.move(torch.device("cpu"))
-        evidence.output_versions = _versions(tensor for tensor, _ in evidence.outputs.values())
         return evidence, result
-
-    def move(self, device: torch.device) -> None:
-        """Keep input and outputs on ``device`` from now on: a parked input has left its own."""
-        before, *others = self.inputs
-        after = before.detach().to(device, copy=True).requires_grad_(before.requires_grad)
-        self.inputs, self.input_versions[0] = [after, *others], after._version
-        self.args = tuple(replace(value, {id(before): after}) for value in self.args)
-        self.kwargs = {
-            key: value if isinstance(value, Cache) else replace(value, {id(before): after})
-            for key, value in self.kwargs.items()
-        }
-        self.is_on_host = device.type == "cpu"
-        self.outputs = {
-            name: (tensor.to(device, copy=True), needs_gradient)
-            for name, (tensor, needs_gradient) in self.outputs.items()
-        }
 
     def state(self, device: torch.device) -> AbstractContextManager[object]:
         """What surrounded the forward, with gradients enabled; all as it was afterwards."""
@@ -161,7 +129,7 @@ class Evidence:
         def fill(stack: ExitStack) -> None:
             stack.callback(_set_random_states, random_states(device), device)
             _set_random_states(self.rng_backward, device)
-            for device_type, *_ in self.autocast if self.call is None else ():
+            for device_type, *_ in self.autocast:
                 if torch.is_autocast_enabled(device_type):
                     stack.enter_context(torch.autocast(device_type, enabled=False))
 
@@ -181,31 +149,9 @@ class Evidence:
         """Whether the layer was given a KV cache."""
         return any(isinstance(value, Cache) for value in (*self.args, *self.kwargs.values()))
 
-    def is_intact(self) -> bool:
-        """Whether the inputs still are those of the forward.
-
-        If not, the backward has refused, or hooks (``save_on_cpu``) had saved copies for it.
-        """
-        return self.input_versions == _versions(self.inputs)
-
-    def comparable(self, values: dict[str, Any]) -> dict[str, Any]:
-        """``values`` without the outputs that someone has edited in place since the forward."""
-        now = _versions(tensor for tensor, _ in self.outputs.values())
-        versions = zip(self.outputs, self.output_versions, now, strict=True)
-        edited = {name for name, before, after in versions if before != after}
-        return {name: value for name, value in values.items() if name not in edited}
-
     def recomputed_difference(self) -> str | None:
         """Where what the backward recomputed is not what the forward gave."""
-        if self.call is None:
-            return first_difference(forward_values(self.outputs, self.rng_end), self.again)
-        recomputed = self.call.recomputed
-        if recomputed is None:
-            return None
-        values = dict(self.named_values(recomputed))
-        expected = {name: tensor for name, (tensor, _) in self.outputs.items() if name in values}
-        difference = first_difference(self.comparable(expected), self.comparable(values))
-        return difference and f"recomputed in backward: {difference}"
+        return first_difference(forward_values(self.outputs, self.rng_end), self.again)
 
     def drawn_gradients(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Gradients for the outputs that need one, normal, from a generator of their own."""
@@ -216,25 +162,11 @@ class Evidence:
             if needs_gradient
         }
 
-    def named_values(self, values: Sequence[torch.Tensor | None]) -> Iterator[tuple[str, Any]]:
-        """What belongs to the results of the call, one by one, under the outputs' names."""
-        if self.call is None or not values:
-            return
-        returned, by_the_side, recorded = self.call.unpack_results(values)
-        mappings: dict[str, dict[str, Any]] = {}
-        for key, entry, value in by_the_side:
-            mappings.setdefault(key, {})[entry] = value
-        yield from named_outputs(returned, mappings, dict(recorded))
-
 
 def tensors_in(arguments: Any) -> list[torch.Tensor]:
     """The distinct tensors among the arguments of a layer, but for those in caches."""
     found = {id(tensor): tensor for _, tensor in named("", arguments)}
     return list(found.values())
-
-
-def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:

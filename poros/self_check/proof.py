@@ -25,10 +25,8 @@ from transformers.utils.output_capturing import _active_collector
 from poros.kernels.autocast import cached_cast
 from poros.kernels.forwards import use_others
 from poros.layer.attention import AttentionKernels, deterministic_flag, unchanged_flags
-from poros.layer.call import LayerCall
 from poros.layer.frozen import LayerBindings, bind_block
 from poros.layer.general import RecomputedCall
-from poros.layer.remat import RematerializeLayer
 from poros.layer.streamed import StreamedLayer, streamed_layer
 from poros.layer.within import Within
 from poros.model.runtime import Runtime
@@ -153,8 +151,6 @@ class Runs:
         """
         layer = streamed_layer(evidence.layer)
         leaves, tensors = _leaves(evidence)
-        if evidence.call is not None:
-            tensors = leaves
         args, kwargs = _arguments(evidence, tensors, with_caches=False)
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
@@ -164,15 +160,13 @@ class Runs:
                 token = _active_collector.set(record)
                 try:
                     body: Any = _Deterministic(layer) if is_steady else layer
-                    run = _recomputed if evidence.call is None else _rematerialized
-                    result, proxies = run(body, args, kwargs)
+                    result, proxies = _recomputed(body, args, kwargs)
                 finally:
                     _active_collector.reset(token)
                 rng_end = random_states(self._device)
             outputs = dict(named_outputs(result, written(kwargs, before), record))
-            if evidence.call is None:
-                # Whoever reads the slot has to ask for the block.
-                self._forget(layer.weights.block)
+            # Whoever reads the slot has to ask for the block.
+            self._forget(layer.weights.block)
             sources = leaves | proxies
             wanted = [sources.get(id(original), original) for _, original in evidence.sources]
             gradients, rng_backward = self._gradients(outputs, evidence, incoming, wanted)
@@ -292,21 +286,10 @@ def _repeating(kernels: Kernels | None) -> AbstractContextManager[object]:
     return Within(fill)
 
 
-def _rematerialized(
-    layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[int, torch.Tensor]]:
-    """The result of a layer that recomputes apart, and proxies by the ids of its adapters."""
-    call = LayerCall(layer, args, kwargs, layer.condition())
-    proxies = [parameter.detach().requires_grad_() for parameter in call.parameters]
-    saved, results = call.offload_input(), call.forward()
-    made = RematerializeLayer.apply(call, results, saved, *call.tensors, *proxies)
-    return call.result(made), dict(zip(map(id, call.parameters), proxies, strict=True))
-
-
 def _recomputed(
     layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[int, torch.Tensor]]:
-    """The same of a layer that recomputes in the graph of its forward."""
+    """The result of a layer, and proxies by the ids of its adapters."""
     condition = layer.condition()
     proxies = {id(each): nn.Parameter(each.detach()) for each in condition.parameters}
     adapters = [
@@ -361,4 +344,4 @@ def _values(
     )
     for (name, _), gradient in zip(evidence.sources, gradients, strict=True):
         values[f"gradient of {name}"] = gradient
-    return evidence.comparable(values)
+    return values

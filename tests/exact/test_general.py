@@ -63,7 +63,7 @@ from tests.exact.hazards import (
 from tests.snapshots import bf16, changes, digest, layers_of
 from tests.support import AdversarialPrepare
 
-GENERAL: dict[str, Any] = {"lane": "general", "self_check": "off"}
+GENERAL: dict[str, Any] = {"self_check": "off"}
 
 
 def prepared(model: Model, **policy: Any) -> Model:

@@ -66,7 +66,7 @@ class Row:
         return self.after(model)
 
 
-GENERAL: dict[str, Any] = {"lane": "general", "self_check": "off"}
+GENERAL: dict[str, Any] = {"self_check": "off"}
 SHARED = S.small("gemma4_shared_kv", num_layers=4)
 REMAT, UNSUPPORTED, PREPARED = RematerializationError, UnsupportedModelError, PreparedModelError
 MEETING = {

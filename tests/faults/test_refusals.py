@@ -158,8 +158,6 @@ POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "not a device": ({"device": "gpu"}, "device: expected a usable.*found 'gpu'"),
     "meta device": ({"device": "meta"}, "device: expected a usable.*found 'meta'"),
     "unknown check": ({"self_check": "sometimes"}, "self_check"),
-    "unknown lane": ({"lane": "fast"}, "lane: expected one of auto, general"),
-    "lanes that exclude each other": ({"lane": "general", "cuda_graphs": True}, "lane"),
     **{
         f"{field} {value!r}": ({field: value}, field)
         for field, values in {

@@ -135,7 +135,7 @@ class LayerCall:
         if shares_casts and not self.layer.confines_autocast():
             return "casts that an autocast region shares"
         if self.layer.context.watching_graph() is not None:
-            return "a check"
+            return CHECK
         if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in self.tensors):
             return "tensors of other classes"
         return None

@@ -32,7 +32,6 @@ class CallFacts:
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
         uses: How its graph uses its tensors and adapters.
-        is_unwatched: Whether its own code alone sees what is computed in it.
         result: Its result, with places instead of tensors.
     """
 
@@ -46,7 +45,6 @@ class CallFacts:
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self.forms = call.result_forms
         self.uses = call.uses
-        self.is_unwatched = call.is_unwatched
         self.result = call.result_template
 
     def is_of_adapter(self, number: int) -> bool:
@@ -85,7 +83,7 @@ class CallFacts:
         if tally is None:
             return self.run(inputs)
         try:
-            tally.begin(leaves_out and self.is_unwatched)
+            tally.begin(leaves_out)
             results = self.run(inputs)
             tally.settle()
         finally:

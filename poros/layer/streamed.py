@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.layer.body import LayerBody
 from poros.layer.call import LayerCall
+from poros.layer.captured import CHECK
 from poros.layer.compiled import refuse_outer_graph
 from poros.layer.condition import Condition
 from poros.layer.general import RecomputedCall
@@ -76,10 +77,16 @@ class StreamedLayer(LayerBody):
     ) -> tuple[LayerCall, Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
         """The call as one node of the graph, to be replayed; None if its own graph is to stay."""
         captures, check = self.context.captures, self.context.check
-        if captures is None or (check is not None and check.awaits(self.index)):
+        if captures is None:
+            return None
+        if check is not None and check.awaits(self.index):
+            captures.eager[CHECK] += 1
             return None
         call = self._taken_apart(args, kwargs, condition)
-        if call is None or not (call.needs_gradient and captures.expects(call, "recomputed")):
+        if call is None:
+            captures.eager["arguments that a layer may write to"] += 1
+            return None
+        if not (call.needs_gradient and captures.expects(call, "recomputed")):
             return None
         kept = call.offload_input()  # before the forward, which the copy overlaps with
         results = captures.recomputed(call)

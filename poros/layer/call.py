@@ -30,6 +30,7 @@ from poros.layer.args import tree_flatten, tree_unflatten
 from poros.layer.audit import Uses
 from poros.layer.body import LayerBody
 from poros.layer.call_facts import CallFacts
+from poros.layer.captured import CHECK
 from poros.layer.casts import SharedCasts
 from poros.layer.condition import Condition
 from poros.layer.early import first_casts

@@ -158,7 +158,7 @@ def test_each_advice_makes_it_fit_and_hardly_a_larger_value_does(share: float) -
     def needed(**changes: int) -> int:
         options = {**asked, **changes}
         planner = Planner(config, lora=lora(r=options.pop("rank"), target_modules="all-linear"))
-        request = PlanRequest(**options, offload_boundaries=True, cuda_graphs=False)
+        request = PlanRequest(**options, offload_boundaries=True, without_recordings=True)
         return planner.plan(request).total_num_bytes
 
     budget = int(share * needed())

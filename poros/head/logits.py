@@ -10,7 +10,6 @@ Note: Lazily
     region in which the head was called, with the weights that it had.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +22,7 @@ from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
-from poros.head.online import Step
+from poros.head.online import Step, sum_of_rows
 from poros.layer.state import AutocastState
 from poros.layer.within import on_plain_tensors
 
@@ -159,22 +158,9 @@ def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     # Integers of eight bytes are added up without a copy of them.
     is_whole = (rows.shape[1] | int(rows.storage_offset())) * rows.element_size() % 8 == 0
     words = rows.view(torch.int64 if is_whole else torch.uint8)
-    sums = [_sum_of_rows(words), words.sum(1, dtype=torch.int64)]
+    sums = [sum_of_rows(words, torch.int64), words.sum(1, dtype=torch.int64)]
     places = [torch.arange(1, 1 + len(each), device=each.device) for each in sums]
     return torch.stack([(a * b).sum() for a, b in zip(sums, places, strict=True)])
-
-
-def _sum_of_rows(words: torch.Tensor) -> torch.Tensor:
-    """All rows added up, as int64.
-
-    In two rounds of about as many rows each: to add up thousands of rows at once, a GPU takes
-    memory for parts of the sums that is twice the size of what it adds up.
-    """
-    together = max(1, math.isqrt(len(words)))
-    number = len(words) // together
-    whole, rest = words[: number * together], words[number * together :]
-    parts = whole.view(number, together, words.shape[1]).sum(1, dtype=torch.int64)
-    return parts.sum(0).add_(rest.sum(0, dtype=torch.int64))
 
 
 class LazyLogits(torch.Tensor):

@@ -202,8 +202,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 @contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Nobody's hooks on all modules run on tensors without memory."""
+def _without_watchers() -> Iterator[None]:
+    """Nobody's hooks on all modules, nor autograd's anomaly mode, see tensors without memory."""
     tables = [
         table
         for name, table in vars(nn.modules.module).items()
@@ -213,7 +213,8 @@ def _without_global_hooks() -> Iterator[None]:
     try:
         for table in tables:
             table.clear()
-        yield
+        with torch.autograd.set_detect_anomaly(False):
+            yield
     finally:
         for table, hooks in zip(tables, held, strict=True):
             table.update(hooks)
@@ -223,7 +224,7 @@ class _UnlikeError(Exception):
     """Layers that were taken for alike are called differently."""
 
 
-@_without_global_hooks()
+@_without_watchers()
 def step_cost(
     model: nn.Module,
     layers: Sequence[nn.Module],
@@ -260,7 +261,7 @@ def step_cost(
     return cost, walk.calls
 
 
-@_without_global_hooks()
+@_without_watchers()
 def _layer_costs(
     layers: Sequence[nn.Module], calls: "Sequence[Call]", left_out: int
 ) -> list[LayerCost]:

@@ -136,6 +136,7 @@ SURROUNDINGS: dict[str, Any] = {
     "inference mode": torch.inference_mode,
     "activations on the CPU": torch.autograd.graph.save_on_cpu,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "anomaly mode": torch.autograd.detect_anomaly,
 }
 
 

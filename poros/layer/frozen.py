@@ -19,6 +19,7 @@ code books and offsets have; at rest all of them are on the host.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 from poros.kernels.dense_layer import DenseLayer, DenseWeight
-from poros.kernels.dequantize import DenseWorkspace
+from poros.kernels.dequantize import DenseWorkspace, has_kernel
 from poros.layer.within import on_plain_tensors
 from poros.layout import BlockLayout, is_small, view
 from poros.nf4 import MOVING, Part, is_4bit, places, rebound, state_of, streams
@@ -49,6 +50,14 @@ class FrozenTensor:
     @property
     def is_4bit(self) -> bool:
         return is_4bit(self.tensor)
+
+    @property
+    def dense_num_bytes(self) -> int:
+        """Of the dense weight that a kernel of ours makes of it on a GPU; 0 if none does."""
+        state: Any = state_of(self.tensor)
+        if state is None or not has_kernel(self.tensor, state):
+            return 0
+        return prod(state.shape) * int(state.dtype.itemsize)
 
     @property
     def stays(self) -> bool:

@@ -391,6 +391,7 @@ def shapes_of(model: nn.Module) -> Shapes:
         ],
         sliced_head=_sliced_head(model, base, set(embedding)),
         dense_layer=max((_dense_num_bytes(block) for block in blocks), default=0),
+        dense_weight=max((each.dense_num_bytes for block in blocks for each in block), default=0),
         num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
         num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
     )

@@ -69,7 +69,8 @@ class Watch:
 
 
 def _leave(parameter: Any) -> None:
-    if hasattr(parameter, "is_watched"):
+    kind: Any = type(parameter)
+    if kind is _Watched:
         parameter.__class__ = nn.Parameter
         parameter.__dict__.pop(_WATCH, None)
 

@@ -52,6 +52,9 @@ class _Value(NamedTuple):
             fill(self.copy)
 
 
+_NOTHING = _Value(_ABSENT)
+
+
 class Names:
     """Names in some places, to be bound again to what they were before code has run.
 
@@ -76,14 +79,14 @@ class Names:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what the body binds."""
-        before, absent = self._now(), _Value(_ABSENT)
+        before = self._now()
         try:
             yield
         finally:
             for place, (old, new) in enumerate(zip(before, self._now(), strict=True)):
                 for name in old.keys() | new.keys():
-                    left, right = old.get(name, absent), new.get(name, absent)
-                    if not left.is_same(right):
+                    left, right = old.get(name, _NOTHING), new.get(name, _NOTHING)
+                    if left is not right and not left.is_same(right):
                         first, _ = self._changed.get((place, name), (left, right))
                         self._changed[place, name] = first, right
 

@@ -20,7 +20,7 @@ Note: Cuts
     for all its uses, and sum their gradients in the low precision.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +49,18 @@ if TYPE_CHECKING:
     from poros.layer.condition import Condition
     from poros.layer.streamed import StreamedLayer
 
-Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, "StreamedLayer"], None]
-"""Takes the gradients of one layer and one micro-batch: the edge behind the layer, the gradient
-there, a leaf below the layer, and the layer."""
+Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, Iterable[torch.Tensor]], None]
+"""Takes the gradients of a part of the graph of one micro-batch: the edge behind it, the gradient
+there, a leaf below it, and parameters, of which those that are trained have edges into it."""
 
 
 def backward(
-    edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, layer: "StreamedLayer"
+    edge: Any,
+    gradient: torch.Tensor,
+    anchor: torch.Tensor | None,
+    below: Iterable[torch.Tensor],
 ) -> None:
-    """Take the gradients of one layer and one micro-batch, as a ``Differentiate``."""
+    """Take gradients, as a ``Differentiate``."""
     torch.autograd.backward([edge], [gradient])
 
 
@@ -68,6 +71,7 @@ class MicroBatch:
         layers: Of the model, in order.
         around: What is around all micro-batches.
         conditions: Of the layers, as the first micro-batch of a group has found them.
+        trained: Parameters in the layers.
 
     Attributes:
         plain: What layers are called with but for tensors.
@@ -83,7 +87,9 @@ class MicroBatch:
         layers: Sequence["StreamedLayer"],
         around: Surroundings,
         conditions: list["Condition"],
+        trained: Sequence[torch.Tensor],
     ) -> None:
+        self._trained = trained
         self._around = self._surroundings = around
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
@@ -244,16 +250,24 @@ class MicroBatch:
         """Take the gradients of layer ``index``, whose output's gradient has arrived."""
         edge, self._edges[index] = self._edges[index], None
         cut = self._cuts[index + 1]
-        gradient, cut.gradient = cut.gradient, None
+        gradient, cut.gradient, cut.is_spent = cut.gradient, None, True
         if edge is not None and gradient is not None:
-            differentiate(edge, gradient, self._cuts[index].anchor, self._layers[index])
+            # Not through its contents, which would end the row that its visits are in.
+            module = self._layers[index].module()
+            below = module.parameters() if module else ()
+            differentiate(edge, gradient, self._cuts[index].anchor, below)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the backward of its loss has come to the last layer."""
+        return self._cuts[-1].gradient is not None
 
     def _note_arrival(self, gradient: torch.Tensor) -> None:
         self.has_arrived_below = True
 
-    def leaves_below(self) -> set[int]:
-        """Of the parameters behind what the first layer is given: their ids."""
-        found: set[int] = set()
+    def leaves_below(self) -> list[torch.Tensor]:
+        """The parameters behind what the first layer is given."""
+        found: list[torch.Tensor] = []
         todo = [self._source.grad_fn if self._source is not None else None]
         known: set[Any] = set()
         while todo:
@@ -262,7 +276,7 @@ class MicroBatch:
                 continue
             known.add(node)
             if hasattr(node, "variable"):
-                found.add(id(node.variable))
+                found.append(node.variable)
             todo += [following for following, _ in node.next_functions]
         return found
 
@@ -292,12 +306,12 @@ class MicroBatch:
             raise UnsupportedModelError(OTHER_VALUES)
         self.differs += found
 
-    def backward_below(self) -> None:
+    def backward_below(self, differentiate: Differentiate) -> None:
         """Take the gradients of what the model's code computes before its layers."""
+        below, gradient = self.leaves_below(), self._cuts[0].gradient
         source, self._source = self._source, None
-        gradient = self._cuts[0].gradient
         if source is not None and gradient is not None:
-            torch.autograd.backward(source, gradient)
+            differentiate(source, gradient, None, below)
 
     # ------------------------------------------------------------ the model's code, again
 
@@ -342,6 +356,8 @@ class MicroBatch:
         if place >= len(self._layers) or layer is not self._layers[place] or given is None:
             raise NotTogether("the model runs more than once with gradients for one loss")
         if place == 0:
+            if Surroundings.capture(self._device) != self._surroundings:
+                raise NotTogether("autocast or settings are others when the model runs again")
             if not RngStash.capture(self._device).equals(self.states[0]):
                 raise NotTogether("the model draws other random numbers when it runs again")
             if given.requires_grad and not is_ahead:
@@ -354,7 +370,7 @@ class MicroBatch:
 
     def _last(self, is_ahead: bool) -> torch.Tensor:
         self.states[-1].restore()
-        return self._cuts[-1].look() if is_ahead else self._cuts[-1].take()
+        return self._cuts[-1].look() if is_ahead else self._cuts[-1].take(self._trained)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

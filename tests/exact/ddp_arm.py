@@ -47,6 +47,7 @@ class Cell:
     trainer: bool = False
     together: bool = False
     """Whether the streamed arm's micro-batches go through the blocks together."""
+    trains_embedding: bool = False
     quantize: bool = True
     num_layers: int = 3
     num_ranks: int = 2
@@ -88,7 +89,10 @@ CELLS = {
         options={"bucket_cap_mb": 0.02},
     ),
     "together, bucket views": Cell(
-        no_sync=True, together=True, options={"gradient_as_bucket_view": True}
+        no_sync=True,
+        together=True,
+        trains_embedding=True,
+        options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02},
     ),
     # Finding unused parameters: these run one after the other.
     "together, unused": Cell(
@@ -121,6 +125,7 @@ def build(cell: Cell, rank: int) -> Any:
         for name, parameter in model.named_parameters():
             if f".{UNUSED}." in name:
                 parameter.requires_grad_(True)
+    model.get_input_embeddings().weight.requires_grad_(cell.trains_embedding)
     with torch.no_grad():
         for parameter in trainable(model).values():
             parameter.add_(0.01 * rank)

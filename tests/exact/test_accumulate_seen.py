@@ -319,8 +319,7 @@ def test_what_a_trainer_must_not_do_between_is_seen(bases: Bases) -> None:
     model = prepare_plain(build(bases), slots=2, self_check="off")
     tokens = torch.arange(9)[None]
     batch = {"input_ids": tokens, "labels": tokens}
-    runs = [lambda: own_loss(model, batch)] * 2
-    group = begin_group(poros.runtime(model), Ranks(model), runs)
+    group = begin_group(poros.runtime(model), Ranks(model), own_loss, [batch] * 2, [])
     assert group is not None
     with group.tail():
         own_loss(model, batch).backward()

@@ -105,7 +105,7 @@ def test_nothing_is_measured_while_the_check_is_still_looking(prepared: Prepare)
     model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B", self_check="off")
     status = ["pending"]
     poros.runtime(model).watch_with(
-        lambda index, call, run, arguments: run(),
+        SimpleNamespace(awaits=lambda index: True, watch=lambda index, run, arguments: run()),
         lambda *_: None,
         lambda *_: None,
         lambda: {"status": status[0]},

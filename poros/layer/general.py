@@ -117,7 +117,7 @@ class RecomputedCall:
         self._ambient = AmbientState.capture(layer.device, condition.training)
         # Code of the user inside the layer may draw from anywhere.
         self._is_watched = condition.has_hooks
-        self._start = (Start if self._is_watched else RngStash).capture(layer.device)
+        self._start = Start.capture(layer.device) if self._is_watched else self._ambient.rng
         self._sums: list[torch.Tensor] = []
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []

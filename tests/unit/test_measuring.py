@@ -1,6 +1,7 @@
 """A run on a device with an allocator starts with two slots and spends what a step has left."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest

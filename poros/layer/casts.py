@@ -3,33 +3,35 @@
 Inside one region autocast casts a parameter once, at its first use by anybody, and all uses share
 the cast. So a resident run hands a gradient over when autograd gets to that one cast, which may be
 far behind the layer: after everything that was made later. And it sums the gradients of all these
-uses in the low precision, and casts the sum back. A recomputed layer casts for itself and has its
-own gradient in full.
+uses in the low precision, and casts the sum back. A layer that is one node of the graph casts for
+itself and has its own gradient in full.
 
 Note: Through the cast of the region
     What a layer hands over goes through the cast that the region keeps, which it has the region
-    make if there is none yet; so it arrives in the resident order. The very gradient of the layer
-    leaves it, since a detour through the low precision changes the bits of a NaN. If more arrives
-    at the cast than the gradient of one call of the layer, the result is refused. A second use
-    inside the layer shows in its graph, and is refused there. Nothing is left on the parameter, and
-    the cast goes with the region.
+    make if there is none yet; so it arrives in the resident order, and autograd adds it in the low
+    precision to what arrives from elsewhere: other layers, other forwards, a penalty. That loses
+    nothing, since a layer's gradient of such a parameter is a number of the low precision already.
+    But of a NaN the low precision keeps no bits: where it arrives alone the very gradient of the
+    layer leaves the cast, else it is an error. Nothing is left on the parameter, and the cast goes
+    with the region.
 
     A cast that is older than an update of its parameter is what a resident run goes on with, until
     the region ends. The layer has cast anew; so this is refused.
 
-    Where the region ends with the call of the model, nobody else can use its casts, and the order
-    within the layer is all there is; then none is made.
+    Where the region ends with the call of the model, and a layer uses each of its adapters once,
+    nobody else can use its casts; then none is made.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.kernels.autocast import cached_cast
+from poros.kernels.autocast import cached_cast, require_current
 from poros.layer.arrival import CAST
+from poros.layer.body import ModelContext
 
 _CARRIED = "poros: carried"
 
@@ -69,32 +71,6 @@ class SharedCasts:
         """See the function of this name."""
         reused, self._reused = self._reused, []
         require_current(self._name, reused)
-
-
-def require_current(name: str, reused: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Raise if a cast that the region has kept is not the one of its parameter now.
-
-    Args:
-        name: The layer's qualified name.
-        reused: Casts, each with its parameter; no graph.
-
-    Raises:
-        UnsupportedModelError: If so.
-    """
-    if not reused:
-        return
-    # Of the bits: a fused optimizer's step does not count as an edit.
-    are_same = [
-        torch.eq(cast.view(torch.int16).flatten(), now.to(cast.dtype).view(torch.int16).flatten())
-        for cast, now in reused
-    ]
-    if not torch.cat(are_same).all():
-        raise UnsupportedModelError(
-            f"{name}: expected its adapters as they were when this autocast region cast "
-            "them, found them updated since. A resident run goes on with the old casts until "
-            "the region ends; a streamed run cannot. Open the region anew after each step of "
-            "the optimizer"
-        )
 
 
 class _Carried:
@@ -170,11 +146,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-def is_region_within(is_model: Callable[[Any], bool]) -> bool:
+def confines_autocast(context: ModelContext) -> bool:
     """Whether the active region ends with the call of the model that runs now.
 
     Accelerate wraps the forward of a model in one: nobody else can use a parameter in it.
     """
+    if context.is_confined is not None:
+        return context.is_confined
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     frame = inspect.currentframe() if nesting == 2 else None
@@ -183,7 +161,7 @@ def is_region_within(is_model: Callable[[Any], bool]) -> bool:
         name = frame.f_code.co_name
         if name == "decorate_autocast":
             is_inside = frame.f_globals.get("__name__") == "torch.amp.autocast_mode"
-        elif name == "_call_impl" and is_model(frame.f_locals.get("self")):
+        elif name == "_call_impl" and context.is_model(frame.f_locals.get("self")):
             return is_inside
         frame = frame.f_back
     return False

@@ -68,9 +68,19 @@ class _Saved:
 
 
 class _InSlot(NamedTuple):
-    """Stands in the graph for a saved tensor that lies in a slot."""
+    """Stands in the graph for a saved tensor that lies in a slot, wherever that is by then."""
 
-    tensor: torch.Tensor
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_InSlot":
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def within(self, slab: torch.Tensor) -> torch.Tensor:
+        return slab.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class _Packed(NamedTuple):
@@ -167,12 +177,12 @@ class RecomputedCall:
         self._staying = layer.staying(self._condition.frozen)
         outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
         note_last(outputs)
-        begin, acquire = _weakly(self._begin), partial(layer.weights.lease, Phase.BACKWARD)
+        begin = _weakly(self._begin)
         for output in outputs:
             output.grad_fn.register_prehook(begin)
         readers, casts = _walk(outputs, first, is_watched=self._is_watched)
         for node in {*readers, *beside}:
-            node.register_prehook(lambda _: acquire())
+            node.register_prehook(partial(_hold, layer, self._memory, self._kept_by(node)))
             if not _is_of_others(node) or type(node) in layer.context.frugal:
                 continue
             if not self._keeps(node):
@@ -216,6 +226,16 @@ class RecomputedCall:
             for held in tree_leaves(list(vars(node).values()))
         )
 
+    def _kept_by(self, node: Any) -> Sequence[torch.Tensor] | None:
+        """What a node keeps of the slot; None if that is unknown."""
+        kind = getattr(type(node), "_forward_cls", None)
+        if kind is None or not kind.__module__.startswith("bitsandbytes."):
+            return None
+        state = getattr(node, "state", None)
+        holders = [each for each in (node, state, getattr(state, "state2", None)) if each]
+        found = tree_leaves([list(vars(each).values()) for each in holders])
+        return [each for each in found if _is_tensor(each) and _lies_in(each, self._memory)]
+
     def _pack(self, tensor: torch.Tensor) -> Any:
         is_in_slot = _lies_in(tensor, self._memory)
         if self._through is not None:
@@ -223,7 +243,7 @@ class RecomputedCall:
             kept = self._undrawn(self._through[0], tensor.clone() if is_in_slot else tensor)
             return _Packed(kept, _sums(tensor))
         if is_in_slot:
-            return _InSlot(tensor.detach() if tensor.requires_grad else tensor)
+            return _InSlot.of(tensor)
         if self._is_watched:
             self._sums.append(_sums(tensor))
         saved = _Saved(len(self._saved), tensor, self._is_watched)
@@ -249,8 +269,7 @@ class RecomputedCall:
                 "for gradients of gradients, which recomputation does not give"
             )
         if isinstance(kept, _InSlot):
-            self.layer.weights.lease(Phase.BACKWARD)
-            return kept.tensor
+            return kept.within(self.layer.weights.lease(Phase.BACKWARD))
         if task != self._task or kept.number not in self._values:
             self._values = {}
             self._values = self._recompute()
@@ -291,7 +310,7 @@ class RecomputedCall:
 
         def store(tensor: torch.Tensor) -> None:
             tensor = values_of(tensor)
-            if _lies_in(tensor, self._memory):
+            if _lies_in(tensor, memory):
                 return
             number = len(forms)
             forms.append((tensor.shape, tensor.dtype))
@@ -312,12 +331,13 @@ class RecomputedCall:
                 tally.begin(is_unwatched and not torch._C._len_torch_dispatch_stack())
             with (
                 layer.context.watching_graph() or nullcontext(),
-                layer.visit(Phase.BACKWARD, self._adapters),
+                layer.visit(Phase.BACKWARD, self._adapters) as slot,
                 self._ambient.but_random(contents.modules()),
                 self._start.replay(),
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(store, _refuse_backward),
             ):
+                memory = slot.untyped_storage().data_ptr()
                 result = layer.run(args, kwargs)
                 ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
             if tally is not None:
@@ -347,6 +367,21 @@ class RecomputedCall:
         noted = partial(contents.attributes.disregard, self._condition.attributes)
         layer.weights.lease(Phase.BACKWARD, noted if self._condition.hooks else None)
         return values
+
+
+def _hold(layer: LayerBody, memory: int, kept: Sequence[torch.Tensor] | None, _: object) -> None:
+    """Before a node that keeps tensors of the slot at ``memory`` as it likes: these, if known."""
+    slab = layer.weights.lease(Phase.BACKWARD)
+    if slab.untyped_storage().data_ptr() == memory:
+        return
+    if kept is None:
+        raise RematerializationError(
+            f"{layer.name}: expected its block to stay where it was between forward and backward, "
+            "found it moved to make room, and a function or a hook within that may have kept its "
+            "old weights. Run the backward before a forward of another shape"
+        )
+    for tensor in kept:
+        tensor.data = _InSlot.of(tensor).within(slab)
 
 
 def _walk(

@@ -174,7 +174,7 @@ def poison_what_is_released(model: Any, _: AdversarialStreams) -> None:
 
 def ask_for_no_block(patch: Patch) -> None:
     """What a backward reads of a slot it reads whatever lies there by then."""
-    patch.setattr(BlockVisit, "lease", lambda *_: None)
+    patch.setattr(BlockVisit, "lease", lambda self, *_: self._manager._ring.slot(self.block).buffer)
 
 
 def exchange_slabs(left: int, right: int) -> Spoil:

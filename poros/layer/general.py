@@ -182,7 +182,7 @@ class RecomputedCall:
             output.grad_fn.register_prehook(begin)
         readers, casts = _walk(outputs, first, is_watched=self._is_watched)
         for node in {*readers, *beside}:
-            node.register_prehook(partial(_hold, layer, self._memory, self._kept_by(node)))
+            node.register_prehook(partial(_hold, layer, self._memory, _kept_by(node)))
             if not _is_of_others(node) or type(node) in layer.context.frugal:
                 continue
             if not self._keeps(node):
@@ -225,16 +225,6 @@ class RecomputedCall:
             and held.data_ptr() not in known
             for held in tree_leaves(list(vars(node).values()))
         )
-
-    def _kept_by(self, node: Any) -> Sequence[torch.Tensor] | None:
-        """What a node keeps of the slot; None if that is unknown."""
-        kind = getattr(type(node), "_forward_cls", None)
-        if kind is None or not kind.__module__.startswith("bitsandbytes."):
-            return None
-        state = getattr(node, "state", None)
-        holders = [each for each in (node, state, getattr(state, "state2", None)) if each]
-        found = tree_leaves([list(vars(each).values()) for each in holders])
-        return [each for each in found if _is_tensor(each) and _lies_in(each, self._memory)]
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         is_in_slot = _lies_in(tensor, self._memory)
@@ -369,8 +359,16 @@ class RecomputedCall:
         return values
 
 
-def _hold(layer: LayerBody, memory: int, kept: Sequence[torch.Tensor] | None, _: object) -> None:
-    """Before a node that keeps tensors of the slot at ``memory`` as it likes: these, if known."""
+def _kept_by(node: Any) -> Sequence[Any] | None:
+    """Where a node keeps tensors of a slot; None if that is unknown."""
+    kind = getattr(type(node), "_forward_cls", None)
+    if kind is None or not kind.__module__.startswith("bitsandbytes."):
+        return None
+    return getattr(node, "tensors", ()), getattr(node, "state", None)
+
+
+def _hold(layer: LayerBody, memory: int, kept: Sequence[Any] | None, _: object) -> None:
+    """Before a node that keeps tensors of the slot at ``memory`` as it likes."""
     slab = layer.weights.lease(Phase.BACKWARD)
     if slab.untyped_storage().data_ptr() == memory:
         return
@@ -380,8 +378,11 @@ def _hold(layer: LayerBody, memory: int, kept: Sequence[torch.Tensor] | None, _:
             "found it moved to make room, and a function or a hook within that may have kept its "
             "old weights. Run the backward before a forward of another shape"
         )
-    for tensor in kept:
-        tensor.data = _InSlot.of(tensor).within(slab)
+    tensors, state = kept
+    states = [vars(each) for each in (state, getattr(state, "state2", None)) if each is not None]
+    for tensor in tree_leaves([tensors, *(list(each.values()) for each in states)]):
+        if _is_tensor(tensor) and _lies_in(tensor, memory):
+            tensor.data = _InSlot.of(tensor).within(slab)
 
 
 def _walk(

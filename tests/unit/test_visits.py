@@ -224,10 +224,7 @@ def read_a_value(patch: pytest.MonkeyPatch) -> None:
 
 def copy_inputs(patch: pytest.MonkeyPatch) -> None:
     clone = torch.enable_grad()(torch.clone)
-    genuine = general._fresh
-    patch.setattr(
-        general, "_fresh", lambda value: tree_map_only(torch.Tensor, torch.clone, genuine(value))
-    )
+    patch.setattr(general, "_fresh", partial(tree_map_only, torch.Tensor, clone))
 
 
 def copy_twice(patch: pytest.MonkeyPatch) -> None:

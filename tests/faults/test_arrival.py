@@ -17,7 +17,6 @@ from poros.errors import RematerializationError
 from poros.layer.arrival import arrivals
 from poros.layer.audit import GraphAudit, Place, place_of
 from poros.layer.handover import Repeated
-from poros.layer.streamed import streamed_layer
 from tests.adapted import Twice, lora, names_of
 from tests.exact.recorded import record_on_tapes
 from tests.snapshots import (
@@ -148,7 +147,7 @@ def test_hooks_on_parameters_run_in_the_order_of_a_resident_run(
     assert order_of_hooks(model) == order_of_hooks(model) == expected
     captures = poros.runtime(model).context.captures
     # The values of a tensor decide what these do, or they share states.
-    is_replayable = which not in ("gemma4", "mixtral", "prophetnet")
+    is_replayable = which not in ("gemma4", "mixtral", "prophetnet", "vblora")
     assert (captures is not None and captures.num_recorded > 0) == (lane is None and is_replayable)
     assert len(expected) > 10 or which == "vblora"
 
@@ -317,12 +316,11 @@ def test_a_layer_is_walked_once_for_each_form(
 def test_the_audit_remembers_no_more_than_some_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     record_on_tapes(monkeypatch, least_visits=100)
     model = prepared(build())
-    layer = layers_of(model)[1]
-    audits = [streamed_layer(layer).audit for layer in layers_of(model)]
     for number in range(40):
-        layer.self_attn.q_proj.scaling["default"] = 1.0 + number
+        layers_of(model)[1].self_attn.q_proj.scaling["default"] = 1.0 + number
         model(**batches()[0]).loss.backward()
-    assert [len(each._uses) for each in audits] == [1, 32, 1]
+    audits = poros.runtime(model).context.captures._audits
+    assert [len(audit._uses) for _, (_, audit) in sorted(audits.items())] == [1, 32, 1]
 
 
 def test_a_gradient_of_an_earlier_backward_is_not_compared() -> None:

@@ -45,6 +45,7 @@ from poros.layer.side_outputs import is_shared_mapping
 from poros.layer.start import Start
 from poros.layer.state import AmbientState
 from poros.layer.unchanged import require_unchanged
+from poros.layer.within import SavedTensorHooks
 from poros.slots.schedule import Phase
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -158,7 +159,7 @@ class RecomputedCall:
         first = torch._C._autograd._get_sequence_nr()
         with (
             layer.visit(Phase.FORWARD, self._adapters) as slot,
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+            SavedTensorHooks(self._pack, self._unpack),
         ):
             self._memory = slot.untyped_storage().data_ptr()
             with _noting_nodes(first, self._is_watched) as beside:
@@ -325,7 +326,7 @@ class RecomputedCall:
                 self._ambient.but_random(contents.modules()),
                 self._start.replay(),
                 torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(store, _refuse_backward),
+                SavedTensorHooks(store, _refuse_backward),
             ):
                 memory = slot.untyped_storage().data_ptr()
                 result = layer.run(args, kwargs)

@@ -45,6 +45,7 @@ from poros.layer.side_outputs import is_shared_mapping
 from poros.layer.start import Start
 from poros.layer.state import AmbientState
 from poros.layer.unchanged import require_unchanged
+from poros.layer.within import SavedTensorHooks
 from poros.slots.schedule import Phase
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,9 +69,19 @@ class _Saved:
 
 
 class _InSlot(NamedTuple):
-    """Stands in the graph for a saved tensor that lies in a slot."""
+    """Stands in the graph for a saved tensor that lies in a slot, wherever that is by then."""
 
-    tensor: torch.Tensor
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_InSlot":
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def within(self, slab: torch.Tensor) -> torch.Tensor:
+        return slab.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class _Packed(NamedTuple):
@@ -116,7 +127,7 @@ class RecomputedCall:
         self._ambient = AmbientState.capture(layer.device, condition.training)
         # Code of the user inside the layer may draw from anywhere.
         self._is_watched = condition.has_hooks
-        self._start = (Start if self._is_watched else RngStash).capture(layer.device)
+        self._start = Start.capture(layer.device) if self._is_watched else self._ambient.rng
         self._sums: list[torch.Tensor] = []
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
@@ -148,7 +159,7 @@ class RecomputedCall:
         first = torch._C._autograd._get_sequence_nr()
         with (
             layer.visit(Phase.FORWARD, self._adapters) as slot,
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+            SavedTensorHooks(self._pack, self._unpack),
         ):
             self._memory = slot.untyped_storage().data_ptr()
             with _noting_nodes(first, self._is_watched) as beside:
@@ -167,12 +178,12 @@ class RecomputedCall:
         self._staying = layer.staying(self._condition.frozen)
         outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
         note_last(outputs)
-        begin, acquire = _weakly(self._begin), partial(layer.weights.lease, Phase.BACKWARD)
+        begin = _weakly(self._begin)
         for output in outputs:
             output.grad_fn.register_prehook(begin)
         readers, casts = _walk(outputs, first, is_watched=self._is_watched)
         for node in {*readers, *beside}:
-            node.register_prehook(lambda _: acquire())
+            node.register_prehook(partial(_hold, layer, self._memory, _kept_by(node)))
             if not _is_of_others(node) or type(node) in layer.context.frugal:
                 continue
             if not self._keeps(node):
@@ -223,7 +234,7 @@ class RecomputedCall:
             kept = self._undrawn(self._through[0], tensor.clone() if is_in_slot else tensor)
             return _Packed(kept, _sums(tensor))
         if is_in_slot:
-            return _InSlot(tensor.detach() if tensor.requires_grad else tensor)
+            return _InSlot.of(tensor)
         if self._is_watched:
             self._sums.append(_sums(tensor))
         saved = _Saved(len(self._saved), tensor, self._is_watched)
@@ -249,8 +260,7 @@ class RecomputedCall:
                 "for gradients of gradients, which recomputation does not give"
             )
         if isinstance(kept, _InSlot):
-            self.layer.weights.lease(Phase.BACKWARD)
-            return kept.tensor
+            return kept.within(self.layer.weights.lease(Phase.BACKWARD))
         if task != self._task or kept.number not in self._values:
             self._values = {}
             self._values = self._recompute()
@@ -291,7 +301,7 @@ class RecomputedCall:
 
         def store(tensor: torch.Tensor) -> None:
             tensor = values_of(tensor)
-            if _lies_in(tensor, self._memory):
+            if _lies_in(tensor, memory):
                 return
             number = len(forms)
             forms.append((tensor.shape, tensor.dtype))
@@ -312,12 +322,13 @@ class RecomputedCall:
                 tally.begin(is_unwatched and not torch._C._len_torch_dispatch_stack())
             with (
                 layer.context.watching_graph() or nullcontext(),
-                layer.visit(Phase.BACKWARD, self._adapters),
+                layer.visit(Phase.BACKWARD, self._adapters) as slot,
                 self._ambient.but_random(contents.modules()),
                 self._start.replay(),
                 torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(store, _refuse_backward),
+                SavedTensorHooks(store, _refuse_backward),
             ):
+                memory = slot.untyped_storage().data_ptr()
                 result = layer.run(args, kwargs)
                 ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
             if tally is not None:
@@ -347,6 +358,32 @@ class RecomputedCall:
         noted = partial(contents.attributes.disregard, self._condition.attributes)
         layer.weights.lease(Phase.BACKWARD, noted if self._condition.hooks else None)
         return values
+
+
+def _kept_by(node: Any) -> Sequence[Any] | None:
+    """Where a node keeps tensors of a slot; None if that is unknown."""
+    kind = getattr(type(node), "_forward_cls", None)
+    if kind is None or not kind.__module__.startswith("bitsandbytes."):
+        return None
+    return getattr(node, "tensors", ()), getattr(node, "state", None)
+
+
+def _hold(layer: LayerBody, memory: int, kept: Sequence[Any] | None, _: object) -> None:
+    """Before a node that keeps tensors of the slot at ``memory`` as it likes."""
+    slab = layer.weights.lease(Phase.BACKWARD)
+    if slab.untyped_storage().data_ptr() == memory:
+        return
+    if kept is None:
+        raise RematerializationError(
+            f"{layer.name}: expected its block to stay where it was between forward and backward, "
+            "found it moved to make room, and a function or a hook within that may have kept its "
+            "old weights. Run the backward before a forward of another shape"
+        )
+    tensors, state = kept
+    states = [vars(each) for each in (state, getattr(state, "state2", None)) if each is not None]
+    for tensor in tree_leaves([tensors, *(list(each.values()) for each in states)]):
+        if _is_tensor(tensor) and _lies_in(tensor, memory):
+            tensor.data = _InSlot.of(tensor).within(slab)
 
 
 def _walk(

@@ -172,7 +172,7 @@ class BlockVisit:
         self._is_bound = True
         self._when_ready = when_ready
         self._row: _Row | None = None
-        self._lease: _Note | None = None
+        self._lease: tuple[_Note, torch.Tensor] | None = None
 
     @property
     def is_pinned(self) -> bool:
@@ -228,15 +228,15 @@ class BlockVisit:
                     "slot"
                 )
 
-    def lease(self, phase: Phase, at_end: Callable[[], None] | None = None) -> None:
-        """Hold the block in its slot until another visit begins; then call ``at_end``.
+    def lease(self, phase: Phase, at_end: Callable[[], None] | None = None) -> torch.Tensor:
+        """Hold the block in its slot until another visit begins, then call ``at_end``; its bytes.
 
         Within a backward it ends with that at the latest.
 
         Streams and errors are those of ``hold``. If the block is leased already, nothing is done.
         """
-        if self._lease is not None and self._visits.is_open(self._lease):
-            return
+        if self._lease is not None and self._visits.is_open(self._lease[0]):
+            return self._lease[1]
         self._visits.end_all()
         if not self._is_bound:
             raise self._unbound()
@@ -247,10 +247,12 @@ class BlockVisit:
                 at_end()
             _let_go(self._manager, self.block)
 
-        self._lease = note = self._visits.open(end)
-        self._acquire(phase)
+        note = self._visits.open(end)
+        slab = self._acquire(phase).buffer
+        self._lease = note, slab
         if torch._C._current_graph_task_id() >= 0:
             Variable._execution_engine.queue_callback(partial(self._visits.end, note))
+        return slab
 
     @contextmanager
     def occupy(self, phase: Phase) -> Iterator[None]:

@@ -27,6 +27,28 @@ class Within(ExitStack):
         return self
 
 
+class SavedTensorHooks:
+    """As ``torch.autograd.graph.saved_tensors_hooks``; taken off with the frame at the latest.
+
+    An interruption strikes between the body of a ``with`` and its end too. Hooks that stayed then
+    would have whatever this thread computes next, in any model.
+    """
+
+    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        self._hooks = pack, unpack
+
+    def __enter__(self) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+    def __exit__(self, *_: object) -> None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and tuple(top) == self._hooks:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def __del__(self) -> None:
+        self.__exit__()
+
+
 def on_plain_tensors(function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)``, in which no tensor subclass sees what is called with it.
 

@@ -45,9 +45,9 @@ from poros.saying import Slowly, say
 from poros.self_check.compare import bits
 from poros.self_check.evidence import (
     Evidence,
+    drawn_states,
     first_difference,
     forward_values,
-    random_states,
     tensors_in,
 )
 from poros.self_check.proof import Incoming, Kernels, Outcome, Runs, is_gradient
@@ -157,7 +157,7 @@ class SelfCheck:
         return result
 
     def _check_apart(self, index: int, evidence: Evidence, needs_gradient: bool) -> None:
-        evidence.rng_backward = random_states(self._device)
+        evidence.rng_backward = drawn_states(self._device)
         self._note_checked(index, needs_gradient)
         condition = streamed_layer(evidence.layer).condition()
         token = _active_collector.set(None)

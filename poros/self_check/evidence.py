@@ -177,6 +177,12 @@ def random_states(device: torch.device) -> list[torch.Tensor]:
     return states
 
 
+def drawn_states(device: torch.device) -> list[torch.Tensor]:
+    """States as at a backward: not those of a forward's end, so that these left behind show."""
+    devices = ["cpu", device] if device.type == "cuda" else ["cpu"]
+    return [torch.Generator(each).manual_seed(1).get_state() for each in devices]
+
+
 def _set_random_states(states: Sequence[torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
     if device.type == "cuda":

@@ -31,8 +31,8 @@ Model = Any
 VISIT = ("layer/visit.py", "layer/streamed.py", "slots/manager.py", "layer/frozen.py")
 AROUND = (*VISIT, "contextlib.py")
 STEP = (
-    *("visit", "body", "streamed", "remat", "manager", "layer_index", "side_outputs", "frozen"),
-    *("layer/state", "layer/call", "settings", "rng", "check", "contextlib"),
+    *("visit", "body", "streamed", "general", "manager", "layer_index", "frozen"),
+    *("layer/state", "settings", "rng", "check", "contextlib"),
 )
 
 
@@ -168,7 +168,6 @@ SURROUNDINGS: Any = SimpleNamespace(
     rng=random_states(CPU),
     rng_backward=random_states(CPU),
     autocast=[],
-    call=None,
     has_cast_cache=True,
     settings=current_settings(),
     layer=torch.nn.Linear(1, 1),

@@ -14,7 +14,7 @@ from torch import nn
 from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact.arms import Bases, Model, Program
-from tests.snapshots import batches, bf16, layers_of
+from tests.snapshots import batches, layers_of
 
 Provocation = Callable[[Model], Iterator[None]]
 
@@ -209,6 +209,15 @@ def run(program: Program) -> Provocation:
     return provocation
 
 
+def through(provocation: Provocation) -> Program:
+    """What is no provocation at all."""
+
+    def program(model: Model) -> None:
+        list(provocation(model))
+
+    return program
+
+
 @contextmanager
 def hook_on(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
     """A forward hook in the body."""
@@ -226,19 +235,12 @@ def vanishing_hook(model: Model) -> Iterator[None]:
     loss.backward()
 
 
-def trainable_from_outside(model: Model) -> Iterator[None]:
+def trainable_from_outside(model: Model) -> object:
     scale = nn.Parameter(torch.ones(()))
     with hook_on(layer(model, 1).mlp, lambda m, args, output: output * scale):
-        yield
         P.loss_of(model).backward()
-        assert scale.grad is not None
-
-
-def loss_on_an_activation(model: Model) -> Iterator[None]:
-    inner: list[torch.Tensor] = []
-    with hook_on(layer(model, 1).mlp, lambda m, args, output: inner.append(output)):
-        yield
-        (P.loss_of(model) + inner[0].square().mean()).backward()
+    assert scale.grad is not None
+    return scale.grad
 
 
 def argument_edited_by_the_layer(model: Model) -> Iterator[None]:
@@ -314,19 +316,9 @@ def second_order(start: str) -> Provocation:
     return provocation
 
 
-def forward_under_autocast(model: Model) -> Iterator[None]:
-    yield
-    with bf16():
-        P.loss_of(model)
-
-
-def attentions(model: Model) -> Any:
-    return model(**batches()[1], output_attentions=True).attentions
-
-
 def attentions_without_gradients(model: Model) -> object:
     with torch.no_grad():
-        found = attentions(model.eval())
+        found = model.eval()(**batches()[1], output_attentions=True).attentions
     assert len(found) == 3
     return [*found, P.STEP(model)]
 

@@ -170,7 +170,7 @@ def test_a_tensor_that_a_module_exchanges(
 
 
 REPLAYED = dict.fromkeys(["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"])
-RUN = {"gemma4": "tensors that layers share", "mixtral": "hooks", "qwen3_moe": "hooks"}
+RUN = {"gemma4": "arguments that a layer may write to", "mixtral": "hooks", "qwen3_moe": "hooks"}
 
 
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])

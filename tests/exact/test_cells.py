@@ -23,8 +23,8 @@ from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import Trajectory, compare_trajectories, start_digests
 from poros.host.store import HostStore
+from poros.layer.general import RecomputedCall
 from poros.layer.rng import RngStash
-from poros.layer.side_outputs import SideOutputs
 from poros.layer.streamed import is_streamed
 from poros.layout import BlockLayout
 from poros.self_check.compare import Difference
@@ -338,15 +338,17 @@ Patch = pytest.MonkeyPatch
 
 def shared_states_read_as_constants(patch: Patch) -> None:
     """A layer that reads the mapping returns no gradient for it."""
-    genuine = SideOutputs.run
+    genuine = RecomputedCall.forward
 
-    def run(self: SideOutputs, call: Any, tensors: Any) -> Any:
-        held = [each for values in self._held.values() for each in values.values()]
-        places = {number for pair in held for (number,) in pair}
-        given = [each.detach() if n in places else each for n, each in enumerate(tensors)]
-        return genuine(self, call, given)
+    def forward(self: RecomputedCall, args: Any, kwargs: Any) -> Any:
+        shared = kwargs["shared_kv_states"]
+        read = {key: tuple(each.detach() for each in pair) for key, pair in shared.items()}
+        given = type(shared)(read)
+        result = genuine(self, args, {**kwargs, "shared_kv_states": given})
+        shared.update({key: pair for key, pair in given.items() if pair is not read.get(key)})
+        return result
 
-    patch.setattr(SideOutputs, "run", run)
+    patch.setattr(RecomputedCall, "forward", forward)
 
 
 @pytest.mark.parametrize(

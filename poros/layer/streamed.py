@@ -83,10 +83,7 @@ class StreamedLayer(LayerBody):
             captures.eager[CHECK] += 1
             return None
         call = self._taken_apart(args, kwargs, condition)
-        if call is None:
-            captures.eager["arguments that a layer may write to"] += 1
-            return None
-        if not (call.needs_gradient and captures.expects(call, "recomputed")):
+        if not (call is not None and call.needs_gradient and captures.expects(call, "recomputed")):
             return None
         kept = call.offload_input()  # before the forward, which the copy overlaps with
         results = captures.recomputed(call)
@@ -98,7 +95,9 @@ class StreamedLayer(LayerBody):
         """The call, if tensors in tuples and plain values are all that it is given."""
         try:
             return LayerCall(self, args, kwargs, condition)
-        except UnsupportedModelError:  # what it may write to by the side
+        except UnsupportedModelError:
+            if self.context.captures is not None:
+                self.context.captures.eager["arguments that a layer may write to"] += 1
             return None
 
     def _keep_recorded(

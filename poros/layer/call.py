@@ -8,13 +8,12 @@ What may change between a forward and its backward:
 - the layer's input or any other tensor it was given edited in place: ``RematerializationError``;
 - a frozen tensor that stays on the device (a norm, a bias, a buffer) edited, cast or replaced:
   ``RematerializationError``;
-- the layer's modules, or the hooks inside it, those of all modules too: ``RematerializationError``;
+- the layer's modules, or hooks that have come: ``RematerializationError``;
 - a plain attribute of a module inside it or of its configuration: ``RematerializationError``.
 
-Hooks on modules inside a layer run twice per step, as under activation checkpointing. Hooks on
-parameters run once. An edit that PyTorch does not count (a fused optimizer's step, a write through
-``.data``) between a forward and its backward is seen in frozen adapters alone, by their values; of
-what is trained, or stays on the device, it is not seen, here or by autograd.
+An edit that PyTorch does not count (a fused optimizer's step, a write through ``.data``) between a
+forward and its backward is seen in frozen adapters alone, by their values; of what is trained, or
+stays on the device, it is not seen, here or by autograd.
 """
 
 import copy

@@ -5,11 +5,12 @@ were. So the forward, and the recomputation with its gradients, are recorded onc
 call, and then cost one call of the host instead of hundreds.
 
 Note: Eager is the way out
-    Whatever is not certain to be the same work runs as always, with the same bits, so mixing both
-    shows nowhere: calls with hooks inside the layer, beside tensors that layers share, while
-    somebody watches operators or the self-check runs; forms that have not come often enough;
-    whatever cannot be recorded. A layer that keeps its graph keeps one at a time in its recording;
-    a second forward before the backward of the first goes as that of a recomputed layer.
+    Whatever is not certain to be the same work keeps the graph of its forward
+    (``poros.layer.general``), with the same bits, so mixing both shows nowhere: calls with hooks
+    inside the layer, beside tensors that layers share, while somebody watches operators or the
+    self-check runs; whatever cannot be recorded. A layer that keeps its graph on the device keeps
+    one at a time in its recording; a second forward before the backward of the first goes as that
+    of a recomputed layer.
 
 Note: Proof
     The first replay is made beside the eager visit that it is to replace, from the same random

@@ -3,22 +3,23 @@
 Inside one region autocast casts a parameter once, at its first use by anybody, and all uses share
 the cast. So a resident run hands a gradient over when autograd gets to that one cast, which may be
 far behind the layer: after everything that was made later. And it sums the gradients of all these
-uses in the low precision, and casts the sum back. A recomputed layer casts for itself and has its
-own gradient in full.
+uses in the low precision, and casts the sum back. A layer that is one node of the graph casts for
+itself and has its own gradient in full.
 
 Note: Through the cast of the region
     What a layer hands over goes through the cast that the region keeps, which it has the region
-    make if there is none yet; so it arrives in the resident order. The very gradient of the layer
-    leaves it, since a detour through the low precision changes the bits of a NaN. If more arrives
-    at the cast than the gradient of one call of the layer, the result is refused. A second use
-    inside the layer shows in its graph, and is refused there. Nothing is left on the parameter, and
-    the cast goes with the region.
+    make if there is none yet; so it arrives in the resident order, and autograd adds it in the low
+    precision to what arrives from elsewhere: other layers, other forwards, a penalty. That loses
+    nothing, since a layer's gradient of such a parameter is a number of the low precision already.
+    But of a NaN the low precision keeps no bits: where it arrives alone the very gradient of the
+    layer leaves the cast, else it is an error. Nothing is left on the parameter, and the cast goes
+    with the region.
 
     A cast that is older than an update of its parameter is what a resident run goes on with, until
     the region ends. The layer has cast anew; so this is refused.
 
-    Where the region ends with the call of the model, nobody else can use its casts, and the order
-    within the layer is all there is; then none is made.
+    Where the region ends with the call of the model, and a layer uses each of its adapters once,
+    nobody else can use its casts; then none is made.
 """
 
 import inspect

@@ -56,10 +56,16 @@ _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 class _Saved:
     """Stands in the graph for the saved tensor of this number."""
 
-    __slots__ = ("__weakref__", "number")
+    __slots__ = ("__weakref__", "number", "version", "witness")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, tensor: torch.Tensor, is_watched: bool) -> None:
         self.number = number
+        self.version = _version(tensor)
+        self.witness = _witness(tensor) if is_watched else None
+
+    def is_edited(self) -> bool:
+        """Whether code of the user inside the layer has edited the tensor since."""
+        return self.witness is not None and self.witness._version != self.version
 
 
 class _InSlot(NamedTuple):
@@ -221,7 +227,7 @@ class RecomputedCall:
             return _InSlot(tensor.detach() if tensor.requires_grad else tensor)
         if self._is_watched:
             self._sums.append(_sums(tensor))
-        saved = _Saved(len(self._saved))
+        saved = _Saved(len(self._saved), tensor, self._is_watched)
         self._saved.append(ref(saved))
         self._forms.append((tensor.shape, tensor.dtype))
         return saved
@@ -251,11 +257,11 @@ class RecomputedCall:
             self._values = self._recompute()
             self._task = task
         tensor, version = self._values.pop(kept.number)
-        if _version(tensor) != version:
+        if _version(tensor) != version or kept.is_edited():
             raise RematerializationError(
-                f"{self.layer.name}: expected a layer to leave alone what its backward needs, "
-                f"found a tensor of shape {tuple(tensor.shape)} written to in place after an "
-                "operator had saved it; autograd refuses that in a resident model. Write to a copy"
+                f"{self.layer.name}: expected what its backward needs to be left alone, found a "
+                f"tensor of shape {tuple(tensor.shape)} that was edited in place after an operator "
+                "had saved it; autograd refuses that in a resident model. Edit a copy"
             )
         return tensor
 
@@ -459,6 +465,15 @@ def _is_tensor(value: object) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _witness(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor without values that counts the edits of ``tensor``."""
+    if tensor.is_inference() or tensor.layout is not torch.strided:
+        return None
+    found = tensor.detach()
+    found.data = found.new_empty(0)
+    return found
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -1,4 +1,4 @@
-"""One decoder layer, run without keeping its graph and recomputed in backward.
+"""One decoder layer as one node of the graph: its backward recomputes it, or replays a recording.
 
 For a layer f with frozen weights W, adapters a, input h and random state s, forward computes
 
@@ -9,6 +9,9 @@ f(h; W, a, s) with a graph, and returns dL/dh and dL/da from one call to ``torch
 The local graph is the one the resident run builds, fed with the same bits, so the gradients are the
 same bits (Poros technical report, Algorithm 1 and Proposition 1; Chen et al. 2016 for the
 recomputation).
+
+It is taken where visits are replayed from recordings (``poros.layer.captured``), for calls with
+nothing unusual about them; all others keep the graph of their forward (``poros.layer.general``).
 
 Two choices differ from the report. Recomputation is per layer even if several layers travel as one
 block, because the smallest graph needs the least memory. And the forward runs *with* gradients

@@ -244,7 +244,7 @@ class Runs:
             for name, gradient in incoming.items()
             if name in outputs and outputs[name].requires_grad
         }
-        if not pairs:
+        if not (pairs and wanted):  # what a hook brings along may be all that is trained
             return [None] * len(wanted), evidence.rng_backward
         ends, starts = zip(*pairs.values(), strict=True)
         with evidence.backward_state(self._device):

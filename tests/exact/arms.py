@@ -31,7 +31,7 @@ Model = Any
 Program = Callable[[Model], object]
 """Something that is done with a model; what it returns is compared as well."""
 Facts = dict[str, object]
-NUM_TIMES = 4
+NUM_TIMES = 3
 ON_HOST = {"loss": "chunked", "stream_head": True}
 
 

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
+from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact.arms import Bases, Model, Program
@@ -218,29 +219,11 @@ def through(provocation: Provocation) -> Program:
     return program
 
 
-@contextmanager
-def hook_on(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
-    """A forward hook in the body."""
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def vanishing_hook(model: Model) -> Iterator[None]:
-    with hook_on(layer(model, 1).self_attn.q_proj, lambda m, args, output: output * 2):
+    with H.hooked(model, "self_attn.q_proj", lambda m, args, output: output * 2):
         loss = P.loss_of(model)
     yield
     loss.backward()
-
-
-def trainable_from_outside(model: Model) -> object:
-    scale = nn.Parameter(torch.ones(()))
-    with hook_on(layer(model, 1).mlp, lambda m, args, output: output * scale):
-        P.loss_of(model).backward()
-    assert scale.grad is not None
-    return scale.grad
 
 
 def argument_edited_by_the_layer(model: Model) -> Iterator[None]:
@@ -314,13 +297,6 @@ def second_order(start: str) -> Provocation:
         (out.loss + penalty).backward()
 
     return provocation
-
-
-def attentions_without_gradients(model: Model) -> object:
-    with torch.no_grad():
-        found = model.eval()(**batches()[1], output_attentions=True).attentions
-    assert len(found) == 3
-    return [*found, P.STEP(model)]
 
 
 def with_argument(edit: Callable[[dict[str, Any]], object]) -> Provocation:

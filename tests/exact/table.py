@@ -23,6 +23,9 @@ class Row(NamedTuple):
 
 
 PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
+UNCHECKED: dict[str, Any] = {"self_check": "off"}
+"""The self-check itself runs hooks, restores PyTorch's random states alone, and takes gradients as
+reentrant checkpoints refuse."""
 PRECISIONS = {"bf16": S.PLAIN, "fp32": S.FP32}
 ORDERED = {  # by when their gradients arrive within a region
     "lora": S.FP32_NO_DROPOUT,
@@ -94,7 +97,7 @@ def backwards() -> Iterator[Row]:
     for error in (ZeroDivisionError, KeyboardInterrupt):
         for where in ("forward", "backward", H.A_MATRIX):
             name, program = f"{error.__name__} in {where[-20:]}", H.failing(where, error)
-            yield Row(name, S.PLAIN, program, {"self_check": "off"})  # else it comes in the check
+            yield Row(name, S.PLAIN, program, UNCHECKED)
     yield Row("an evaluation in between", S.PLAIN, H.evaluated_between)
     yield Row("mkldnn off in between", S.FP32, H.setting_between)
     yield Row("use_cache", S.PLAIN, H.with_cache)
@@ -118,9 +121,9 @@ def losses() -> Iterator[Row]:
         yield Row(f"router logits of {name}", subject, P.routers_alone)
     for name in ("gemma4", "mixtral", "qwen2"):
         subject = S.small(name, attn_implementation="eager")
-        yield Row(f"attentions of {name}", subject, H.with_attentions)
-        yield Row(f"attentions of {name} alone", subject, H.attentions_alone)
-        yield Row(f"attentions of {name}, no gradients", subject, V.attentions_without_gradients)
+        yield Row(f"attentions of {name}", subject, H.attentions(alone=False))
+        yield Row(f"attentions of {name} alone", subject, H.attentions(alone=True))
+        yield Row(f"attentions of {name}, no gradients", subject, H.attentions_without_gradients)
     yield Row("given embeddings", S.PLAIN, P.given_embeddings)
     yield Row("a penalty on embeddings", S.PLAIN, partial(P.given_embeddings, penalty=True))
     yield Row("no trainable adapter", S.PLAIN, partial(P.given_embeddings, frozen=True))
@@ -172,7 +175,8 @@ def surroundings() -> Iterator[Row]:
     yield Row("the whole model checkpointed", S.PLAIN, H.whole_model_checkpointed)
     for reentrant in (True, False):
         name = f"a module checkpointed, {'reentrant' if reentrant else 'not reentrant'}"
-        yield Row(name, S.PLAIN, H.checkpointed_inside(reentrant))
+        policy = UNCHECKED if reentrant else {}
+        yield Row(name, S.PLAIN, H.checkpointed_inside(reentrant), policy)
     for alone in (False, True):
         name = f"saved as they are inside a layer, {'inner loss' if alone else 'loss'}"
         yield Row(name, S.DENSE, H.saved_inside(alone=alone))
@@ -219,11 +223,12 @@ def hooked() -> Iterator[Row]:
         "NumPy's": H.numpy_random,
         "PyTorch's": H.torch_random,
     }.items():
-        yield Row(f"{name} generator in a hook", S.PLAIN, H.with_hook(hook, "input_layernorm"))
+        program = H.with_hook(hook, "input_layernorm")
+        yield Row(f"{name} generator in a hook", S.PLAIN, program, UNCHECKED)
     inner = H.forward_without_gradients, H.forward_and_backward
     yield Row("a forward inside a backward", S.PLAIN, H.in_backward(inner[0]))
     yield Row("a step inside a backward", S.PLAIN, H.in_backward(inner[1]))
-    yield Row("trainable from outside", S.NO_DROPOUT, V.trainable_from_outside)
+    yield Row("trainable from outside", S.NO_DROPOUT, H.trainable_from_outside)
     subject = S.adapters_on("q_proj", "v_proj", quantize=False)
     for how in ("attribute", "closure"):
         for where in ("within", "an inner loss", "beside", "beside, alone"):

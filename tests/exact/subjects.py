@@ -20,6 +20,8 @@ PLAIN = small()
 FP32 = small(dtype=torch.float32)
 NO_DROPOUT = small(dropout=0.0)
 FP32_NO_DROPOUT = small(dropout=0.0, dtype=torch.float32)
+FP32_DENSE = small(dropout=0.0, dtype=torch.float32, quantize=False)
+"""Of 4-bit weights in full precision tapes give other bits under autocast."""
 DENSE = small(quantize=False)
 
 
@@ -95,7 +97,7 @@ def shared_within(bases: Bases) -> Model:
 
 
 def called_twice(bases: Bases) -> Model:
-    model = bases.build(dropout=0.0, dtype=torch.float32)
+    model = FP32_DENSE(bases)
     layers_of(model)[1].mlp.up_proj = adapted.Twice(layers_of(model)[1].mlp.up_proj)
     return model
 

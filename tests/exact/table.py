@@ -28,7 +28,7 @@ UNCHECKED: dict[str, Any] = {"self_check": "off"}
 reentrant checkpoints refuse."""
 PRECISIONS = {"bf16": S.PLAIN, "fp32": S.FP32}
 ORDERED = {  # by when their gradients arrive within a region
-    "lora": S.FP32_NO_DROPOUT,
+    "lora": S.FP32_DENSE,
     "lora bias": S.dense_lora(lora_bias=True),
     "dora": S.dense_lora(use_dora=True),
     "dora, norms": S.dense_lora(use_dora=True, modules_to_save=["post_attention_layernorm"]),
@@ -113,6 +113,7 @@ def losses() -> Iterator[Row]:
     """
     for name, program in STATES.items():
         yield Row(f"a loss on {name}", S.PLAIN, program)
+    yield Row("losses on what layers give", S.PLAIN, P.loss_on_outputs)
     yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone)
     for name, subject in FAMILIES.items():
         yield Row(f"hidden states of {name}", subject, P.hidden_states_alone)
@@ -208,8 +209,8 @@ def adapters() -> Iterator[Row]:
         for region, program in IN_ORDER.items():
             yield Row(f"{name}, {region}", subject, program)
     for name, program in MEETINGS.items():
-        yield Row(f"meeting {name}", S.FP32_NO_DROPOUT, program)
-        yield Row(f"meeting {name}, in order", S.FP32_NO_DROPOUT, R.in_order(program))
+        yield Row(f"{name}, dense", S.FP32_DENSE, program)
+        yield Row(f"{name}, 4 bits, in order", S.FP32_NO_DROPOUT, R.in_order(program))
 
 
 def hooked() -> Iterator[Row]:

@@ -16,8 +16,8 @@ from torch import nn
 import poros
 from poros.errors import UnsupportedModelError
 from poros.layer import early
+from poros.layer.body import LayerBody
 from poros.layer.casts import SharedCasts, _Carried
-from poros.layer.general import RecomputedCall
 from poros.layer.handover import Repeated
 from tests.exact import hazards as H
 from tests.exact import hooks
@@ -36,7 +36,7 @@ from tests.exact.arms import (
     poisoned,
     streamed,
 )
-from tests.exact.table import HOOKED, IN_ORDER, MATH_STEP, MEETINGS, ORDERED, ROWS, STATES, Row
+from tests.exact.table import HOOKED, IN_ORDER, MATH_STEP, MEETINGS, ORDERED, ROWS, Row
 from tests.snapshots import bf16, changes, digest, layers_of
 
 Patch = pytest.MonkeyPatch
@@ -128,14 +128,14 @@ def no_watching(patch: Patch) -> None:
 
 
 FAULTS: list[tuple[Callable[[Patch], None], str, Subject, Program]] = [
-    (in_one_sum, "everything", S.PLAIN, STATES["everything"]),
+    (in_one_sum, "what layers give", S.PLAIN, P.loss_on_outputs),
     (in_one_sum, "states of an encoder", S.decoder, P.read_an_encoder),
     *(
         (no_shared_casts, name, ORDERED["lora"], IN_ORDER[name])
         for name in ("several", "behind_a_penalty", "behind_an_evaluation", "beside_a_penalty")
     ),
     *(
-        (in_full, name, S.FP32_NO_DROPOUT, MEETINGS[name])
+        (in_full, name, S.FP32_DENSE, MEETINGS[name])
         for name in ("a penalty", "a penalty first", "forwards in one region")
     ),
     *((no_watching, name, ORDERED["dora"], IN_ORDER[name]) for name in ("region", "own_region")),
@@ -162,12 +162,12 @@ def test_control_a_fault_differs(
 def test_control_per_layer_inputs_without_a_gradient_differ(
     residents: Residents, monkeypatch: Patch
 ) -> None:
-    genuine = RecomputedCall.forward
+    genuine = LayerBody.run
 
-    def forward(self: RecomputedCall, args: Any, kwargs: Any) -> Any:
+    def run(self: LayerBody, args: Any, kwargs: Any) -> Any:
         return genuine(self, (args[0], *(each.detach() for each in args[1:])), kwargs)
 
-    monkeypatch.setattr(RecomputedCall, "forward", forward)
+    monkeypatch.setattr(LayerBody, "run", run)
     found = observe(streamed(S.adapter_below_the_layers(residents.bases), self_check="off"), P.STEP)
     gone = residents.facts(S.adapter_below_the_layers, P.STEP).keys() - found.keys()
     assert len(gone) == 2 and not any("layers." in name for name in gone)

@@ -40,6 +40,7 @@ from poros.accumulation.watching import (
     watching,
 )
 from poros.errors import PorosError, UnsupportedModelError
+from poros.layer.casts import confines_autocast
 from poros.layer.rng import RngStash
 from poros.layer.side_outputs import is_recording, shared_mappings
 from poros.layer.start import Start
@@ -204,7 +205,7 @@ class MicroBatch:
         if surroundings.watchers != self._around.watchers:
             raise NotTogether("somebody watches operators or packs saved tensors within the loss")
         self._entering = surroundings.entering(self._around)
-        self._is_confined = self._layers[0].confines_autocast()
+        self._is_confined = confines_autocast(self._layers[0].context)
         self.key = (
             tuple(
                 (each.shape, each.dtype)

@@ -1,8 +1,11 @@
 """Whether autocast is on, and what it makes of a parameter and keeps."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from poros.errors import UnsupportedModelError
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -34,6 +37,32 @@ def cached_cast(parameter: torch.Tensor) -> torch.Tensor | None:
             node = node.next_functions[0][0]
         cast: torch.Tensor = node._saved_self
     return cast if cast.dtype != parameter.dtype else None
+
+
+def require_current(name: str, reused: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Raise if a cast that the region has kept is not the one of its parameter now.
+
+    Args:
+        name: The layer's qualified name.
+        reused: Casts, each with its parameter; no graph.
+
+    Raises:
+        UnsupportedModelError: If so.
+    """
+    if not reused:
+        return
+    # Of the bits: a fused optimizer's step does not count as an edit.
+    are_same = [
+        torch.eq(cast.view(torch.int16).flatten(), now.to(cast.dtype).view(torch.int16).flatten())
+        for cast, now in reused
+    ]
+    if not torch.cat(are_same).all():
+        raise UnsupportedModelError(
+            f"{name}: expected its adapters as they were when this autocast region cast "
+            "them, found them updated since. A resident run goes on with the old casts until "
+            "the region ends; a streamed run cannot. Open the region anew after each step of "
+            "the optimizer"
+        )
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

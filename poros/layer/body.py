@@ -19,9 +19,6 @@ from poros.kernels.adapters import Tally
 from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.forwards import hand_back
 from poros.layer.adapters import AdapterPlace, staying_places
-from poros.layer.audit import GraphAudit
-from poros.layer.captured import Captures
-from poros.layer.casts import is_region_within
 from poros.layer.compiled import CompiledForward
 from poros.layer.condition import Condition
 from poros.layer.frozen import LayerBindings
@@ -56,6 +53,30 @@ class Check(Protocol):
 
     def watch(self, index: int, run: Callable[[], Any], arguments: tuple[Any, Any]) -> Any:
         """Run a layer's forward by ``run`` and look at it; takes the arguments as they came."""
+
+
+class Replays(Protocol):
+    """Calls of layers that are replayed from recordings (``poros.layer.captured``)."""
+
+    def recomputed(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
+    ) -> Any:
+        """The result of a call that backward recomputes; None if it is to run otherwise."""
+
+    def kept(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
+    ) -> Any:
+        """The result of a call whose graph is kept; None if it is to run otherwise."""
+
+    def inference(
+        self,
+        layer: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: Condition,
+        run: Callable[[], Any],
+    ) -> Any:
+        """The result of a call through which no gradient passes; ``run`` is its forward."""
 
 
 class ModelContext:
@@ -110,7 +131,7 @@ class ModelContext:
         self.check: Check | None = None
         self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
-        self.captures: Captures | None = None
+        self.captures: Replays | None = None
         self.frugal: set[type] = set()
         self.fallbacks: list[str] = []
         self.in_place: Callable[[], InPlace | None] | None = None
@@ -347,11 +368,6 @@ class LayerBody:
             return None
         return offloader.offload(tensor, self.name, self.index)
 
-    def confines_autocast(self) -> bool:
-        """Whether the active autocast region ends with the call of the model."""
-        known = self.context.is_confined
-        return is_region_within(self.context.is_model) if known is None else known
-
     def cast_trained_biases(self) -> bool:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
 
@@ -373,7 +389,6 @@ class LayerBody:
         streamed = self.weights.bindings.tensor_ids
         contents = LayerIndex(layer, streamed)
         self._staying = Staying(self.name, staying_places(layer, streamed))
-        self.audit = GraphAudit(self.name)
         # Last: as long as these are the old ones, stock is taken again.
         self._contents = contents
 

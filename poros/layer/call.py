@@ -26,14 +26,13 @@ from torch import nn
 
 from poros.errors import RematerializationError
 from poros.layer.args import tree_flatten, tree_unflatten
-from poros.layer.audit import Uses
+from poros.layer.audit import GraphAudit, Uses
 from poros.layer.body import LayerBody
 from poros.layer.call_facts import CallFacts
-from poros.layer.captured import CHECK
-from poros.layer.casts import SharedCasts
+from poros.layer.casts import SharedCasts, confines_autocast
 from poros.layer.condition import Condition
 from poros.layer.early import first_casts
-from poros.layer.forms import Form, Kind
+from poros.layer.forms import CHECK, Form, Kind
 from poros.layer.handover import Repeated, leaves
 from poros.layer.offload import OffloadedInput
 from poros.layer.rng import RngStash
@@ -53,8 +52,10 @@ class LayerCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         condition: Condition,
+        audit: GraphAudit,
     ) -> None:
         self.layer = layer
+        self._audit = audit
         self.condition = condition
         tensors: list[torch.Tensor] = []
         self._args = [
@@ -133,7 +134,7 @@ class LayerCall:
         if recorded_outputs():
             return "what layers return aside is recorded"
         shares_casts = self.shared_casts is not None and kind != "recomputed"
-        if shares_casts and not self.layer.confines_autocast():
+        if shares_casts and not confines_autocast(self.layer.context):
             return "casts that an autocast region shares"
         if self.layer.context.watching_graph() is not None:
             return CHECK
@@ -239,7 +240,7 @@ class LayerCall:
         """The forward. What the recomputation must reproduce is kept."""
         inputs, stand_ins = leaves(self.tensors), self.stand_ins
         versions = [tensor._version for tensor in inputs]
-        early = self.layer.audit.early
+        early = self._audit.early
         shares_casts = self.shared_casts is not None
         state: Hashable = None
         is_watched = False
@@ -265,7 +266,7 @@ class LayerCall:
         self._contents.attributes.disregard(self._attributes)
         self._contents.note_names()
         form = (num_nodes, self.ambient.is_autocast, shares_casts, self._adapter_state)
-        self.uses = self.layer.audit.uses(results, inputs, stand_ins, form, firsts)
+        self.uses = self._audit.uses(results, inputs, stand_ins, form, firsts)
         if is_watched:
             used = [number - len(inputs) for number in self.uses.order]
             early.learn(state, len(stand_ins), used, are_early=self.uses.are_early)
@@ -294,7 +295,7 @@ class LayerCall:
         return (
             len(set(cast)) < len(cast)
             or bool(self.layer.context.tied_adapters)
-            or not self.layer.confines_autocast()
+            or not confines_autocast(self.layer.context)
         )
 
     def unpack_results(self, values: Sequence[Any]) -> Any:

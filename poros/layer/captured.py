@@ -35,10 +35,22 @@ import torch
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
 from poros.graphs import Recorder
 from poros.layer.args import tree_flatten
+from poros.layer.audit import GraphAudit
+from poros.layer.call import LayerCall
 from poros.layer.call_facts import CallFacts
-from poros.layer.forms import Around, Form, HeldGraphs, Kind, LooseTensors, Replayed, SharedMemory
+from poros.layer.forms import (
+    CHECK,
+    Around,
+    Form,
+    HeldGraphs,
+    Kind,
+    LooseTensors,
+    Replayed,
+    SharedMemory,
+)
 from poros.layer.proving import different_ones, varies, with_steady_attention
 from poros.layer.recording import Recordings
+from poros.layer.remat import rematerialize
 from poros.layer.rng import RngStash
 from poros.layer.watched import is_seen, obstacle_around
 from poros.saying import Slowly
@@ -46,7 +58,7 @@ from poros.slots.schedule import Phase
 
 if TYPE_CHECKING:
     from poros.layer.body import LayerBody
-    from poros.layer.call import LayerCall
+    from poros.layer.condition import Condition
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +74,8 @@ _IDLE_VISITS = 16
 _MOST_FORMS = 64
 """Forms of one layer that are remembered."""
 
-NEW, CHECK = "a form that has not come often enough", "a check"
+NEW = "a form that has not come often enough"
+ARGUMENTS = "arguments that a layer may write to"
 EXPECTED = (NEW, CHECK)
 """Reasons to run a visit that every run has."""
 
@@ -109,63 +122,58 @@ class Captures:
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
         self._held = HeldGraphs()
+        self._audits: dict[int, tuple[Any, GraphAudit]] = {}
 
     # ------------------------------------------------------------------ forwards
 
-    def expects(self, call: "LayerCall", kind: Kind) -> bool:
-        """Whether such a call is replayed, or may be later; its form is noted in it."""
-        call.form = self._form_of(call, kind)
-        return call.form is not None
+    def recomputed(
+        self,
+        layer: "LayerBody",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: "Condition",
+    ) -> Any:
+        """The result of a call that backward recomputes; None if its own graph is to stay."""
+        call = self._taken_apart(layer, args, kwargs, condition)
+        if call is None or not call.needs_gradient:
+            return None
+        kept = call.offload_input()  # before the forward, which the copy overlaps with
+        results = self._forward(call)
+        return None if results is None else rematerialize(call, results, kept)
 
-    def recomputed(self, call: "LayerCall") -> list[torch.Tensor] | None:
-        """The results of the forward of a layer that is recomputed, of a call it ``expects``.
-
-        None if it is to run in the graph around it.
-        """
-        form = call.form
-        results = None if form is None else self._replay_forward(call, form)
-        return self._try_forward(call, form) if results is None and form is not None else results
-
-    def kept(self, call: "LayerCall") -> list[torch.Tensor] | None:
-        """The same of one that keeps its graph; None if it is to run in the graph around it.
+    def kept(
+        self,
+        layer: "LayerBody",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: "Condition",
+    ) -> Any:
+        """The result of a call whose graph is kept; None if it is to run in the graph around it.
 
         The few visits beside which a recording is proved run as those of a recomputed layer.
         """
-        form = self._form_of(call, "kept")
-        if form is None:
+        call = self._taken_apart(layer, args, kwargs, condition)
+        if call is None or not call.needs_gradient:
             return None
-        # The device computes it twice then: less than the host takes to run it once.
-        is_second = form.in_flight() is not None
-        if not is_second and self._held.would_lose(form):
-            form.drop_graph()
-            self._num_wasted[call.layer.index] += 1
-        results = None if is_second else self._replay_forward(call, form)
-        if results is None:
-            least = 0 if is_second else _LEAST_VISITS + self._num_wasted[call.layer.index]
-            if form.refusal is not None or form.num_visits < least - 1:
-                # Nothing is recorded of it yet, so nothing has to be known of it.
-                self.eager[form.refusal or NEW] += 1
-                form.num_visits += 1
-                return None
-            if not is_second:
-                results = self._try_forward(call, form)
-            elif self.expects(call, "recomputed"):
-                results = self.recomputed(call)
-            if results is None:
-                return None
-        if not is_second:
-            call.form = form
-            self._held.add(call)
-        return results
+        results = self._kept(call)
+        return None if results is None else rematerialize(call, results, call.tensors)
 
-    def inference(self, call: "LayerCall", run: Callable[[], Any]) -> Any:
-        """What a layer returns when no gradient passes through it; ``run`` is its forward."""
-        form = self._form_of(call, "inference")
-        if form is None:
+    def inference(
+        self,
+        layer: "LayerBody",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: "Condition",
+        run: Callable[[], Any],
+    ) -> Any:
+        """The result of a call through which no gradient passes; ``run`` is its forward."""
+        call = self._taken_apart(layer, args, kwargs, condition)
+        form = None if call is None else self._form_of(call, "inference")
+        if call is None or form is None:
             return run()
         replayed = _proved(form.forward)
         if replayed is not None and form.facts is not None:
-            with call.layer.occupy(Phase.INFERENCE):
+            with layer.occupy(Phase.INFERENCE):
                 results = replayed.run(call.tensors, self.memory)
             self.num_replays += 1
             form.num_replays += 1
@@ -174,15 +182,69 @@ class Captures:
         returned = run()
         found: list[torch.Tensor] = []
         try:
-            template = tree_flatten(returned, f"result of {call.layer.name}", found)
+            template = tree_flatten(returned, f"result of {layer.name}", found)
         except UnsupportedModelError as error:
-            self._refuse(call.layer, form, str(error))
+            self._refuse(layer, form, str(error))
             return returned
         call.note_inference(template, found)
         self._prove_forward(call, form, found, Phase.INFERENCE)
         return returned
 
-    def _form_of(self, call: "LayerCall", kind: Kind) -> Form | None:
+    def _taken_apart(
+        self,
+        layer: "LayerBody",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: "Condition",
+    ) -> LayerCall | None:
+        """The call, if tensors in tuples and plain values are all that it is given."""
+        contents, audit = self._audits.get(layer.index, (None, None))
+        if audit is None or contents is not condition.contents:
+            audit = GraphAudit(layer.name)
+            self._audits[layer.index] = condition.contents, audit
+        try:
+            return LayerCall(layer, args, kwargs, condition, audit)
+        except UnsupportedModelError:
+            self.eager[ARGUMENTS] += 1
+            return None
+
+    def _forward(self, call: LayerCall) -> list[torch.Tensor] | None:
+        """The results of a forward that is recomputed; None if its own graph is to stay."""
+        form = call.form = self._form_of(call, "recomputed")
+        if form is None:
+            return None
+        if form.refusal is not None:
+            self.eager[form.refusal] += 1
+            return None
+        results = self._replay_forward(call, form)
+        return self._try_forward(call, form) if results is None else results
+
+    def _kept(self, call: LayerCall) -> list[torch.Tensor] | None:
+        form = self._form_of(call, "kept")
+        if form is None:
+            return None
+        # The device computes it twice then: less than the host takes to run it once.
+        is_second = form.in_flight() is not None
+        if is_second:
+            return self._forward(call)
+        if self._held.would_lose(form):
+            form.drop_graph()
+            self._num_wasted[call.layer.index] += 1
+        results = self._replay_forward(call, form)
+        if results is None:
+            least = _LEAST_VISITS + self._num_wasted[call.layer.index]
+            if form.refusal is not None or form.num_visits < least - 1:
+                # Nothing is recorded of it yet, so nothing has to be known of it.
+                self.eager[form.refusal or NEW] += 1
+                form.num_visits += 1
+                return None
+            results = self._try_forward(call, form)
+        if results is not None:
+            call.form = form
+            self._held.add(call)
+        return results
+
+    def _form_of(self, call: LayerCall, kind: Kind) -> Form | None:
         """The form of a call whose forward comes now; None if it is not to be replayed."""
         if not self.is_on:
             reason: str | None = "no room for recordings in the budget"
@@ -207,9 +269,6 @@ class Captures:
                 form.refuse("a module that holds tensors in a list or dictionary")
         form.condition = now
         forms[conditions] = form  # the last of them
-        if kind == "recomputed" and form.refusal is not None:
-            self.eager[form.refusal] += 1
-            return None
         form.last_visit = self._num_visits[call.layer.index] = (
             self._num_visits[call.layer.index] + 1
         )
@@ -217,7 +276,7 @@ class Captures:
             del forms[next(iter(forms))]
         return form
 
-    def _replay_forward(self, call: "LayerCall", form: Form) -> list[torch.Tensor] | None:
+    def _replay_forward(self, call: LayerCall, form: Form) -> list[torch.Tensor] | None:
         replayed = _proved(form.forward)
         if replayed is None or form.facts is None:
             return None
@@ -231,7 +290,7 @@ class Captures:
         call.take_over(form.facts)
         return results
 
-    def _try_forward(self, call: "LayerCall", form: Form) -> list[torch.Tensor] | None:
+    def _try_forward(self, call: LayerCall, form: Form) -> list[torch.Tensor] | None:
         try:
             results = call.forward()
         except (RematerializationError, UnsupportedModelError) as error:
@@ -241,7 +300,7 @@ class Captures:
         self._prove_forward(call, form, results, Phase.FORWARD)
         return results
 
-    def _prove_forward(self, call: "LayerCall", form: Form, results: Tensors, phase: Phase) -> None:
+    def _prove_forward(self, call: LayerCall, form: Form, results: Tensors, phase: Phase) -> None:
         """An eager forward has run; replay beside it what has been recorded since."""
         self.eager[form.refusal or NEW] += 1
         form.num_visits += 1
@@ -259,9 +318,7 @@ class Captures:
 
     # ----------------------------------------------------------------- backwards
 
-    def backward(
-        self, call: "LayerCall", tensors: Tensors, gradients: Gradients
-    ) -> Gradients | None:
+    def backward(self, call: LayerCall, tensors: Tensors, gradients: Gradients) -> Gradients | None:
         """Replay the gradients of a call, with its recomputation; not within a visit.
 
         Args:
@@ -286,7 +343,7 @@ class Captures:
         return call.without_terms(found)
 
     def prove_backward(
-        self, call: "LayerCall", tensors: Tensors, gradients: Gradients, outgoing: Gradients
+        self, call: LayerCall, tensors: Tensors, gradients: Gradients, outgoing: Gradients
     ) -> None:
         """An eager backward has run, and its terms are still there; not within a visit."""
         form = call.form
@@ -320,7 +377,7 @@ class Captures:
 
     def _run_backward(
         self,
-        call: "LayerCall",
+        call: LayerCall,
         replayed: Replayed,
         tensors: Tensors,
         gradients: Gradients,
@@ -336,7 +393,7 @@ class Captures:
 
     # ----------------------------------------------------------------- recording
 
-    def let_go(self, call: "LayerCall") -> None:
+    def let_go(self, call: LayerCall) -> None:
         """The graph of a call that was kept is not needed any more."""
         if call.form is not None and call.form.in_flight() is call:
             call.form.in_flight = lambda: None
@@ -415,7 +472,7 @@ class Captures:
         return True
 
     def _settle(
-        self, call: "LayerCall", form: Form, replayed: Replayed, different: str | None
+        self, call: LayerCall, form: Form, replayed: Replayed, different: str | None
     ) -> None:
         if different is None:
             replayed.is_proved = True

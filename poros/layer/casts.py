@@ -23,14 +23,15 @@ Note: Through the cast of the region
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.kernels.autocast import cached_cast
+from poros.kernels.autocast import cached_cast, require_current
 from poros.layer.arrival import CAST
+from poros.layer.body import ModelContext
 
 _CARRIED = "poros: carried"
 
@@ -70,32 +71,6 @@ class SharedCasts:
         """See the function of this name."""
         reused, self._reused = self._reused, []
         require_current(self._name, reused)
-
-
-def require_current(name: str, reused: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Raise if a cast that the region has kept is not the one of its parameter now.
-
-    Args:
-        name: The layer's qualified name.
-        reused: Casts, each with its parameter; no graph.
-
-    Raises:
-        UnsupportedModelError: If so.
-    """
-    if not reused:
-        return
-    # Of the bits: a fused optimizer's step does not count as an edit.
-    are_same = [
-        torch.eq(cast.view(torch.int16).flatten(), now.to(cast.dtype).view(torch.int16).flatten())
-        for cast, now in reused
-    ]
-    if not torch.cat(are_same).all():
-        raise UnsupportedModelError(
-            f"{name}: expected its adapters as they were when this autocast region cast "
-            "them, found them updated since. A resident run goes on with the old casts until "
-            "the region ends; a streamed run cannot. Open the region anew after each step of "
-            "the optimizer"
-        )
 
 
 class _Carried:
@@ -171,11 +146,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-def is_region_within(is_model: Callable[[Any], bool]) -> bool:
+def confines_autocast(context: ModelContext) -> bool:
     """Whether the active region ends with the call of the model that runs now.
 
     Accelerate wraps the forward of a model in one: nobody else can use a parameter in it.
     """
+    if context.is_confined is not None:
+        return context.is_confined
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     frame = inspect.currentframe() if nesting == 2 else None
@@ -184,7 +161,7 @@ def is_region_within(is_model: Callable[[Any], bool]) -> bool:
         name = frame.f_code.co_name
         if name == "decorate_autocast":
             is_inside = frame.f_globals.get("__name__") == "torch.amp.autocast_mode"
-        elif name == "_call_impl" and is_model(frame.f_locals.get("self")):
+        elif name == "_call_impl" and context.is_model(frame.f_locals.get("self")):
             return is_inside
         frame = frame.f_back
     return False

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from poros.layer.call_facts import CallFacts
     from poros.layer.condition import Condition
 
+CHECK = "a check"
+"""Why a visit runs: somebody looks at it."""
+
 Kind = Literal["recomputed", "kept", "inference"]
 """Of a call: recomputed in backward, with its graph kept until then, or without a backward."""
 

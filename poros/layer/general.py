@@ -34,11 +34,10 @@ from torch.utils._pytree import tree_leaves
 
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.adapters import note_last
-from poros.kernels.autocast import cached_cast
+from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.unformed import forget, values_of
 from poros.layer.args import PLAIN
 from poros.layer.body import LayerBody
-from poros.layer.casts import require_current
 from poros.layer.condition import Condition
 from poros.layer.layer_index import Adapter
 from poros.layer.rng import RngStash

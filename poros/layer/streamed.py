@@ -8,7 +8,7 @@ Note: Interception
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,8 +18,6 @@ from transformers.cache_utils import Cache
 
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.layer.body import LayerBody
-from poros.layer.call import LayerCall
-from poros.layer.captured import CHECK
 from poros.layer.compiled import refuse_outer_graph
 from poros.layer.condition import Condition
 from poros.layer.general import RecomputedCall
@@ -28,7 +26,6 @@ from poros.layer.refused_calls import (
     require_harmless,
     require_saved_tensor_hooks,
 )
-from poros.layer.remat import rematerialize
 from poros.slots.schedule import Phase
 
 _KEY = "_poros_layer"
@@ -65,55 +62,26 @@ class StreamedLayer(LayerBody):
             return self._keep_recorded(args, kwargs, condition)
         if not condition.parameters:
             self._refuse_frozen_adapters()
-        node = self._one_node(args, kwargs, condition)
-        if node is not None:
-            return rematerialize(*node)
+        check, replays = self.context.check, self.context.captures
+        is_checked = check is not None and check.awaits(self.index)
+        if replays is not None and not is_checked:
+            result = replays.recomputed(self, args, kwargs, condition)
+            if result is not None:
+                return result
         forward = partial(RecomputedCall(self, args, kwargs, condition).forward, args, kwargs)
-        check = self.context.check
         return forward() if check is None else check.watch(self.index, forward, given)
 
-    def _one_node(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition
-    ) -> tuple[LayerCall, Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
-        """The call as one node of the graph, to be replayed; None if its own graph is to stay."""
-        captures, check = self.context.captures, self.context.check
-        if captures is None:
-            return None
-        if check is not None and check.awaits(self.index):
-            captures.eager[CHECK] += 1
-            return None
-        call = self._taken_apart(args, kwargs, condition)
-        if not (call is not None and call.needs_gradient and captures.expects(call, "recomputed")):
-            return None
-        kept = call.offload_input()  # before the forward, which the copy overlaps with
-        results = captures.recomputed(call)
-        return None if results is None else (call, results, kept)
-
-    def _taken_apart(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition
-    ) -> LayerCall | None:
-        """The call, if tensors in tuples and plain values are all that it is given."""
-        try:
-            return LayerCall(self, args, kwargs, condition)
-        except UnsupportedModelError:
-            if self.context.captures is not None:
-                self.context.captures.eager["arguments that a layer may write to"] += 1
-            return None
-
     def _keep_recorded(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
     ) -> Any:
-        """The forward with its graph kept in a recording, if it has one."""
-        captures = self.context.captures
+        """The forward with its graph kept, in a recording if it has one."""
+        replays = self.context.captures
+        result = None
         # The first time its bytes are checked.
-        if captures is None or self.context.tied_adapters or not self._has_kept:
-            self._has_kept = True
-            return self._keep(args, kwargs)
-        call = self._taken_apart(args, kwargs, condition)
-        results = captures.kept(call) if call is not None and call.needs_gradient else None
-        if call is None or results is None:
-            return self._keep(args, kwargs)
-        return rematerialize(call, results, call.tensors)
+        if replays is not None and self._has_kept and not self.context.tied_adapters:
+            result = replays.kept(self, args, kwargs, condition)
+        self._has_kept = True
+        return self._keep(args, kwargs) if result is None else result
 
     def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
@@ -122,18 +90,16 @@ class StreamedLayer(LayerBody):
                 self.context.check_bytes(self.index, slab)
             return self.run(args, kwargs)
 
-    def _infer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], condition: Condition) -> Any:
-        captures = self.context.captures
+    def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition) -> Any:
+        replays = self.context.captures
+        run = partial(self._stream, args, kwargs)
         if (
-            captures is None
+            replays is None
             or torch.is_inference_mode_enabled()
             or any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
         ):
-            return self._stream(args, kwargs)
-        call = self._taken_apart(args, kwargs, condition)
-        if call is None:
-            return self._stream(args, kwargs)
-        return captures.inference(call, lambda: self._stream(args, kwargs))
+            return run()
+        return replays.inference(self, args, kwargs, condition, run)
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward when no gradient passes through the layer."""

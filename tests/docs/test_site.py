@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,10 @@ def test_every_command_and_option_is_in_the_reference() -> None:
                 assert option == "--help" or not option.startswith("-") or f"`{option}" in page, (
                     f"python -m tests.command_page: {name} {option}"
                 )
+
+
+def test_the_files_of_a_step_exist() -> None:
+    text = (ROOT / "docs" / "explanation" / "step.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[a-z_/]+\.py", text))
+    missing = [name for name in named if not (ROOT / name).is_file()]
+    assert len(named) > 20 and not missing and len(text.splitlines()) <= 120

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
@@ -20,13 +22,15 @@ class Row(NamedTuple):
     subject: Subject
     program: Program
     policy: dict[str, Any] = {}  # noqa: RUF012
+    replays: bool = True
+    """Whether visits of some layers may be replayed."""
 
 
 PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
 UNCHECKED: dict[str, Any] = {"self_check": "off"}
 """The self-check itself runs hooks, restores PyTorch's random states alone, and takes gradients as
 reentrant checkpoints refuse."""
-PRECISIONS = {"bf16": S.PLAIN, "fp32": S.FP32}
+PRECISIONS = {"bf16": S.PLAIN, "fp32": S.small(dtype=torch.float32, quantize=False)}
 ORDERED = {  # by when their gradients arrive within a region
     "lora": S.FP32_DENSE,
     "lora bias": S.dense_lora(lora_bias=True),
@@ -84,7 +88,7 @@ STEP_WITHOUT_CACHE = P.one_step(forward=R.uncached)
 
 def backwards() -> Iterator[Row]:
     yield Row("a second backward", S.PLAIN, P.backward_twice)
-    yield Row("different losses", S.PLAIN, P.different_losses)
+    yield Row("different losses", S.PLAIN, P.different_losses, replays=False)
     for order in ((0, 1), (1, 0)):
         yield Row(f"two forwards, backwards {order}", S.PLAIN, P.two_forwards(order))
     yield Row("two forwards, one backward", S.PLAIN, H.sum_of_two)
@@ -112,24 +116,28 @@ def losses() -> Iterator[Row]:
     the loss's, the residual path's, then the norm's.
     """
     for name, program in STATES.items():
-        yield Row(f"a loss on {name}", S.PLAIN, program)
+        yield Row(f"a loss on {name}", S.PLAIN, program, replays=False)
     yield Row("losses on what layers give", S.PLAIN, P.loss_on_outputs)
-    yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone)
+    yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
     for name, subject in FAMILIES.items():
-        yield Row(f"hidden states of {name}", subject, P.hidden_states_alone)
-    yield Row("shared keys and values", SHARED, P.train)
+        yield Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
+    yield Row("shared keys and values", SHARED, P.train, replays=False)
     for name, subject in ROUTED.items():
-        yield Row(f"router logits of {name}", subject, P.routers_alone)
+        yield Row(f"router logits of {name}", subject, P.routers_alone, replays=False)
     for name in ("gemma4", "mixtral", "qwen2"):
         subject = S.small(name, attn_implementation="eager")
-        yield Row(f"attentions of {name}", subject, H.attentions(alone=False))
-        yield Row(f"attentions of {name} alone", subject, H.attentions(alone=True))
-        yield Row(f"attentions of {name}, no gradients", subject, H.attentions_without_gradients)
+        for how, program in {
+            "": H.attentions(alone=False),
+            " alone": H.attentions(alone=True),
+            ", no gradients": H.attentions_without_gradients,
+        }.items():
+            yield Row(f"attentions of {name}{how}", subject, program, replays=False)
     yield Row("given embeddings", S.PLAIN, P.given_embeddings)
     yield Row("a penalty on embeddings", S.PLAIN, partial(P.given_embeddings, penalty=True))
     yield Row("no trainable adapter", S.PLAIN, partial(P.given_embeddings, frozen=True))
     yield Row("states of an encoder", S.decoder, P.read_an_encoder)
-    yield Row("an adapter below the layers", S.adapter_below_the_layers, P.train_below_the_layers)
+    below = S.adapter_below_the_layers, P.train_below_the_layers
+    yield Row("an adapter below the layers", *below, replays=False)
     for quantize in (True, False):
         subject = S.adapters_on("q_proj", "v_proj", quantize=quantize)
         for path in (*S.PROJECTIONS, "self_attn", "mlp", "input_layernorm"):
@@ -142,7 +150,7 @@ def losses() -> Iterator[Row]:
         program = V.through(V.with_argument(lambda kwargs, kind=kind: kwargs.update(found=kind())))  # type: ignore[misc]
         yield Row(f"a {kind.__name__} as argument", S.PLAIN, program)
     program = V.with_argument(lambda kwargs: kwargs["shared_kv_states"].update(notes=[]))
-    yield Row("a list in shared states", SHARED, V.through(program))
+    yield Row("a list in shared states", SHARED, V.through(program), replays=False)
 
 
 def surroundings() -> Iterator[Row]:
@@ -210,7 +218,9 @@ def adapters() -> Iterator[Row]:
             yield Row(f"{name}, {region}", subject, program)
     for name, program in MEETINGS.items():
         yield Row(f"{name}, dense", S.FP32_DENSE, program)
-        yield Row(f"{name}, 4 bits, in order", S.FP32_NO_DROPOUT, R.in_order(program))
+        yield Row(
+            f"{name}, 4 bits, in order", S.FP32_NO_DROPOUT, R.in_order(program), replays=False
+        )
 
 
 def hooked() -> Iterator[Row]:

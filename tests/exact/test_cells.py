@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.streams import EagerStreams, StreamContext
 from tests.exact.arms import Model, Residents, Run, narrow_slices
-from tests.faults.planting import publish_detached
+from tests.faults.planting import detach_what_is_beside
 from tests.snapshots import layers_of
 from tests.support import prepare_plain, same_bits
 
@@ -354,10 +353,10 @@ def shared_states_read_as_constants(patch: Patch) -> None:
 @pytest.mark.parametrize(
     ("architecture", "fault"),
     [
-        ("gemma4_shared_kv", partial(publish_detached, parts=(1,))),
+        ("gemma4_shared_kv", detach_what_is_beside),
         ("gemma4_shared_kv", shared_states_read_as_constants),
-        ("mixtral", partial(publish_detached, parts=(2,))),
-        ("qwen3_moe", partial(publish_detached, parts=(2,))),
+        ("mixtral", detach_what_is_beside),
+        ("qwen3_moe", detach_what_is_beside),
     ],
     ids=["shared states published", "shared states read", "routers of mixtral", "of qwen3_moe"],
 )

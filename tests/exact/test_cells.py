@@ -22,7 +22,7 @@ from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import Trajectory, compare_trajectories, start_digests
 from poros.host.store import HostStore
-from poros.layer.general import RecomputedCall
+from poros.layer.body import LayerBody
 from poros.layer.rng import RngStash
 from poros.layer.streamed import is_streamed
 from poros.layout import BlockLayout
@@ -337,9 +337,9 @@ Patch = pytest.MonkeyPatch
 
 def shared_states_read_as_constants(patch: Patch) -> None:
     """A layer that reads the mapping returns no gradient for it."""
-    genuine = RecomputedCall.forward
+    genuine = LayerBody.run
 
-    def forward(self: RecomputedCall, args: Any, kwargs: Any) -> Any:
+    def run(self: LayerBody, args: Any, kwargs: Any) -> Any:
         shared = kwargs["shared_kv_states"]
         read = {key: tuple(each.detach() for each in pair) for key, pair in shared.items()}
         given = type(shared)(read)
@@ -347,7 +347,7 @@ def shared_states_read_as_constants(patch: Patch) -> None:
         shared.update({key: pair for key, pair in given.items() if pair is not read.get(key)})
         return result
 
-    patch.setattr(RecomputedCall, "forward", forward)
+    patch.setattr(LayerBody, "run", run)
 
 
 @pytest.mark.parametrize(

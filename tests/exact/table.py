@@ -227,8 +227,9 @@ def hooked() -> Iterator[Row]:
     yield Row("hooks on parameters", S.PLAIN, P.double_and_count)
     yield Row("hooks on a layer", S.with_hooks_on_a_layer, P.STEP)
     for which, program in HOOKED.items():
-        yield Row(f"hooks: {which}", S.PLAIN, program)
-    yield Row("notes of hooks and older forwards", S.PLAIN, hooks.notes_and_older_forwards)
+        yield Row(f"hooks: {which}", S.PLAIN, program, replays=which in hooks.OUTSIDE)
+    program = hooks.notes_and_older_forwards
+    yield Row("notes of hooks and older forwards", S.PLAIN, program, replays=False)
     for name, hook in {
         "Python's": H.python_random,
         "NumPy's": H.numpy_random,

@@ -1,6 +1,7 @@
 """How the faults of ``planted`` are made: in the code, in a prepared model, or by a user."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,17 +13,20 @@ from transformers.utils.output_capturing import _active_collector
 import poros
 from poros.gates.adversary import AdversarialStreams
 from poros.layer.audit import GraphAudit, Uses
+from poros.layer.general import RecomputedCall
 from poros.layer.layer_index import Adapters, LayerIndex
 from poros.layer.remat import RematerializeLayer
 from poros.layer.rng import RngStash
-from poros.layer.side_outputs import SideOutputs
+from poros.layer.side_outputs import shared_mappings
 from poros.layer.state import AmbientState
+from poros.layer.visit import BlockVisit
 from poros.slots import manager as manager_module
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase, missing, predict
 from poros.streams import Event
 from tests import mutants
+from tests.exact.recorded import record_on_tapes
 from tests.snapshots import layers_of
 
 Patch = pytest.MonkeyPatch
@@ -66,13 +70,13 @@ def leave_the_random_state(patch: Patch) -> None:
 
 def replaying(**lost: Any) -> Plant:
     """The recomputation replays another state."""
-    genuine = AmbientState.replay
+    genuine = AmbientState.but_random
 
-    def replay(self: AmbientState, modules: Any) -> Any:
+    def but_random(self: AmbientState, modules: Any) -> Any:
         values = {name: value(modules) for name, value in lost.items()}
         return genuine(replace(self, **values), modules)
 
-    return lambda patch: patch.setattr(AmbientState, "replay", replay)
+    return lambda patch: patch.setattr(AmbientState, "but_random", but_random)
 
 
 lose_autocast = unguarded(replaying(autocast=lambda modules: ()))
@@ -155,6 +159,24 @@ def release_at_acquire(patch: Patch) -> None:
     patch.setattr(BlockManager, "release", lambda *_, **__: None)
 
 
+def poison_what_is_released(model: Any, _: AdversarialStreams) -> None:
+    """No fault: whoever reads a slot without asking for its block shows."""
+    manager = poros.runtime(model).manager
+    genuine = manager.release
+
+    def release(block: int) -> None:
+        genuine(block)
+        manager.evict(block)
+        manager._ring.slot(block).buffer.fill_(0xFF)
+
+    manager.release = release  # type: ignore[method-assign]
+
+
+def ask_for_no_block(patch: Patch) -> None:
+    """What a backward reads of a slot it reads whatever lies there by then."""
+    patch.setattr(BlockVisit, "lease", lambda self, *_: self._manager._ring.slot(self.block).buffer)
+
+
 def exchange_slabs(left: int, right: int) -> Spoil:
     def spoil(model: Any, _: AdversarialStreams) -> None:
         slabs = poros.runtime(model).host.slabs
@@ -225,27 +247,70 @@ WRONG_PREDICTIONS = {backwards: 17, never_turning: 14, one_too_far: 10}
 # Gradients and what layers hand on.
 
 
+def exchange_saved_values(patch: Patch) -> None:
+    """What the recomputation saves goes to the wrong operators; its outputs are right."""
+    genuine = RecomputedCall._recompute
+
+    def recompute(self: RecomputedCall) -> Any:
+        values, alike = genuine(self), defaultdict(list)
+        for number in values:
+            alike[self._forms[number]].append(number)
+        return {
+            number: values[other]
+            for numbers in alike.values()
+            for number, other in zip(numbers, numbers[1:] + numbers[:1], strict=True)
+        }
+
+    patch.setattr(RecomputedCall, "_recompute", recompute)
+
+
+def detach_what_is_beside(patch: Patch) -> None:
+    """What layers hand on by the side, in mappings and records, carries no gradient."""
+    genuine = RecomputedCall.forward
+
+    def detached(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach()
+        return tuple(map(detached, value)) if isinstance(value, tuple) else value
+
+    def forward(self: RecomputedCall, args: Any, kwargs: Any) -> Any:
+        result = genuine(self, args, kwargs)
+        for mapping in shared_mappings(kwargs).values():
+            mapping.update({key: detached(value) for key, value in mapping.items()})
+        for record in (_active_collector.get() or {}).values():
+            record[:] = map(detached, record)
+        return result
+
+    patch.setattr(RecomputedCall, "forward", forward)
+
+
+# Layers that are recorded and replayed.
+
+
+def recorded(plant: Plant) -> Plant:
+    def on_tapes(patch: Patch) -> None:
+        record_on_tapes(patch)
+        plant(patch)
+
+    return on_tapes
+
+
 def skip_an_adapter(patch: Patch) -> None:
-    """The last trainable tensor of each layer is not seen."""
+    """The last trainable tensor of each layer is not seen, and the audit does not mind."""
     genuine = LayerIndex.adapters
 
     def adapters(self: LayerIndex) -> Adapters:
         found = genuine(self)
         return Adapters(found.places[:-1], found.frozen)
 
-    patch.setattr(LayerIndex, "adapters", adapters)
-
-
-def skip_an_adapter_unaudited(patch: Patch) -> None:
     def uses(self: Any, results: Any, inputs: Any, stand_ins: Any, *_: Any) -> Uses:
         return Uses(tuple(range(len(inputs), len(inputs) + len(stand_ins))), {}, ())
 
-    skip_an_adapter(patch)
+    patch.setattr(LayerIndex, "adapters", adapters)
     patch.setattr(GraphAudit, "uses", uses)
 
 
 def spoil_gradients(patch: Patch) -> None:
-    """Only what is handed back is wrong: nothing but a second run can show it."""
     genuine = RematerializeLayer.backward
 
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -253,33 +318,6 @@ def spoil_gradients(patch: Patch) -> None:
         return (first, *(None if other is None else other * 1.0078125 for other in others))
 
     patch.setattr(RematerializeLayer, "backward", staticmethod(backward))
-
-
-def publish_detached(patch: Patch, parts: Collection[int] = (1, 2)) -> None:
-    """What layers hand on by the side, mappings (1) and records (2), carries no gradient."""
-    genuine = SideOutputs.publish
-
-    def detached(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.detach()
-        return tuple(map(detached, value)) if isinstance(value, tuple) else value
-
-    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
-        given = enumerate(result)
-        return genuine(self, tuple(detached(x) if part in parts else x for part, x in given))
-
-    patch.setattr(SideOutputs, "publish", publish)
-
-
-def publish_one_record_only(patch: Patch) -> None:
-    """The router losses of all layers but the first are lost."""
-    genuine = SideOutputs.publish
-
-    def publish(self: SideOutputs, result: tuple[Any, ...]) -> Any:
-        is_first = not (_active_collector.get() or {}).get("router_logits")
-        return genuine(self, result if is_first else (*result[:2], ()))
-
-    patch.setattr(SideOutputs, "publish", publish)
 
 
 # What a user's own code does.
@@ -295,7 +333,7 @@ def edit_an_input_inside(model: Any) -> None:
 
 
 def edit_an_input_afterwards(model: Any) -> None:
-    """Only the recomputation starts from the edited input."""
+    """Past PyTorch's count: only the recomputation starts from the edited input."""
 
     def edit(module: Any, args: Any, output: Any) -> None:
         args[0].data.mul_(2)

@@ -63,10 +63,10 @@ OFF = {"self_check": "off"}
 BUDGETS: list[dict[str, Any]] = [
     {"slots": 2},
     {"slots": 2, "offload_boundaries": True},
-    {"slots": 3},
-    {"slots": 4, "offload_boundaries": True},
+    {"slots": 3, **OFF},
+    {"slots": 4, "offload_boundaries": True, **OFF},
     {"slots": 4, "keep_last": 2, "offload_boundaries": True},
-    {"slots": 4, "keep_last": 4},
+    {"slots": 4, "keep_last": 4, **OFF},
 ]
 AUTOCAST = Run(dtype=FP32, autocast=BF16, accumulation=2)
 SEVEN = Run(num_layers=7)
@@ -107,7 +107,8 @@ def cells() -> Iterator[Cell]:
     # Seven layers, so that the last block is a short one; all of them in one block at the end.
     for block_size in (1, 2, 3, 7):
         for slots in (2, 3, 7):
-            yield Cell(SEVEN, policy={"block_size": block_size, "slots": slots})
+            check = {} if slots == 2 else OFF
+            yield Cell(SEVEN, policy={"block_size": block_size, "slots": slots, **check})
 
     # Gemma 4 has an embedding for each layer in one matrix, and scales it; its other one is tied.
     for name in ("qwen2", "gemma4"):
@@ -183,13 +184,16 @@ def require_streamed(cell: Cell, model: Model, streams: Any, warnings: list[str]
     is_checked = policy.get("self_check") != "off"
     assert runtime.self_check["status"] == ("passed" if is_checked else "off")
     K, S, num_warm = runtime.num_streamed_blocks, runtime.num_slots, run.num_passes - 1
-    assert stats["num_loads"] == (2 * K - S) + num_warm * 2 * (K - S)
+    walk = (2 * K - S) + num_warm * 2 * (K - S)
+    # The check runs layers again.
+    assert stats["num_loads"] >= walk if is_checked else stats["num_loads"] == walk
     if keep_last:
         num_kept = min(keep_last, run.num_layers) // policy.get("block_size", 1)
         assert num_blocks - num_kept >= K
         return
     assert [num_blocks, min(slots, num_blocks)] == [K, S]
-    assert stats["num_loads"] + stats["num_hits"] == run.num_passes * 2 * K
+    if not is_checked:
+        assert stats["num_loads"] + stats["num_hits"] == run.num_passes * 2 * K
     # Every byte of the base travels at least once.
     assert stats["h2d_num_bytes"] >= runtime.host.num_bytes > 0
     if cell.streams != "eager" and not policy.get("offload_boundaries"):

@@ -77,6 +77,7 @@ class LayerCall:
         self.repeated: dict[int, Repeated] = {}
         """By number among the tensors and parameters, for those that are used more than once."""
         self._contents = condition.contents
+        self._module = layer.module()  # lives as long as its graph, as the parameters do
         self.adapters = condition.adapters
         self.parameters = condition.parameters
         self.stand_ins = condition.stand_ins
@@ -182,7 +183,7 @@ class LayerCall:
         """The same call, which holds nothing of what it was given or has made."""
         found = copy.copy(self)
         found.tensors, found.offloaded, found.form = (), None, None
-        found.repeated, found._staying = {}, None
+        found.repeated, found._staying, found._module = {}, None, None
         return found
 
     def is_current(self) -> bool:

@@ -94,6 +94,7 @@ class Runs:
         self._manager = runtime.manager
         self._visits = runtime.context.visits
         self._sizer = runtime.sizer
+        self._tally = runtime.tally
 
     def resident(
         self,
@@ -155,7 +156,8 @@ class Runs:
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         self._forget(layer.weights.block)
-        with unchanged_flags():
+        uncounted = nullcontext() if self._tally is None else self._tally.uncounted()
+        with uncounted, unchanged_flags():
             with evidence.state(self._device):
                 token = _active_collector.set(record)
                 try:

@@ -63,13 +63,6 @@ CELLS = {
     "default": Cell(accumulation=1, num_layers=5, num_ranks=3),
     "four_ranks": Cell(accumulation=1, num_layers=5, num_ranks=4),
     "no_sync": Cell(no_sync=True, options={"bucket_cap_mb": 0.02}),
-    "general": Cell(
-        no_sync=True,
-        num_layers=5,
-        num_ranks=3,
-        options={"bucket_cap_mb": 0.02},
-        policy={"lane": "general", "self_check": "off"},
-    ),
     # Finding unused parameters, DDP sends the logits through a function of its own.
     "unused": Cell(
         has_unused=True,

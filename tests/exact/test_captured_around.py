@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback
 import poros
 from poros.gates.tape import TapeRecorder
 from poros.gates.trainer_parity import trainer_arguments
+from poros.layer.captured import ARGUMENTS
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, recorded, train, trained
@@ -170,7 +171,7 @@ def test_a_tensor_that_a_module_exchanges(
 
 
 REPLAYED = dict.fromkeys(["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"])
-RUN = {"gemma4": "tensors that layers share", "mixtral": "hooks", "qwen3_moe": "hooks"}
+RUN = {"gemma4": ARGUMENTS, "mixtral": "hooks", "qwen3_moe": "hooks"}
 
 
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])

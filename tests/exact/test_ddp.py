@@ -86,7 +86,7 @@ def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
 @pytest.fixture(scope="module")
 def essential(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    launch(folder, ["no_sync", "unused", "default", "general"], 3)
+    launch(folder, ["no_sync", "unused", "default"], 3)
     return folder
 
 
@@ -98,10 +98,6 @@ def test_accumulation_with_no_sync_and_small_buckets(essential: Path) -> None:
                 equal = torch.equal(resident[0][name], resident[1][name])
                 # Only the last micro-batch exchanges gradients.
                 assert equal == ("micro-batch 1" in name), name
-
-
-def test_the_general_lane_on_three_ranks(essential: Path) -> None:
-    assert len(assert_exact(essential, "general")) == 3
 
 
 def test_unused_parameters_are_found(essential: Path) -> None:

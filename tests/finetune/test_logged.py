@@ -50,6 +50,7 @@ def test_tokens_are_counted(form: str, model: Path, data: Path, tmp_path: Path) 
     assert num_tokens > 1000
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("kind", ["sft, packed", "sft, padded"])
 @pytest.mark.parametrize("added", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(

@@ -130,8 +130,9 @@ def cells() -> Iterator[Cell]:
     for name in ("qwen2", "gemma4"):
         run = Run(architecture=name, num_layers=5, num_steps=3, accumulation=2)
         for policy in ({}, {"slots": 5, "keep_last": 5}):
-            yield Cell(run, policy={"stream_embedding": True, **policy})
-            yield Cell(run, "adversarial", {"stream_embedding": True, **policy})
+            given = {"stream_embedding": True, **policy}
+            yield Cell(run, policy=given, is_slow=bool(policy))
+            yield Cell(run, "adversarial", given, is_slow=not policy)
         yield Cell(run, "watched", {"stream_embedding": True, **OFF})
     yield Cell(AUTOCAST, policy={"stream_embedding": True})
 
@@ -141,8 +142,9 @@ def cells() -> Iterator[Cell]:
         run = Run(architecture=name, num_steps=3, accumulation=2, loss="chunked")
         yield Cell(run)
         for policy in ({}, {"slots": 4, "keep_last": 4}):
-            yield Cell(run, policy={"stream_head": True, **policy})
-            yield Cell(run, "adversarial", {"stream_head": True, **policy})
+            given = {"stream_head": True, **policy}
+            yield Cell(run, policy=given, is_slow=not policy)
+            yield Cell(run, "adversarial", given, is_slow=bool(policy))
         yield Cell(run, "watched", {"stream_head": True, **OFF})
     run = Run(dtype=FP32, loss="chunked")
     yield Cell(run, "adversarial", {"stream_head": True, "stream_embedding": True})

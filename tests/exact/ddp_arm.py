@@ -94,7 +94,8 @@ CELLS = {
         has_unused=True,
         options={"find_unused_parameters": True},
     ),
-    "together, trainer": Cell(trainer=True, together=True),
+    # A trainer takes all ranks there are.
+    "together, trainer": Cell(trainer=True, together=True, num_ranks=3),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(
         num_steps=8, options={"bucket_cap_mb": 0.02}, policy={"cuda_graphs": True}, no_sync=True
@@ -200,7 +201,7 @@ def run_trainer(model: Any, cell: Cell, folder: Path, trainer_class: Any = None)
     """The HF Trainer, which wraps the model by itself."""
     rows = [
         {name: tensor[0] for name, tensor in batch.items()}
-        for batch in tiny.make_batches(16, batch_size=1, num_tokens=12)
+        for batch in tiny.make_batches(8 * dist.get_world_size(), batch_size=1, num_tokens=12)
     ]
     arguments = trainer_arguments(
         folder,

@@ -20,6 +20,7 @@ Model = Any
 STEPS = 6
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
 @pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}], ids=str)
@@ -40,6 +41,7 @@ def test_replayed_visits_have_the_bits_of_eager_ones(
     assert set(captures.eager) == {NEW}
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("change", CHANGES)
 def test_training_has_the_bits_of_a_resident_run(

@@ -23,6 +23,7 @@ from tests.support import same_bits
 Model = Any
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("change", CHANGES)
 def test_layers_that_keep_their_graph(change: str, accumulation: int, bases: Bases) -> None:

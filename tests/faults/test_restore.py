@@ -20,6 +20,7 @@ from tests.snapshots import assert_same_run, batches, build, changes, layers_of,
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("quantize", [True, False])
 def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> None:

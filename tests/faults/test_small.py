@@ -227,6 +227,7 @@ def test_with_a_budget_too(budget: str | None) -> None:
     assert_same_run(run(expected), run(model))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("quantize", [True, False])
 def test_what_streams_and_what_stays(architecture: str, quantize: bool) -> None:

@@ -101,6 +101,7 @@ def test_inputs_of_kept_layers_stay_in_their_graphs() -> None:
     assert everything.terms == plan(num_slots=8, keep_last=8).terms
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("num_layers", [6, 7])
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 def test_kept_layers_are_those_that_the_runtime_keeps(num_layers: int, block_size: int) -> None:

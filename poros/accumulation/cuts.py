@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from poros.accumulation.reasons import NotTogether
+from poros.accumulation.reasons import NotGrouped
 from poros.errors import UnsupportedModelError
 
 
@@ -64,7 +64,7 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, ...]:
         node = get_gradient_edge(ctx.cut.anchor).node
         if ctx.has_trained and not torch._C._will_engine_execute_node(node):
-            raise NotTogether("the loss takes gradients of single parameters itself")
+            raise NotGrouped("the loss takes gradients of single parameters itself")
         if ctx.cut.gradient is not None or ctx.cut.is_spent:
             raise UnsupportedModelError(
                 "expected one backward for each micro-batch, found a second one through the last "
@@ -94,7 +94,7 @@ class Unread(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         owners = [each.owner() for each in args if isinstance(each, Unread)]
         if any(owner is not None and owner.is_watched for owner in owners):
-            raise NotTogether("the model does something to hidden states between its layers")
+            raise NotGrouped("the model does something to hidden states between its layers")
         raise UnsupportedModelError(
             "expected hidden states to pass from layer to layer, found some that were kept, of "
             "micro-batches that went through the layers together. Call backward for each "

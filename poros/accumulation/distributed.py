@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from poros.accumulation.micro_batch import Differentiate, backward
-from poros.accumulation.reasons import NotTogether
+from poros.accumulation.reasons import NotGrouped
 
 
 class Ranks:
@@ -40,17 +40,17 @@ class Ranks:
         return nullcontext() if self._ddp is None else self._ddp.no_sync()
 
     def require_together(self) -> None:
-        """Raise ``NotTogether`` if DDP would not understand it."""
+        """Raise ``NotGrouped`` if DDP would not understand it."""
         if self._ddp is None:
             return
         if self._ddp.find_unused_parameters:
             # Its search begins at the loss, whose graph ends before the layers.
-            raise NotTogether(
+            raise NotGrouped(
                 "find_unused_parameters of DistributedDataParallel; a Trainer has it unless "
                 "ddp_find_unused_parameters=False"
             )
         if self._ddp.static_graph:
-            raise NotTogether("static_graph of DistributedDataParallel")
+            raise NotGrouped("static_graph of DistributedDataParallel")
 
     def ways(self, number: int, *, is_last: bool) -> Sequence[Differentiate]:
         """How to take the gradients of so many micro-batches, whose last is the step's last."""

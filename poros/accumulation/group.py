@@ -34,17 +34,17 @@ from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.gradients import Gradients, Watch
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import MicroBatch
-from poros.accumulation.reasons import OTHER_VALUES, NotTogether
+from poros.accumulation.reasons import OTHER_VALUES, NotGrouped
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import Around, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.layer.rng import RngStash
-from poros.layer.settings import Settings
-from poros.layer.start import Start
+from poros.stream.rng import RngStash
+from poros.stream.settings import Settings
+from poros.stream.start import Start
 
 if TYPE_CHECKING:
-    from poros.layer.condition import Condition
-    from poros.layer.streamed import StreamedLayer
+    from poros.stream.boundary import StreamedLayer
+    from poros.stream.condition import Condition
 
 _MOST_MISSES = 4
 """Of the plan for one shape, until its micro-batches run one after the other."""
@@ -89,7 +89,7 @@ class DrawTable:
 
     def require_predictable(self, shape: Hashable) -> None:
         if self._misses[shape] >= _MOST_MISSES:
-            raise NotTogether("what is drawn at random does not depend on shapes alone")
+            raise NotGrouped("what is drawn at random does not depend on shapes alone")
 
     def _note(
         self,
@@ -140,7 +140,7 @@ class Group:
         self._trained = modules.trained()
         self._mark = modules.mark(self._trained)
         self._watch = Watch(self._trained, self._asked_for_gradients)
-        self._refused: NotTogether | None = None
+        self._refused: NotGrouped | None = None
         """Kept, because code of users may catch it."""
         self._tail: MicroBatch | None = None
         """The one whose loss is being computed for good, up to its backward."""
@@ -173,14 +173,14 @@ class Group:
             No gradient is touched. Random states are those before it.
 
         Raises:
-            NotTogether: If they have to run one after the other; nothing has happened.
+            NotGrouped: If they have to run one after the other; nothing has happened.
         """
         if torch.is_autocast_enabled(self._layers[0].device.type):
-            raise NotTogether("an autocast region around all micro-batches")
+            raise NotGrouped("an autocast region around all micro-batches")
         if not torch.is_grad_enabled():
-            raise NotTogether("gradients are disabled around all micro-batches")
+            raise NotGrouped("gradients are disabled around all micro-batches")
         if any(each._backward_hooks or _after(each) for each in self._trained):
-            raise NotTogether("hooks on parameters")
+            raise NotGrouped("hooks on parameters")
         start, settings = Start.capture(self._layers[0].device), Settings.capture()
         try:
             # One for each kind of layer and each shape that may turn out to differ.
@@ -193,7 +193,7 @@ class Group:
                     start.restore()
                     self._around.put_back()
             else:
-                raise NotTogether("what is drawn at random does not depend on shapes alone")
+                raise NotGrouped("what is drawn at random does not depend on shapes alone")
             self._around.put_back()
             if self._head is not None and self._head.is_ahead:
                 pairs = zip(self._batches, runs, strict=True)
@@ -244,7 +244,7 @@ class Group:
                 return
             self._before = Gradients(self._trained)
             reason = "gradients are used while a loss is computed"
-        self._refused = NotTogether(reason)
+        self._refused = NotGrouped(reason)
         raise self._refused
 
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
@@ -262,11 +262,11 @@ class Group:
                 self._make_room()
             self._require_unedited()
             if self._modules.train_again(self._trained):
-                raise NotTogether("the loss changes which parameters are trained")
+                raise NotGrouped("the loss changes which parameters are trained")
             if not self._around.is_same():
-                raise NotTogether("the model's code changes the model")
+                raise NotGrouped("the model's code changes the model")
             if Surroundings.capture(self._layers[0].device) != around:
-                raise NotTogether("the loss changes settings of PyTorch")
+                raise NotGrouped("the loss changes settings of PyTorch")
             self._table.require_predictable(batch.key)
             self._run_first(batch, conditions[0])
             self._batches.append(batch)
@@ -290,7 +290,7 @@ class Group:
 
     def _require_condition(self, index: int, condition: "Condition") -> None:
         if not condition.equals(self._layers[index].condition()):
-            raise NotTogether("layers that the loss changes while it runs")
+            raise NotGrouped("layers that the loss changes while it runs")
 
     def _run_first(self, batch: MicroBatch, condition: "Condition") -> None:
         """Run the first layer, and plan the states of the others."""
@@ -324,13 +324,13 @@ class Group:
             is_last: Whether it is the last before the optimizer's step.
 
         Raises:
-            NotTogether: If it has to run one after the other, and those after it; the random state
+            NotGrouped: If it has to run one after the other, and those after it; the random state
                 is the one at its beginning. ``backward`` is still to be called, for those before.
         """
         batch, device = self._batches[self.num_done], self._layers[0].device
         if changed := self._changed_between(batch):
             self.is_over = True
-            raise NotTogether(changed, may_pass=True)
+            raise NotGrouped(changed, may_pass=True)
         batch.start.restore()
         asked = nullcontext() if self._head is None else self._head.asked(is_for_good=True)
         self._tail, self._before, self._has_last = batch, Gradients(self._trained), is_last
@@ -341,7 +341,7 @@ class Group:
                 raise self._refused
             if self._tail is not None:
                 self._count(batch)
-        except NotTogether as reason:
+        except NotGrouped as reason:
             self.is_over = True
             self._modules.train_again(self._trained)
             self._around.put_back()
@@ -394,7 +394,7 @@ class Group:
         """
         apart = self._in_layers | set(map(id, batch.leaves_below()))
         if batch.has_arrived_below or any(id(each) in apart for each in before.changed()):
-            raise NotTogether("the loss uses parameters of layers, or what goes into them, itself")
+            raise NotGrouped("the loss uses parameters of layers, or what goes into them, itself")
 
     def backward(self) -> None:
         """Take the gradients of all layers, of the micro-batches that are done.

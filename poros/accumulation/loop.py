@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.group import DrawTable, Group
 from poros.accumulation.head import SharedHead
-from poros.accumulation.reasons import NotTogether
+from poros.accumulation.reasons import NotGrouped
 from poros.accumulation.unchanged import Modules
 from poros.errors import VRAMBudgetError
 from poros.model.runtime import Runtime, find_runtime
@@ -125,7 +125,7 @@ def _tails(
             with group.tail(is_last), nullcontext() if is_last else ranks.no_sync():
                 value = step(batches[number])
             found.append(value)
-    except NotTogether as reason:
+    except NotGrouped as reason:
         note_alone(runtime, str(reason), for_good=not reason.may_pass)
         batches[number], is_alone = spare, True
     except BaseException:
@@ -145,13 +145,13 @@ def copy_of(batch: Any) -> Any:
     """A batch like it, which may be edited and taken apart: all of it is copied.
 
     Raises:
-        NotTogether: If it holds something that cannot be copied, as a generator.
+        NotGrouped: If it holds something that cannot be copied, as a generator.
     """
     try:
         with _Clones():
             return deepcopy(batch)
     except Exception as error:
-        raise NotTogether(f"a batch that cannot be copied: {error}") from error
+        raise NotGrouped(f"a batch that cannot be copied: {error}") from error
 
 
 class _Clones(TorchFunctionMode):
@@ -201,7 +201,7 @@ def begin_group(
         )
         runs = [partial(_on_copy, compute, ranks.inner, each) for each in batches]
         _forward(runtime, group, runs)
-    except NotTogether as reason:
+    except NotGrouped as reason:
         note_alone(runtime, str(reason))
         return None
     history.num_groups += 1
@@ -212,16 +212,16 @@ def _forward(runtime: Runtime, group: Group, runs: Sequence[Callable[[], Any]]) 
     """Take as many micro-batches through the layers as there is memory for: all, half of them."""
     number = len(runs)
     while number > 1:
-        runtime.num_together = number
+        runtime.num_grouped = number
         try:
             group.forward(runs[:number])
             return
         except VRAMBudgetError as error:
             logger.info("poros: %d micro-batches do not fit together: %s", number, error)
         finally:
-            runtime.num_together = 1
+            runtime.num_grouped = 1
         number = -(-number // 2)
-    raise NotTogether("no memory for two of them")
+    raise NotGrouped("no memory for two of them")
 
 
 def note_alone(runtime: Runtime | None, reason: str, *, for_good: bool = False) -> None:
@@ -266,14 +266,14 @@ class History:
         """Of the model, as they are now.
 
         Raises:
-            NotTogether: If a trained parameter has several places: then it has one sum for all of
+            NotGrouped: If a trained parameter has several places: then it has one sum for all of
                 them, for each micro-batch.
         """
         if self._modules is None or not self._modules.are_of(model):
             self._modules = Modules(model)
         self._modules.now()
         if self._modules.have_shared():
-            raise NotTogether("a trained parameter with several places in the model")
+            raise NotGrouped("a trained parameter with several places in the model")
         return self._modules
 
     def head(self, runtime: Runtime) -> SharedHead | None:

@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.loop import begin_group, copy_of, note_alone
-from poros.accumulation.reasons import NotTogether
+from poros.accumulation.reasons import NotGrouped
 from poros.head.regularized import RegularizedLoss
 from poros.model.runtime import Runtime, find_runtime
 
@@ -153,7 +153,7 @@ class _Samples:
             spare = copy_of(inputs)
             with group.tail(is_synced):
                 loss = plain(model, inputs)
-        except NotTogether as reason:
+        except NotGrouped as reason:
             self._is_alone = True
             note_alone(self._runtime, str(reason), for_good=not reason.may_pass)
             self._finish()

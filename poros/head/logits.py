@@ -23,8 +23,8 @@ from torch.utils import _pytree
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
 from poros.head.online import Step, sum_of_rows
-from poros.layer.state import AutocastState
-from poros.layer.within import on_plain_tensors
+from poros.stream.state import AutocastState
+from poros.stream.within import on_plain_tensors
 
 _T: Any = torch.Tensor
 _FORM = frozenset(

@@ -10,9 +10,9 @@ from poros.config import StreamingPolicy
 from poros.graphs import MOST_FLOP, CudaRecorder, Recorder
 from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.dequantize import DenseWorkspace
-from poros.layer.captured import Captures
-from poros.layer.frozen import FrozenTensor
 from poros.model.sizing import Sizer
+from poros.replay.captures import Captures
+from poros.stream.frozen import FrozenTensor
 
 logger = logging.getLogger(__name__)
 

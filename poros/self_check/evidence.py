@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils.output_capturing import _active_collector
 
-from poros.layer.streamed import streamed_layer
-from poros.layer.within import Within
 from poros.self_check.compare import differing
 from poros.self_check.switches import current_settings, set_settings
+from poros.stream.boundary import streamed_layer
+from poros.stream.within import Within
 
 _HIDDEN_STATES = "hidden_states"
 

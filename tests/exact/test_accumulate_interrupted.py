@@ -20,8 +20,8 @@ from poros.accumulation.head import SharedHead
 from poros.api import prepare_with
 from poros.gates.tape import TapeRecorder
 from poros.kernels.dense_layer import DenseLayer
-from poros.layer.body import LayerBody
-from poros.layer.visit import BlockVisit
+from poros.stream.body import LayerBody
+from poros.stream.visit import BlockVisit
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.together import num_groups, own_loss, trained

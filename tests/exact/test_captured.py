@@ -10,7 +10,7 @@ import torch
 import poros
 from poros.errors import ParityError, PolicyError, RematerializationError
 from poros.gates.tape import TapeRecorder
-from poros.layer.captured import NEW
+from poros.replay.captures import NEW
 from tests.exact.adapter_arms import adapted, differences, step
 from tests.exact.arms import Bases
 from tests.exact.recorded import CHANGES, autocast, recorded, train
@@ -130,7 +130,7 @@ def test_control_a_random_state_that_is_not_replayed_differs(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were it not set, the recomputation would draw other masks; it is an error."""
-    from poros.layer.rng import RngStash
+    from poros.stream.rng import RngStash
 
     model = adapted(bases, lora_dropout=0.1)
     recorded(model)

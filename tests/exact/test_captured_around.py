@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 import poros
 from poros.gates.tape import TapeRecorder
 from poros.gates.trainer_parity import trainer_arguments
-from poros.layer.captured import ARGUMENTS
+from poros.replay.captures import ARGUMENTS
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, recorded, train, trained

@@ -23,13 +23,13 @@ from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import Trajectory, compare_trajectories, start_digests
 from poros.host.store import HostStore
-from poros.layer.body import LayerBody
-from poros.layer.rng import RngStash
-from poros.layer.streamed import is_streamed
 from poros.layout import BlockLayout
 from poros.self_check.compare import Difference
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
+from poros.stream.body import LayerBody
+from poros.stream.boundary import is_streamed
+from poros.stream.rng import RngStash
 from poros.streams import EagerStreams, StreamContext
 from tests.covers import cover
 from tests.exact.arms import Model, Residents, Run, narrow_slices

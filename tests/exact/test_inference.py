@@ -10,8 +10,8 @@ import torch
 import poros
 from poros.gates import tiny
 from poros.head.host_matrix import HostMatrix
-from poros.layer.streamed import is_streamed
 from poros.slots.schedule import Phase, count, walk
+from poros.stream.boundary import is_streamed
 from tests.exact import programs as P
 from tests.exact import subjects as S
 from tests.exact.arms import (

@@ -16,13 +16,13 @@ import torch
 import poros
 from poros.errors import SlotStateError
 from poros.gates.reference import Trajectory
-from poros.layer.attention import deterministic_flag, unchanged_flags
-from poros.layer.streamed import StreamedLayer, streamed_layer
-from poros.layer.visit import Visits
 from poros.self_check.evidence import Evidence, random_states
 from poros.self_check.switches import current_settings
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
+from poros.stream.attention import deterministic_flag, unchanged_flags
+from poros.stream.boundary import StreamedLayer, streamed_layer
+from poros.stream.visit import Visits
 from tests.interrupts import Interrupts
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain

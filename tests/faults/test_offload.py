@@ -15,9 +15,9 @@ from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
 from poros.host import limits
 from poros.host.store import HostSlab
-from poros.layer.offload import ActivationOffloader, OffloadedInput
-from poros.layer.streamed import streamed_layer
 from poros.layout import BlockLayout
+from poros.stream.boundary import streamed_layer
+from poros.stream.offload import ActivationOffloader, OffloadedInput
 from tests.planning.cells import OperatorBytes
 from tests.snapshots import layers_of
 from tests.support import AdversarialPrepare, prepare_plain

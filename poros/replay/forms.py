@@ -1,4 +1,4 @@
-"""Forms of a layer's calls, and what is recorded of each: see ``poros.layer.captured``.
+"""Forms of a layer's calls, and what is recorded of each: see ``poros.replay.captures``.
 
 Two calls of a layer are of one form if they do the same work on the device but for what the tensors
 hold that they are given: the same arguments but for tensors, tensors of the same form, the same
@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from poros.graphs import Fixed, FixedMemory, Recording
-from poros.layer.settings import Settings
-from poros.layer.state import AutocastState, autocast_of
+from poros.stream.settings import Settings
+from poros.stream.state import AutocastState, autocast_of
 
 if TYPE_CHECKING:
-    from poros.layer.call import LayerCall
-    from poros.layer.call_facts import CallFacts
-    from poros.layer.condition import Condition
+    from poros.replay.call import LayerCall
+    from poros.replay.facts import CallFacts
+    from poros.stream.condition import Condition
 
 CHECK = "a check"
 """Why a visit runs: somebody looks at it."""
@@ -76,7 +76,7 @@ class LooseTensors:
     """Tensors that modules hold as plain attributes: neither parameters nor buffers.
 
     A recording would go on reading the old one where another has taken its place. New attributes,
-    and those that were nothing before, are noticed by ``poros.layer.attributes``.
+    and those that were nothing before, are noticed by ``poros.stream.attributes``.
 
     Args:
         modules: Of a layer.

@@ -20,8 +20,8 @@ from torch import nn
 
 from poros.errors import PreparedModelError
 from poros.kernels.forwards import Forward
-from poros.layer.adapters import AdapterPlace, adapter_places, is_adapter_module
-from poros.layer.attributes import Attributes
+from poros.stream.adapters import AdapterPlace, adapter_places, is_adapter_module
+from poros.stream.attributes import Attributes
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -34,14 +34,14 @@ _TRAIN = attrgetter("train")
 class Adapter(NamedTuple):
     """One place of a trainable parameter in a layer, and the leaf that stands in for it there.
 
-    The stand-in shares storage and version counter with the parameter. Gradients are taken with
+    The proxy leaf shares storage and version counter with the parameter. Gradients are taken with
     respect to it, so that hooks on the parameter run once, when autograd accumulates the result.
     """
 
     owner: dict[str, Any]
     key: str
     parameter: nn.Parameter
-    stand_in: torch.Tensor
+    proxy: torch.Tensor
 
 
 class Adapters:
@@ -53,7 +53,7 @@ class Adapters:
 
     Attributes:
         places, frozen: Likewise.
-        parameters: Each once. Likewise their ``stand_ins``.
+        parameters: Each once. Likewise their ``proxies``.
         ids: Of the parameters.
         where: Where these lie, and in which form; so do the parameters.
     """
@@ -63,16 +63,16 @@ class Adapters:
         self.frozen = frozen
         distinct = {id(adapter.parameter): adapter for adapter in places}
         self.parameters = [adapter.parameter for adapter in distinct.values()]
-        self.stand_ins = [adapter.stand_in for adapter in distinct.values()]
+        self.proxies = [adapter.proxy for adapter in distinct.values()]
         self.ids = list(distinct)
-        self.where = places_of(self.stand_ins)
+        self.where = places_of(self.proxies)
 
     def are_as_they_were(self) -> bool:
         """Whether all still require gradients, at the same addresses and in the same form."""
         return (
             all(map(_REQUIRES, self.parameters))
             and places_of(self.parameters) == self.where
-            and places_of(self.stand_ins) == self.where
+            and places_of(self.proxies) == self.where
         )
 
 
@@ -111,7 +111,7 @@ class LayerIndex:
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self._adapter_places: list[AdapterPlace] = []
         self.attributes = Attributes(layer)
-        self._stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._proxies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._frozen = frozen
         self._adapters: Adapters | None = None
         # What was in the owners when those were looked up, and what of it was not trainable.
@@ -178,7 +178,7 @@ class LayerIndex:
                 # Kinds that hold tensors in a ParameterDict come and go by its keys alone.
                 self._adapter_places = adapter_places(self.modules()[0], self._frozen)
             entries = [(owner, *item) for owner in self._owners for item in owner.items()]
-            # Whether a frozen tensor is still frozen is looked at by poros.layer.frozen.
+            # Whether a frozen tensor is still frozen is looked at by poros.stream.frozen.
             parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = [
                 (owner, key, value)
                 for owner, key, value in entries
@@ -215,12 +215,12 @@ class LayerIndex:
         return sum(map(len, self._owners)) == len(values) and all(map(is_, now, values))
 
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        known = self._stand_ins.get(id(parameter))
+        known = self._proxies.get(id(parameter))
         if known is not None and known[0] is parameter and shares_memory(*known):
             return known[1]
-        stand_in = nn.Parameter(parameter.detach())
-        self._stand_ins[id(parameter)] = (parameter, stand_in)
-        return stand_in
+        proxy = nn.Parameter(parameter.detach())
+        self._proxies[id(parameter)] = (parameter, proxy)
+        return proxy
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> Any:
@@ -228,12 +228,12 @@ def places_of(tensors: Sequence[torch.Tensor]) -> Any:
     return list(map(_POINTER, tensors)), list(map(_FORM, tensors))
 
 
-def shares_memory(parameter: nn.Parameter, stand_in: torch.Tensor) -> bool:
-    """Whether ``stand_in`` still is the same bits as ``parameter``, in the same form."""
+def shares_memory(parameter: nn.Parameter, proxy: torch.Tensor) -> bool:
+    """Whether ``proxy`` still is the same bits as ``parameter``, in the same form."""
     return (
-        stand_in.data_ptr() == parameter.data_ptr()
-        and stand_in.dtype == parameter.dtype
-        and stand_in.shape == parameter.shape
+        proxy.data_ptr() == parameter.data_ptr()
+        and proxy.dtype == parameter.dtype
+        and proxy.shape == parameter.shape
     )
 
 

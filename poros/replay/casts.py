@@ -30,8 +30,8 @@ import torch
 
 from poros.errors import UnsupportedModelError
 from poros.kernels.autocast import cached_cast, require_current
-from poros.layer.arrival import CAST
-from poros.layer.body import ModelContext
+from poros.replay.order import CAST
+from poros.stream.body import ModelContext
 
 _CARRIED = "poros: carried"
 

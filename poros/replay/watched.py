@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from poros.layer.call import LayerCall
+    from poros.replay.call import LayerCall
 
 
 def is_seen(call: "LayerCall") -> bool:

@@ -36,17 +36,17 @@ from poros.errors import RematerializationError, UnsupportedModelError
 from poros.kernels.adapters import note_last
 from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.unformed import forget, values_of
-from poros.layer.args import PLAIN
-from poros.layer.body import LayerBody
-from poros.layer.condition import Condition
-from poros.layer.layer_index import Adapter
-from poros.layer.rng import RngStash
-from poros.layer.side_outputs import is_shared_mapping
-from poros.layer.start import Start
-from poros.layer.state import AmbientState
-from poros.layer.unchanged import require_unchanged
-from poros.layer.within import SavedTensorHooks
 from poros.slots.schedule import Phase
+from poros.stream.args import PLAIN
+from poros.stream.body import LayerBody
+from poros.stream.condition import Condition
+from poros.stream.layer_index import Adapter
+from poros.stream.rng import RngStash
+from poros.stream.side_outputs import is_shared_mapping
+from poros.stream.start import Start
+from poros.stream.state import AmbientState
+from poros.stream.unchanged import require_unchanged
+from poros.stream.within import SavedTensorHooks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -99,7 +99,7 @@ class RecomputedCall:
         args: Its arguments; mutable ones are copied, and the layer gets the copies' originals.
         kwargs: Likewise.
         condition: What decides what it computes, as it is now.
-        adapters: Places whose stand-ins are to be there instead of the parameters.
+        adapters: Places whose proxy leaves are to be there instead of the parameters.
 
     Raises:
         UnsupportedModelError: If an argument may be written to by the side.

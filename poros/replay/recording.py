@@ -1,4 +1,4 @@
-"""Recording what a layer does in one form of call: see ``poros.layer.captured``.
+"""Recording what a layer does in one form of call: see ``poros.replay.captures``.
 
 Note: Memory
     What a recording reads that is not at the same address at each call (inputs, arriving
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from poros.graphs import Fixed, Recorder, Spec
-from poros.layer.attention import AttentionKernels, unchanged_flags
-from poros.layer.forms import Around, Form, Replayed, SharedMemory
+from poros.replay.forms import Around, Form, Replayed, SharedMemory
+from poros.stream.attention import AttentionKernels, unchanged_flags
 
 if TYPE_CHECKING:
-    from poros.layer.body import LayerBody
-    from poros.layer.call_facts import CallFacts
+    from poros.replay.facts import CallFacts
+    from poros.stream.body import LayerBody
 
 Tensors = Sequence[torch.Tensor]
 

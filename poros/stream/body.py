@@ -18,16 +18,16 @@ from poros.errors import PreparedModelError
 from poros.kernels.adapters import Tally
 from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.forwards import hand_back
-from poros.layer.adapters import AdapterPlace, staying_places
-from poros.layer.compiled import CompiledForward
-from poros.layer.condition import Condition
-from poros.layer.frozen import LayerBindings
-from poros.layer.layer_index import Adapter, LayerIndex
-from poros.layer.offload import ActivationOffloader, OffloadedInput
-from poros.layer.staying import Staying, StayingState
-from poros.layer.visit import BlockVisit, Visits
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
+from poros.stream.adapters import AdapterPlace, staying_places
+from poros.stream.compiled import CompiledForward
+from poros.stream.condition import Condition
+from poros.stream.frozen import LayerBindings
+from poros.stream.layer_index import Adapter, LayerIndex
+from poros.stream.offload import ActivationOffloader, OffloadedInput
+from poros.stream.staying import Staying, StayingState
+from poros.stream.visit import BlockVisit, Visits
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Check(Protocol):
 
 
 class Replays(Protocol):
-    """Calls of layers that are replayed from recordings (``poros.layer.captured``)."""
+    """Calls of layers that are replayed from recordings (``poros.replay.captures``)."""
 
     def recomputed(
         self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
@@ -371,7 +371,7 @@ class LayerBody:
     def cast_trained_biases(self) -> bool:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
 
-        It would do so inside the layer, to the stand-in of the bias instead of the parameter.
+        It would do so inside the layer, to the proxy leaf of the bias instead of the parameter.
 
         Returns:
             Whether there was any to cast.

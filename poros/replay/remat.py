@@ -10,15 +10,15 @@ The local graph is the one the resident run builds, fed with the same bits, so t
 same bits (Poros technical report, Algorithm 1 and Proposition 1; Chen et al. 2016 for the
 recomputation).
 
-It is taken where visits are replayed from recordings (``poros.layer.captured``), for calls with
-nothing unusual about them; all others keep the graph of their forward (``poros.layer.general``).
+It is taken where visits are replayed from recordings (``poros.replay.captures``), for calls with
+nothing unusual about them; all others keep the graph of their forward (``poros.stream.general``).
 
 Two choices differ from the report. Recomputation is per layer even if several layers travel as one
 block, because the smallest graph needs the least memory. And the forward runs *with* gradients
 enabled and drops its graph: a kernel that looks at the grad mode (a fused attention backend, a
 compiled layer) then takes the same path in the forward, in the recomputation and in a resident run.
 
-What may change between a forward and its backward: see ``poros.layer.call``.
+What may change between a forward and its backward: see ``poros.replay.call``.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ import torch
 
 from poros.errors import RematerializationError
 from poros.kernels.unformed import forget
-from poros.layer.call import LayerCall
-from poros.layer.handover import differentiate, hand_in, leaves
+from poros.replay.call import LayerCall
+from poros.replay.routing import differentiate, hand_in, leaves
 from poros.slots.schedule import Phase
 
 _REQUIRES = attrgetter("requires_grad")
@@ -49,7 +49,7 @@ class RematerializeLayer(torch.autograd.Function):
         in ``AmbientState``.
 
     Raises:
-        RematerializationError: In backward, for each change listed in ``poros.layer.call``.
+        RematerializationError: In backward, for each change listed in ``poros.replay.call``.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class RematerializeLayer(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        call.wanted = list(map(_REQUIRES, (*call.tensors, *call.stand_ins)))
+        call.wanted = list(map(_REQUIRES, (*call.tensors, *call.proxies)))
         ctx.save_for_backward(*kept)
         outputs = tuple(result.detach() for result in results)
         ctx.mark_non_differentiable(
@@ -91,7 +91,7 @@ class RematerializeLayer(torch.autograd.Function):
             with call.layer.visit(Phase.BACKWARD, call.adapters):
                 tensors = call.with_input(tensors)
                 inputs = leaves(tensors)
-                outgoing = _differentiated(call, inputs, [*inputs, *call.stand_ins], gradients)
+                outgoing = _differentiated(call, inputs, [*inputs, *call.proxies], gradients)
             if captures is not None:
                 captures.prove_backward(call, tensors, gradients, outgoing)
         # As autograd lets go of saved tensors, with or without the graph that held them.

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from poros.layer.rng import RngStash
-from poros.layer.within import Within
+from poros.stream.rng import RngStash
+from poros.stream.within import Within
 
 
 class Start(NamedTuple):

@@ -23,11 +23,11 @@ from torch.autograd import Variable
 
 from poros.errors import PreparedModelError, SlotStateError
 from poros.labels import labelled, short_name
-from poros.layer.frozen import LayerBindings
-from poros.layer.layer_index import Adapter
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
+from poros.stream.frozen import LayerBindings
+from poros.stream.layer_index import Adapter
 
 
 class _Note:
@@ -191,11 +191,11 @@ class BlockVisit:
 
     @contextmanager
     def hold(self, phase: Phase, adapters: Sequence[Adapter] = ()) -> Iterator[torch.Tensor]:
-        """Hold the block in its slot, with device tensors and stand-ins in place; its bytes.
+        """Hold the block in its slot, with device tensors and proxy leaves in place; its bytes.
 
         Args:
             phase: What the visit belongs to.
-            adapters: Places whose stand-ins are to be there instead of the parameters.
+            adapters: Places whose proxy leaves are to be there instead of the parameters.
 
         Streams:
             The compute stream waits for the block's copy; at the end an event is recorded behind
@@ -216,7 +216,7 @@ class BlockVisit:
             version = slot.buffer._version
             self.bindings.swap_in()
             for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.stand_in
+                adapter.owner[adapter.key] = adapter.proxy
             with labelled(phase.value, self._label):
                 yield slot.buffer
             require_alone()
@@ -313,7 +313,7 @@ class BlockVisit:
 
     @contextmanager
     def expose(self, adapters: Sequence[Adapter]) -> Iterator[None]:
-        """Device tensors and stand-ins in place, whatever the slot holds: to be recorded, not read.
+        """Device tensors and proxy leaves in place, whatever the slot holds: to be recorded only.
 
         As ``hold`` otherwise.
         """
@@ -325,7 +325,7 @@ class BlockVisit:
         with self._visits.begin(self._name, undo) as require_alone:
             self.bindings.swap_in()
             for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.stand_in
+                adapter.owner[adapter.key] = adapter.proxy
             yield
             require_alone()
             self.bindings.require_device_tensors()
@@ -353,7 +353,7 @@ def _end_visit(
     adapters: Sequence[Adapter],
 ) -> None:
     for adapter in adapters:
-        if adapter.owner.get(adapter.key) is adapter.stand_in:
+        if adapter.owner.get(adapter.key) is adapter.proxy:
             adapter.owner[adapter.key] = adapter.parameter
     bindings.swap_out()
     _let_go(manager, block)

@@ -25,22 +25,22 @@ import torch
 from torch import nn
 
 from poros.errors import RematerializationError
-from poros.layer.args import tree_flatten, tree_unflatten
-from poros.layer.audit import GraphAudit, Uses
-from poros.layer.body import LayerBody
-from poros.layer.call_facts import CallFacts
-from poros.layer.casts import SharedCasts, confines_autocast
-from poros.layer.condition import Condition
-from poros.layer.early import first_casts
-from poros.layer.forms import CHECK, Form, Kind
-from poros.layer.handover import Repeated, leaves
-from poros.layer.offload import OffloadedInput
-from poros.layer.rng import RngStash
-from poros.layer.side_outputs import recorded_outputs
-from poros.layer.state import AmbientState
-from poros.layer.staying import StayingState
-from poros.layer.unchanged import require_unchanged
+from poros.replay.casts import SharedCasts, confines_autocast
+from poros.replay.early_casts import first_casts
+from poros.replay.facts import CallFacts
+from poros.replay.forms import CHECK, Form, Kind
+from poros.replay.routing import Repeated, leaves
+from poros.replay.uses import GraphAudit, Uses
 from poros.slots.schedule import Phase
+from poros.stream.args import tree_flatten, tree_unflatten
+from poros.stream.body import LayerBody
+from poros.stream.condition import Condition
+from poros.stream.offload import OffloadedInput
+from poros.stream.rng import RngStash
+from poros.stream.side_outputs import recorded_outputs
+from poros.stream.state import AmbientState
+from poros.stream.staying import StayingState
+from poros.stream.unchanged import require_unchanged
 
 
 class LayerCall:
@@ -80,7 +80,7 @@ class LayerCall:
         self._module = layer.module()  # lives as long as its graph, as the parameters do
         self.adapters = condition.adapters
         self.parameters = condition.parameters
-        self.stand_ins = condition.stand_ins
+        self.proxies = condition.proxies
         self.ambient = AmbientState.capture(layer.device, condition.training)
         self.shared_casts = (
             SharedCasts(layer.name)
@@ -238,7 +238,7 @@ class LayerCall:
 
     def forward(self) -> list[torch.Tensor]:
         """The forward. What the recomputation must reproduce is kept."""
-        inputs, stand_ins = leaves(self.tensors), self.stand_ins
+        inputs, proxies = leaves(self.tensors), self.proxies
         versions = [tensor._version for tensor in inputs]
         early = self._audit.early
         shares_casts = self.shared_casts is not None
@@ -252,7 +252,7 @@ class LayerCall:
             self.layer.visit(Phase.FORWARD, self.adapters),
             self.ambient.without_autocast_cache(),
             torch.enable_grad(),
-            first_casts(stand_ins if is_watched else ()) as firsts,
+            first_casts(proxies if is_watched else ()) as firsts,
         ):
             results = self.run(inputs)
         num_nodes += torch._C._autograd._get_sequence_nr()
@@ -266,10 +266,10 @@ class LayerCall:
         self._contents.attributes.disregard(self._attributes)
         self._contents.note_names()
         form = (num_nodes, self.ambient.is_autocast, shares_casts, self._adapter_state)
-        self.uses = self._audit.uses(results, inputs, stand_ins, form, firsts)
+        self.uses = self._audit.uses(results, inputs, proxies, form, firsts)
         if is_watched:
             used = [number - len(inputs) for number in self.uses.order]
-            early.learn(state, len(stand_ins), used, are_early=self.uses.are_early)
+            early.learn(state, len(proxies), used, are_early=self.uses.are_early)
         self.result_forms = _forms(results)
         self._rng_end = RngStash.capture(self.layer.device)
         # Now, not before: bitsandbytes casts a bias for good at its first use.

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from poros.errors import RematerializationError
-from poros.layer.arrival import arrivals, operator_at
-from poros.layer.audit import Place, Uses
+from poros.replay.order import arrivals, operator_at
+from poros.replay.uses import Place, Uses
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -129,7 +129,7 @@ def differentiate(
     Args:
         results: Of the layer.
         gradients: Of the results, as they arrive; None where there is none.
-        sources: What the graph leads to: inputs, then stand-ins of adapters.
+        sources: What the graph leads to: inputs, then proxy leaves of adapters.
         repeated: By number among ``sources``, what keeps its terms. Those are not in what is
             returned.
         keeps_graph: Whether the graph stays.

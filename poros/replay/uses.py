@@ -20,8 +20,8 @@ import torch
 
 from poros.errors import UnsupportedModelError
 from poros.kernels.adapters import note_last
-from poros.layer.arrival import Path, Use, arrivals
-from poros.layer.early import EarlyCasts
+from poros.replay.early_casts import EarlyCasts
+from poros.replay.order import Path, Use, arrivals
 
 _MAX_FORMS = 32
 """Forms that a layer is remembered in; more come only from a loop that changes it at each step."""
@@ -52,7 +52,7 @@ class Uses(NamedTuple):
     casts: tuple[int, ...]
     """The places in ``order`` of the uses through a cast."""
     are_early: bool = False
-    """Whether a stand-in was cast before the cast that the graph shows."""
+    """Whether a proxy leaf was cast before the cast that the graph shows."""
 
 
 class GraphAudit:
@@ -71,29 +71,29 @@ class GraphAudit:
         self,
         results: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        stand_ins: Sequence[torch.Tensor],
+        proxies: Sequence[torch.Tensor],
         form: Hashable,
         first_casts: Mapping[int, int] | None = None,
     ) -> Uses:
-        """How the graph of ``results`` uses ``inputs`` and ``stand_ins``.
+        """How the graph of ``results`` uses ``inputs`` and ``proxies``.
 
         Args:
             results: What the layer gave.
             inputs: What it was given.
-            stand_ins: Its trainable parameters.
+            proxies: Its trainable parameters.
             form: Equal forms of call have equal graphs; None if nothing is known of that.
             first_casts: As ``arrivals`` takes them; not those of a known form.
 
         Raises:
-            UnsupportedModelError: If a leaf is neither an input nor a stand-in.
+            UnsupportedModelError: If a leaf is neither an input nor a proxy leaf.
         """
         ends = [tensor.requires_grad for tensor in (*inputs, *results)]
-        key = (tuple(ends), len(inputs), tuple(map(id, stand_ins)), form)
+        key = (tuple(ends), len(inputs), tuple(map(id, proxies)), form)
         known = self._uses.get(key) if form is not None else None
         if known is None:
-            known = self._walk(results, inputs, stand_ins, first_casts or {})
+            known = self._walk(results, inputs, proxies, first_casts or {})
             used = {number for number in known.order if number >= len(inputs)}
-            if form is not None and len(used) == len(stand_ins):
+            if form is not None and len(used) == len(proxies):
                 if len(self._uses) >= _MAX_FORMS:
                     del self._uses[next(iter(self._uses))]
                 self._uses[key] = known
@@ -103,16 +103,16 @@ class GraphAudit:
         self,
         results: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        stand_ins: Sequence[torch.Tensor],
+        proxies: Sequence[torch.Tensor],
         first_casts: Mapping[int, int],
     ) -> Uses:
         note_last(results)
-        numbers = {id(source): number for number, source in enumerate((*inputs, *stand_ins))}
+        numbers = {id(source): number for number, source in enumerate((*inputs, *proxies))}
         order: list[int] = []
         casts: list[int] = []
         places: dict[int, list[Place]] = {}
         are_early = False
-        for use in arrivals(results, (*inputs, *stand_ins), first_casts):
+        for use in arrivals(results, (*inputs, *proxies), first_casts):
             number = numbers.get(id(use.leaf))
             if number is None:
                 raise self._stranger(use)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from poros.layer.within import Within
+from poros.stream.within import Within
 
 _SWITCHES = (
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.layer.arrival import CAST
-from poros.layer.within import on_plain_tensors
+from poros.replay.order import CAST
+from poros.stream.within import on_plain_tensors
 
 _MAX_STATES = 32
 """States that a layer is remembered in; more come only from a loop that changes it at each step."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from poros.layer.within import Within
+from poros.stream.within import Within
 
 
 @dataclass(frozen=True, slots=True)

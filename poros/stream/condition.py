@@ -11,12 +11,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import RematerializationError
-from poros.layer.layer_index import Adapter
-from poros.layer.state import adapter_state
-from poros.layer.staying import StayingState
+from poros.stream.layer_index import Adapter
+from poros.stream.state import adapter_state
+from poros.stream.staying import StayingState
 
 if TYPE_CHECKING:
-    from poros.layer.body import LayerBody
+    from poros.stream.body import LayerBody
 
 _training, _version = attrgetter("training"), attrgetter("_version")
 
@@ -28,7 +28,7 @@ class Condition:
         contents: Its modules.
         adapters: Each place of each trained parameter.
         parameters: These, each once.
-        stand_ins: What stands in for them within the layer.
+        proxies: What stands in for them within the layer.
         versions: Of these.
         frozen: Places of tensors of frozen adapters that act.
         hooks: Keys of the hooks inside the layer.
@@ -43,7 +43,7 @@ class Condition:
         self._trained = trained = contents.adapters()
         self.adapters: Sequence[Adapter] = trained.places
         self.parameters = trained.parameters
-        self.stand_ins = trained.stand_ins
+        self.proxies = trained.proxies
         self.versions = list(map(_version, self.parameters))
         self.frozen = [place for place in trained.frozen if place.acts()]
         self.hooks = contents.hooks()

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from poros.layer.within import Within
+from poros.stream.within import Within
 
 _NODE = "ScaledDotProduct"
 """How the names of attention's backward nodes begin."""

@@ -25,10 +25,10 @@ from torch.utils.dlpack import from_dlpack
 
 from poros.digests import checksum, digest
 from poros.errors import PreparedModelError
-from poros.layer.adapters import AdapterPlace
-from poros.layer.frozen import FrozenTensor, constant_parts
 from poros.layout import BlockLayout, TensorSpec
 from poros.nf4 import Part
+from poros.stream.adapters import AdapterPlace
+from poros.stream.frozen import FrozenTensor, constant_parts
 
 
 class SmallTensors:

@@ -1,17 +1,17 @@
-"""Comparing a recording of a visit with the visit itself: see ``poros.layer.captured``."""
+"""Comparing a recording of a visit with the visit itself: see ``poros.replay.captures``."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from poros.layer.attention import AttentionKernels, unchanged_flags
 from poros.slots.schedule import Phase
+from poros.stream.attention import AttentionKernels, unchanged_flags
 
 if TYPE_CHECKING:
-    from poros.layer.call import LayerCall
-    from poros.layer.call_facts import CallFacts
-    from poros.layer.forms import Around
+    from poros.replay.call import LayerCall
+    from poros.replay.facts import CallFacts
+    from poros.replay.forms import Around
 
 Tensors = Sequence[torch.Tensor]
 Gradients = Sequence[torch.Tensor | None]

@@ -1,7 +1,7 @@
 """The frozen tensors of a block: their places in the model, at rest on the host and on the device.
 
 Each frozen parameter or buffer of a layer that streams exists twice (the others stay on the device:
-see ``poros.layer.staying``). *At rest* the module holds the original
+see ``poros.stream.staying``). *At rest* the module holds the original
 object, whose bytes have been moved into the block's host slab: so state_dict, save_pretrained and
 parameter counts see the authoritative host copy without any special code, and a read of it during
 training fails on a GPU instead of seeing another block's bytes. *During a visit* the module holds a
@@ -28,9 +28,9 @@ from torch import nn
 from poros.errors import PreparedModelError
 from poros.kernels.dense_layer import DenseLayer, DenseWeight
 from poros.kernels.dequantize import DenseWorkspace, has_kernel
-from poros.layer.within import on_plain_tensors
 from poros.layout import BlockLayout, is_small, view
 from poros.nf4 import MOVING, Part, is_4bit, places, rebound, state_of, streams
+from poros.stream.within import on_plain_tensors
 
 
 @dataclass(eq=False)

@@ -2,9 +2,9 @@
 
 Note: Rematerialization equality
     The recomputed forward must see the same bits as the forward did. Besides arguments and adapters
-    (guarded by version counters in ``poros.layer.call``) that is: random states, autocast, the
+    (guarded by version counters in ``poros.replay.call``) that is: random states, autocast, the
     training flags of the layer's modules, and the process-wide settings that pick kernels
-    (``poros.layer.settings``). Each is captured at the layer's forward and *replayed* at its
+    (``poros.stream.settings``). Each is captured at the layer's forward and *replayed* at its
     recomputation, then put back. Not covered: the generators of Python and NumPy.
 
     The set of active adapters, their scalings and whether they are disabled or merged is captured
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from poros.layer.rng import RngStash
-from poros.layer.settings import Settings
-from poros.layer.within import Within
+from poros.stream.rng import RngStash
+from poros.stream.settings import Settings
+from poros.stream.within import Within
 
 
 class AutocastState(NamedTuple):

@@ -17,16 +17,16 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from poros.errors import PreparedModelError, UnsupportedModelError
-from poros.layer.body import LayerBody
-from poros.layer.compiled import refuse_outer_graph
-from poros.layer.condition import Condition
-from poros.layer.general import RecomputedCall
-from poros.layer.refused_calls import (
+from poros.slots.schedule import Phase
+from poros.stream.body import LayerBody
+from poros.stream.compiled import refuse_outer_graph
+from poros.stream.condition import Condition
+from poros.stream.general import RecomputedCall
+from poros.stream.refused_calls import (
     refuse_copy,
     require_harmless,
     require_saved_tensor_hooks,
 )
-from poros.slots.schedule import Phase
 
 _KEY = "_poros_layer"
 

@@ -6,7 +6,7 @@ call, and then cost one call of the host instead of hundreds.
 
 Note: Eager is the way out
     Whatever is not certain to be the same work keeps the graph of its forward
-    (``poros.layer.general``), with the same bits, so mixing both shows nowhere: calls with hooks
+    (``poros.stream.general``), with the same bits, so mixing both shows nowhere: calls with hooks
     inside the layer, beside tensors that layers share, while somebody watches operators or the
     self-check runs; whatever cannot be recorded. A layer that keeps its graph on the device keeps
     one at a time in its recording; a second forward before the backward of the first goes as that
@@ -15,7 +15,7 @@ Note: Eager is the way out
 Note: Proof
     The first replay is made beside the eager visit that it is to replace, from the same random
     state. If any bit differs, random state included, the recording is never used. Gradients of an
-    attention that does not repeat itself (``poros.layer.attention``) cannot be compared: then a
+    attention that does not repeat itself (``poros.stream.attention``) cannot be compared: then a
     recording of the same visit with attention that does is compared with such a visit.
 
 Note: When it is recorded
@@ -34,11 +34,9 @@ import torch
 
 from poros.errors import ParityError, RematerializationError, UnsupportedModelError
 from poros.graphs import Recorder
-from poros.layer.args import tree_flatten
-from poros.layer.audit import GraphAudit
-from poros.layer.call import LayerCall
-from poros.layer.call_facts import CallFacts
-from poros.layer.forms import (
+from poros.replay.call import LayerCall
+from poros.replay.facts import CallFacts
+from poros.replay.forms import (
     CHECK,
     Around,
     Form,
@@ -48,17 +46,19 @@ from poros.layer.forms import (
     Replayed,
     SharedMemory,
 )
-from poros.layer.proving import different_ones, varies, with_steady_attention
-from poros.layer.recording import Recordings
-from poros.layer.remat import rematerialize
-from poros.layer.rng import RngStash
-from poros.layer.watched import is_seen, obstacle_around
+from poros.replay.proof import different_ones, varies, with_steady_attention
+from poros.replay.recording import Recordings
+from poros.replay.remat import rematerialize
+from poros.replay.uses import GraphAudit
+from poros.replay.watched import is_seen, obstacle_around
 from poros.saying import Slowly
 from poros.slots.schedule import Phase
+from poros.stream.args import tree_flatten
+from poros.stream.rng import RngStash
 
 if TYPE_CHECKING:
-    from poros.layer.body import LayerBody
-    from poros.layer.condition import Condition
+    from poros.stream.body import LayerBody
+    from poros.stream.condition import Condition
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What is known of a call of a layer once its forward has run, and making such a call again.
 
-For those that record a call (``poros.layer.recording``): its tensors lie elsewhere then.
+For those that record a call (``poros.replay.recording``): its tensors lie elsewhere then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ from torch import nn
 
 from poros.graphs import Spec
 from poros.kernels.unformed import forget
-from poros.layer.handover import Repeated, differentiate
-from poros.layer.layer_index import Adapter
-from poros.layer.state import enter_autocast
-from poros.layer.within import Within
+from poros.replay.routing import Repeated, differentiate
+from poros.stream.layer_index import Adapter
+from poros.stream.state import enter_autocast
+from poros.stream.within import Within
 
 if TYPE_CHECKING:
-    from poros.layer.call import LayerCall
-    from poros.layer.forms import Around
+    from poros.replay.call import LayerCall
+    from poros.replay.forms import Around
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -28,7 +28,7 @@ class CallFacts:
     """Of one call, whose tensors it does not keep.
 
     Attributes:
-        adapters: Those that are exchanged for stand-ins, of which a visit has to know.
+        adapters: Those that are exchanged for proxy leaves, of which a visit has to know.
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
         uses: How its graph uses its tensors and adapters.
@@ -39,8 +39,8 @@ class CallFacts:
         self._call = call.without_tensors()
         # Of its own, so that its graph meets no other one in them.
         own = {id(each): nn.Parameter(each.detach()) for each in call.parameters}
-        self._stand_ins = list(own.values())
-        self.adapters = [each._replace(stand_in=own[id(each.parameter)]) for each in adapters]
+        self._proxies = list(own.values())
+        self.adapters = [each._replace(proxy=own[id(each.parameter)]) for each in adapters]
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self.forms = call.result_forms
@@ -50,7 +50,7 @@ class CallFacts:
     def is_of_adapter(self, number: int) -> bool:
         """Whether that of the gradients that ``differentiate`` returns is an adapter's."""
         place = number - sum(self._need_gradients)
-        return 0 <= place < len(self._stand_ins)
+        return 0 <= place < len(self._proxies)
 
     def are_current(self, addresses: Any) -> bool:
         """Whether the layer would do now what it did, with its tensors at ``addresses``.
@@ -112,7 +112,7 @@ class CallFacts:
             The gradients of the inputs and adapters that need one, then the terms of what is used
             several times.
         """
-        sources = [*inputs, *self._stand_ins]
+        sources = [*inputs, *self._proxies]
         name = self._call.layer.name
         repeated = {number: Repeated(name, places) for number, places in self.uses.several.items()}
         with _around(around):

@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 from poros.errors import RematerializationError
-from poros.layer.layer_index import shares_memory
-from poros.layer.staying import StayingState
+from poros.stream.layer_index import shares_memory
+from poros.stream.staying import StayingState
 
 if TYPE_CHECKING:
-    from poros.layer.body import LayerBody
-    from poros.layer.condition import Condition
+    from poros.stream.body import LayerBody
+    from poros.stream.condition import Condition
 
 
 def require_unchanged(
@@ -40,7 +40,7 @@ def require_unchanged(
             f"{name}: expected the adapters that were active at the forward, found another "
             "choice (or scaling, or merge) at its backward; call backward first"
         )
-    # The same list says that each is in its place, and its stand-in still the same bits.
+    # The same list says that each is in its place, and its proxy leaf still the same bits.
     is_same = now.adapters is before.adapters
     if [each._version for each in before.parameters] != before.versions:
         raise RematerializationError(
@@ -55,7 +55,7 @@ def require_unchanged(
         )
     for adapter in () if is_same else before.adapters:
         held = adapter.owner.get(adapter.key)
-        if held is not adapter.parameter or not shares_memory(held, adapter.stand_in):
+        if held is not adapter.parameter or not shares_memory(held, adapter.proxy):
             raise RematerializationError(
                 f"{name}: adapter parameter {adapter.key!r} of shape "
                 f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "

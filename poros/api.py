@@ -312,8 +312,8 @@ def restore(model: ModelT) -> ModelT:
     existing = runtime(model)
     existing.host.require_intact()
     existing.detach()
-    if existing.context.captures is not None:
-        existing.context.captures.forget()
+    if existing.captures is not None:
+        existing.captures.forget()
     return model
 
 

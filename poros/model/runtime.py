@@ -174,7 +174,7 @@ class Runtime:
 
         def will_record() -> bool:
             runtime = reference()
-            captures = None if runtime is None else runtime.context.captures
+            captures = None if runtime is None else runtime.captures
             return captures is not None and captures.will_record
 
         return MeasuredSizer(
@@ -204,7 +204,8 @@ class Runtime:
             self.tally,
             self._dense,
         )
-        context.captures = captures_for(self.policy, self.device, recorder, inventory.blocks)
+        self.captures = captures_for(self.policy, self.device, recorder, inventory.blocks)
+        context.captures = self.captures
         if self.room.offload_inputs:
             context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):
@@ -321,7 +322,7 @@ class Runtime:
             return  # this micro-batch is on its way already
         if torch.is_grad_enabled() and self.sizer.decides:
             self._make_room(args, kwargs)
-        captures = self.context.captures
+        captures = self.captures
         if captures is not None:
             self.context.visits.end_all()
             if captures.begin_pass(list(self.streamed_layers()), self.sizer.replays):
@@ -329,7 +330,7 @@ class Runtime:
 
     def share_dense(self) -> None:
         """Have memory for a layer's dense weights, if there is room."""
-        share_dense(self._dense, self.sizer, self.context.captures)
+        share_dense(self._dense, self.sizer, self.captures)
 
     def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         shape = shape_of(args, kwargs, self.num_grouped)
@@ -355,8 +356,8 @@ class Runtime:
             torch.OutOfMemoryError: If the device has not got it; the room is what it was.
         """
         self.context.visits.end_all()
-        if self.context.captures is not None:
-            self.context.captures.forget()  # blocks will lie elsewhere
+        if self.captures is not None:
+            self.captures.forget()  # blocks will lie elsewhere
         layers = list(self.streamed_layers())
         for layer in layers:
             layer.weights.bindings.require_at_rest()

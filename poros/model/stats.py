@@ -69,7 +69,7 @@ def collect(
     """
     host, head, rows = runtime.host, runtime.head, runtime.rows
     manager, offloader, tally = runtime.manager, runtime.offloader, runtime.tally
-    captures = runtime.context.captures
+    captures = runtime.captures
     eager = captures.eager if captures is not None else {}
     grouped = runtime.accumulation
     alone = grouped.alone if grouped is not None else {}

@@ -19,7 +19,7 @@ stays on the device, it is not seen, here or by autograd.
 import copy
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ from poros.stream.state import AmbientState
 from poros.stream.staying import StayingState
 from poros.stream.unchanged import require_unchanged
 
+if TYPE_CHECKING:
+    from poros.replay.captures import Captures
+
 
 class LayerCall:
     """One call of one layer: its arguments taken apart, and the state around it."""
@@ -53,8 +56,10 @@ class LayerCall:
         kwargs: Mapping[str, Any],
         condition: Condition,
         audit: GraphAudit,
+        captures: "Captures",
     ) -> None:
         self.layer = layer
+        self.captures = captures
         self._audit = audit
         self.condition = condition
         tensors: list[torch.Tensor] = []

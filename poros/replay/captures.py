@@ -203,7 +203,7 @@ class Captures:
             audit = GraphAudit(layer.name)
             self._audits[layer.index] = condition.contents, audit
         try:
-            return LayerCall(layer, args, kwargs, condition, audit)
+            return LayerCall(layer, args, kwargs, condition, audit, self)
         except UnsupportedModelError:
             self.eager[ARGUMENTS] += 1
             return None
@@ -393,7 +393,7 @@ class Captures:
 
     # ----------------------------------------------------------------- recording
 
-    def let_go(self, call: LayerCall) -> None:
+    def release(self, call: LayerCall) -> None:
         """The graph of a call that was kept is not needed any more."""
         if call.form is not None and call.form.in_flight() is call:
             call.form.in_flight = lambda: None

@@ -85,20 +85,18 @@ class RematerializeLayer(torch.autograd.Function):
             )
         tensors: Sequence[torch.Tensor] = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
-        captures = call.layer.context.captures
-        outgoing = captures.backward(call, tensors, gradients) if captures is not None else None
+        captures = call.captures
+        outgoing = captures.backward(call, tensors, gradients)
         if outgoing is None:
             with call.layer.visit(Phase.BACKWARD, call.adapters):
                 tensors = call.with_input(tensors)
                 inputs = leaves(tensors)
                 outgoing = _differentiated(call, inputs, [*inputs, *call.proxies], gradients)
-            if captures is not None:
-                captures.prove_backward(call, tensors, gradients, outgoing)
+            captures.prove_backward(call, tensors, gradients, outgoing)
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
-            if captures is not None:
-                captures.let_go(call)
+            captures.release(call)
         given = iter(outgoing)
         return (None, None, None, *(next(given) if each else None for each in call.wanted))
 

@@ -179,7 +179,7 @@ def random_states(device: torch.device) -> list[torch.Tensor]:
 
 def drawn_states(device: torch.device) -> list[torch.Tensor]:
     """States as at a backward: not those of a forward's end, so that these left behind show."""
-    devices = ["cpu", device] if device.type == "cuda" else ["cpu"]
+    devices: list[Any] = ["cpu", device] if device.type == "cuda" else ["cpu"]
     return [torch.Generator(each).manual_seed(1).get_state() for each in devices]
 
 

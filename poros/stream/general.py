@@ -78,7 +78,7 @@ class _InSlot(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "_InSlot":
-        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def within(self, slab: torch.Tensor) -> torch.Tensor:
         return slab.view(self.dtype).as_strided(self.size, self.stride, self.offset)

@@ -17,11 +17,6 @@ from poros.host.store import detach_store
 from poros.kernels.adapters import Tally
 from poros.kernels.compose import Tier
 from poros.kernels.paths import Paths
-from poros.layer.body import Check, ModelContext
-from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
-from poros.layer.offload import ActivationOffloader
-from poros.layer.staying import SmallTensors
-from poros.layer.streamed import StreamedLayer, is_streamed, streamed_layer
 from poros.model.adoption import host_store
 from poros.model.attach import Attachment
 from poros.model.inspect import Inventory, require_checked
@@ -32,6 +27,11 @@ from poros.model.stats import collect, described, held_num_bytes, nothing_checke
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
+from poros.stream.body import Check, ModelContext
+from poros.stream.boundary import StreamedLayer, is_streamed, streamed_layer
+from poros.stream.frozen import Binding, DeviceConstants, LayerBindings, bind_block
+from poros.stream.offload import ActivationOffloader
+from poros.stream.staying import SmallTensors
 from poros.streams import StreamContext
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Runtime:
         room: The room they have.
         digests: Of what streams, as it was before it was moved; None if nobody will look.
         tally: Which way adapted modules ran; None with PEFT's own modules.
-        num_together: Micro-batches that go through the blocks together with the one that comes.
+        num_grouped: Micro-batches that go through the blocks together with the one that comes.
         accumulation: What ``poros.accumulation`` has found out about them.
 
     Raises:
@@ -101,7 +101,7 @@ class Runtime:
         self._findings: Callable[[], dict[str, Any]] = nothing_checked
         self.unchecked = ""
         self._num_resizes = 0
-        self.num_together = 1
+        self.num_grouped = 1
         self.accumulation: Any = None
         self._matrices_num_bytes = sum(each.matrix.nbytes for each in inventory.embeddings)
         self.room = Room(
@@ -332,7 +332,7 @@ class Runtime:
         share_dense(self._dense, self.sizer, self.context.captures)
 
     def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        shape = shape_of(args, kwargs, self.num_together)
+        shape = shape_of(args, kwargs, self.num_grouped)
         if shape is None:
             return
         is_checking = self.self_check["status"] == "pending"

@@ -9,9 +9,9 @@ from torch import nn
 from poros.head.host_matrix import HostMatrix
 from poros.kernels.adapters import Tally
 from poros.kernels.paths import LoraShape
-from poros.layer.captured import EXPECTED
-from poros.layer.staying import SmallTensors
+from poros.replay.captures import EXPECTED
 from poros.saying import size
+from poros.stream.staying import SmallTensors
 from poros.streams import Timings, gb_per_s
 
 if TYPE_CHECKING:

@@ -39,18 +39,18 @@ from transformers.utils.output_capturing import _active_collector
 
 from poros.digests import digest
 from poros.errors import ParityError
-from poros.layer.streamed import streamed_layer
 from poros.model.runtime import Runtime
 from poros.saying import Slowly, say
 from poros.self_check.compare import bits
 from poros.self_check.evidence import (
     Evidence,
+    drawn_states,
     first_difference,
     forward_values,
-    random_states,
     tensors_in,
 )
 from poros.self_check.proof import Incoming, Kernels, Outcome, Runs, is_gradient
+from poros.stream.boundary import streamed_layer
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class SelfCheck:
         return result
 
     def _check_apart(self, index: int, evidence: Evidence, needs_gradient: bool) -> None:
-        evidence.rng_backward = random_states(self._device)
+        evidence.rng_backward = drawn_states(self._device)
         self._note_checked(index, needs_gradient)
         condition = streamed_layer(evidence.layer).condition()
         token = _active_collector.set(None)

@@ -10,16 +10,17 @@ import torch
 import poros
 from poros.errors import ParityError, PolicyError, RematerializationError
 from poros.gates.tape import TapeRecorder
-from poros.layer.captured import NEW
+from poros.replay.captures import NEW
 from tests.exact.adapter_arms import adapted, differences, step
 from tests.exact.arms import Bases
-from tests.exact.recorded import CHANGES, KEPT, autocast, recorded, train
+from tests.exact.recorded import CHANGES, autocast, recorded, train
 from tests.support import same_bits
 
 Model = Any
 STEPS = 6
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
 @pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}], ids=str)
@@ -40,21 +41,21 @@ def test_replayed_visits_have_the_bits_of_eager_ones(
     assert set(captures.eager) == {NEW}
 
 
-@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("change", CHANGES)
 def test_training_has_the_bits_of_a_resident_run(
-    change: str, accumulation: int, policy: dict[str, Any], bases: Bases
+    change: str, accumulation: int, bases: Bases
 ) -> None:
-    expected = train(adapted(bases, lora_dropout=0.1), 10, accumulation, CHANGES[change])
+    expected = train(adapted(bases, lora_dropout=0.1), 9, accumulation, CHANGES[change])
     model = adapted(bases, lora_dropout=0.1)
-    captures, _ = recorded(model, **policy)
-    found = train(model, 10, accumulation, CHANGES[change])
+    captures, _ = recorded(model)
+    found = train(model, 9, accumulation, CHANGES[change])
     assert len(found) == len(expected) and all(map(same_bits, found, expected))
     stats = poros.runtime(model).stats()
     assert captures.num_replays == stats["num_replayed_visits"] > 0
     assert stats["num_eager_visits"] == sum(captures.eager.values())
-    changed = train(adapted(bases, lora_dropout=0.1), 10, accumulation, None)
+    changed = train(adapted(bases, lora_dropout=0.1), 9, accumulation, None)
     assert change in ("nothing", "evaluation between") or not all(map(same_bits, found, changed))
 
 
@@ -129,7 +130,7 @@ def test_control_a_random_state_that_is_not_replayed_differs(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were it not set, the recomputation would draw other masks; it is an error."""
-    from poros.layer.rng import RngStash
+    from poros.stream.rng import RngStash
 
     model = adapted(bases, lora_dropout=0.1)
     recorded(model)

@@ -37,9 +37,9 @@ from poros.gates.fuzz.program import (
     Term,
 )
 from poros.gates.fuzz.shrink import shrink, simpler
-from poros.layer.general import RecomputedCall
-from poros.layer.rng import RngStash
 from poros.self_check.check import SelfCheck
+from poros.stream.general import RecomputedCall
+from poros.stream.rng import RngStash
 
 PLAIN = Program(
     subject=Subject(num_layers=2, dropout=0.1), policy=Policy(self_check="off"), steps=(Step(),) * 2
@@ -80,7 +80,7 @@ def foreign(patch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise KeyError("an error that says nothing")
 
-    patch.setattr("poros.layer.general.require_unchanged", fail)
+    patch.setattr("poros.stream.general.require_unchanged", fail)
 
 
 def too_late(patch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def too_late(patch: pytest.MonkeyPatch) -> None:
                 each.zero_()
         raise UnsupportedModelError("a refusal")
 
-    patch.setattr("poros.layer.general.require_unchanged", fail)
+    patch.setattr("poros.stream.general.require_unchanged", fail)
 
 
 def keeps_calls(patch: pytest.MonkeyPatch) -> None:

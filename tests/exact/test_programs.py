@@ -15,10 +15,9 @@ from torch import nn
 
 import poros
 from poros.errors import UnsupportedModelError
-from poros.layer import early
-from poros.layer.body import LayerBody
-from poros.layer.casts import SharedCasts, _Carried
-from poros.layer.handover import Repeated
+from poros.replay.casts import SharedCasts, _Carried
+from poros.replay.routing import Repeated
+from poros.stream.body import LayerBody
 from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
@@ -45,7 +44,7 @@ PARAMETERS = [pytest.param(row, id=row.name) for row in ROWS]
 
 @pytest.fixture(autouse=True)
 def recorded_soon(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("poros.layer.captured._LEAST_VISITS", 1)
+    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
 
 
 @pytest.mark.parametrize("row", PARAMETERS)
@@ -122,7 +121,7 @@ def in_full(patch: Patch) -> None:
 
 
 def no_watching(patch: Patch) -> None:
-    patch.setattr(early.EarlyCasts, "are_possible", lambda *_: False)
+    patch.setattr(early_casts.EarlyCasts, "are_possible", lambda *_: False)
 
 
 FAULTS: list[tuple[Callable[[Patch], None], str, Subject, Program]] = [
@@ -179,13 +178,13 @@ def test_only_layers_that_cast_early_are_watched_for_good(
     which: str, expected: int, residents: Residents, monkeypatch: Patch
 ) -> None:
     watched: list[int] = []
-    genuine = early.first_casts
+    genuine = early_casts.first_casts
 
     def first_casts(tensors: Any) -> Any:
         watched.extend([len(tensors)] if len(tensors) else [])
         return genuine(tensors)
 
-    monkeypatch.setattr("poros.layer.call.first_casts", first_casts)
+    monkeypatch.setattr("poros.replay.call.first_casts", first_casts)
     model = on_tapes(ORDERED[which](residents.bases))
     P.loss_of(model).backward()
     assert not watched
@@ -211,7 +210,11 @@ def test_the_bits_of_a_nan_survive_the_cast() -> None:
 def test_watching_leaves_tensors_as_they_were() -> None:
     parameter, tensor = nn.Parameter(torch.ones(2, 3)), torch.ones(3, requires_grad=True)
     kinds, dictionaries = (type(parameter), type(tensor)), (vars(parameter), vars(tensor))
-    with pytest.raises(ZeroDivisionError), early.first_casts([parameter, tensor]) as found, bf16():
+    with (
+        pytest.raises(ZeroDivisionError),
+        early_casts.first_casts([parameter, tensor]) as found,
+        bf16(),
+    ):
         dropped = torch.nn.functional.linear(torch.ones(1, 3), parameter, None)
         first = dropped.grad_fn._sequence_nr()  # type: ignore[union-attr]
         del dropped

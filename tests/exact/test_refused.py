@@ -21,9 +21,9 @@ from poros.errors import (
     SlotStateError,
     UnsupportedModelError,
 )
-from poros.layer.casts import SharedCasts
-from poros.layer.frozen import LayerBindings
-from poros.layer.streamed import is_streamed
+from poros.replay.casts import SharedCasts
+from poros.stream.boundary import is_streamed
+from poros.stream.frozen import LayerBindings
 from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
@@ -49,7 +49,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(autouse=True)
 def recorded_soon(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("poros.layer.captured._LEAST_VISITS", 1)
+    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ def test_an_update_within_a_region_is_refused(
     harmless = partial(R.updates_in_one_region, fused=fused, lr=1e-12)
     assert residents.compare(S.FP32_NO_DROPOUT, harmless, prepare) == {}
     # The control: let through, it differs.
-    monkeypatch.setattr("poros.layer.casts.require_current", lambda *_: None)
-    monkeypatch.setattr("poros.layer.general.require_current", lambda *_: None)
+    monkeypatch.setattr("poros.replay.casts.require_current", lambda *_: None)
+    monkeypatch.setattr("poros.stream.general.require_current", lambda *_: None)
     harmful = partial(R.updates_in_one_region, fused=fused)
     assert residents.compare(S.FP32_NO_DROPOUT, harmful, prepare) != {}
 

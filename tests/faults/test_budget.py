@@ -136,6 +136,15 @@ def test_room_is_made_between_a_forward_and_its_backward() -> None:
     assert gradients[0] and all(map(torch.equal, *gradients))
 
 
+def test_it_is_refused_where_a_hook_may_have_kept_old_weights() -> None:
+    model = prepare_plain(build(), device="cpu", slots=2).train()
+    layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
+    loss = model(**BATCHES[0]).loss
+    poros.runtime(model).resize(Room(4, 2))
+    with pytest.raises(poros.RematerializationError, match="moved to make room"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("num_given", [0, 1, 4])
 def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Trajectory) -> None:
     class Scarce(EagerStreams):

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import poros
 from poros.errors import PreparedModelError
-from poros.layer.streamed import streamed_layer
 from poros.slots.schedule import Phase, count, training_visits, walk
+from poros.stream.boundary import streamed_layer
 from tests.exact.arms import slice_resident_loss
 from tests.snapshots import (
     assert_same_run,
@@ -260,7 +260,7 @@ def test_deleting_the_model_frees_everything() -> None:
 
 
 def test_stats_have_the_documented_keys_and_plausible_values() -> None:
-    model = prepare_plain(build())
+    model = prepare_plain(build(), self_check="off")
     runtime = poros.runtime(model)
     start = runtime.stats()
     assert set(start) == STATS and start["attention"] == "sdpa"
@@ -319,7 +319,7 @@ def test_host_slab_holds_the_bytes_of_the_model() -> None:
 
 def test_slots_beyond_the_blocks_are_clamped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "poros"):
-        model = prepare_plain(build(), slots=9)
+        model = prepare_plain(build(), slots=9, self_check="off")
     assert [record.getMessage() for record in caplog.records if "slots=9" in record.getMessage()]
     runtime = poros.runtime(model)
     assert runtime.num_slots == runtime.num_blocks == 3 and runtime.policy.slots == 9

@@ -26,7 +26,6 @@ from tests.faults.refused import CASES, changed, hook_a_module, merge_one, train
 from tests.snapshots import (
     assert_same_run,
     batches,
-    bf16,
     build,
     changes,
     digest,
@@ -214,15 +213,12 @@ class Notes:
 
 
 CONTAINERS: dict[str, Callable[[], object]] = {
-    "dict": dict,
-    "filled dict": lambda: {"states": torch.zeros(2)},
-    "list": list,
     "set": set,
     "deque": deque,
     "subclass of UserDict": type("Marked", (UserDict,), {"__module__": __name__}),
     "bytearray": bytearray,
     "object": Notes,
-    "list in a tuple": lambda: (1, [2]),
+    "set in a tuple": lambda: (1, {2}),
 }
 NOTES = r"argument 'notes'.*layers\.0.*expected.*found"
 
@@ -253,21 +249,15 @@ CALLS: dict[str, tuple[Options, str]] = {
     },
     "a cache with contents": (filled_cache, r"layers\.0.*cache.*torch\.no_grad"),
     "a cache used twice": (used_cache, "KV cache"),
-    "recorded attentions": (
-        lambda model: {"output_attentions": True},
-        r"layers\.0.*attentions.*torch\.no_grad",
-    ),
 }
 
 
 @pytest.fixture(scope="module")
 def called() -> Iterator[Any]:
     """Every call is made of one prepared model, which trains exactly in the end."""
-    model, twin = (build(attn_implementation="eager") for _ in "ab")
+    model, twin = (build() for _ in "ab")
     prepare_plain(model)(**batches()[0]).loss.backward()
     model.zero_grad()
-    with torch.no_grad():  # transformers leaves hooks behind when it first records anything
-        model(**batches()[0], output_attentions=True)
     yield model
     assert_same_run(run(twin), run(model))
 
@@ -287,18 +277,15 @@ def test_a_call_is_refused_by_name_and_exact_without_gradients(name: str, called
     if "cache" in name:
         assert options["past_key_values"].get_seq_length() == (12 if "contents" in name else 0)
         return
-    twin = build(attn_implementation="eager")
     with torch.no_grad():
-        expected, found = (model.eval()(**batch, **options) for model in (twin, called))
+        expected, found = (model.eval()(**batch, **options) for model in (build(), called))
     assert same_bits(expected.logits, found.logits)
-    if "attentions" in name:
-        assert len(expected.attentions) == len(found.attentions) == 3
-        assert all(map(same_bits, expected.attentions, found.attentions))
 
 
-def test_control_plain_keywords_pass(called: Any) -> None:
-    notes = (1, "two", (torch.float32, None), torch.zeros(2), 3.0, torch.device("cpu"))
-    called.train()(**batches()[0], notes=notes).loss.backward()
+def test_control_what_can_be_copied_passes(called: Any) -> None:
+    plain = (1, "two", (torch.float32, None), torch.zeros(2), 3.0, torch.device("cpu"))
+    for notes in (plain, [], [1, (torch.zeros(2), [2])], {}, {"states": torch.zeros(2)}):
+        called.train()(**batches()[0], notes=notes).loss.backward()
     called.zero_grad()
 
 
@@ -326,21 +313,4 @@ def test_training_with_the_cache_on_is_exact() -> None:
         torch.manual_seed(0)
         model.train()(**batches()[0], use_cache=True).loss.backward()
         found.append(outcome(model))
-    assert changes(*found) == {}
-
-
-def test_one_forward_is_pending_in_an_autocast_region_at_a_time() -> None:
-    """A second one is refused until the backward of the first has passed, and exact then."""
-    found = []
-    for model in (build(dtype=torch.float32), prepare_plain(build(dtype=torch.float32))):
-        model.train()
-        torch.manual_seed(0)
-        with bf16():
-            for batch in batches():
-                loss = model(**batch).loss
-                if found:
-                    with pytest.raises(UnsupportedModelError, match="one forward per autocast"):
-                        model(**batch)
-                loss.backward()
-        found.append({name: each for name, each in outcome(model).items() if "random" not in name})
     assert changes(*found) == {}

@@ -1,6 +1,7 @@
 """A run on a device with an allocator starts with two slots and spends what a step has left."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
     return simulated(monkeypatch)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("check", ["strict", "off"])
 @pytest.mark.parametrize(("slots", "kept"), [(2, 0), (4, 0), (6, 0), (6, 3), (6, 6)])
 def test_what_a_step_leaves_is_spent_to_the_byte(
@@ -105,7 +107,7 @@ def test_nothing_is_measured_while_the_check_is_still_looking(prepared: Prepare)
     model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B", self_check="off")
     status = ["pending"]
     poros.runtime(model).watch_with(
-        lambda index, call, run, arguments: run(),
+        SimpleNamespace(awaits=lambda index: True, watch=lambda index, run, arguments: run()),
         lambda *_: None,
         lambda *_: None,
         lambda: {"status": status[0]},

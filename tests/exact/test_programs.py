@@ -15,6 +15,7 @@ from torch import nn
 
 import poros
 from poros.errors import UnsupportedModelError
+from poros.replay import early_casts
 from poros.replay.casts import SharedCasts, _Carried
 from poros.replay.routing import Repeated
 from poros.stream.body import LayerBody

@@ -23,11 +23,18 @@ PYTEST := -m pytest -q
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 COMMA := ,
 
-.PHONY: help venv demo docs test test-all test-oldest gpu-test peft-tests lint format types
+# What one runs between edits: exactness, refusals, slots and streams, layouts, house rules.
+QUICK := exact/test_cells faults/test_refusals faults/test_order faults/test_restore \
+	unit/test_manager unit/test_walk unit/test_visits unit/test_host unit/test_bytes \
+	unit/test_layout unit/test_layer_index unit/test_compare unit/test_registry \
+	unit/test_adversary unit/test_imports unit/test_saying unit/test_covers
+
+.PHONY: help venv demo docs quick test test-all test-oldest gpu-test peft-tests lint format types
 
 help:
 	@echo "make demo         build, fine-tune and check a small model, end to end"
 	@echo "make test         the test suite: on the CPU, without the slow tests"
+	@echo "make quick        a selection of it, for between edits: 2 minutes on 2 cores"
 	@echo "make test-all     the slow tests as well"
 	@echo "make test-oldest  the test suite on the oldest versions that pyproject.toml admits"
 	@echo "make gpu-test     the tests that need a CUDA device"
@@ -49,6 +56,9 @@ docs: $(STAMP)
 	@tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && mkdir "$$tree/poros" \
 	&& ln -s "$(CURDIR)"/poros/* "$(CURDIR)/loaders" "$(CURDIR)/gates" "$$tree/poros/" \
 	&& POROS_TREE="$$tree" NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build -d site
+
+quick: $(READY)
+	$(PYTHON) $(PYTEST) $(PARALLEL) -m "not gpu and not slow" $(QUICK:%=tests/%.py)
 
 test: $(READY)
 	$(PYTHON) $(PYTEST) $(PARALLEL) -m "not gpu and not slow" --durations=10

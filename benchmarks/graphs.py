@@ -34,7 +34,7 @@ from benchmarks.visits import small_model
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
 from poros.gates.tape import TapeRecorder
-from poros.layer.streamed import streamed_layer
+from poros.stream.boundary import streamed_layer
 
 Figures = dict[str, float]
 

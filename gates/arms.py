@@ -152,8 +152,8 @@ def _unstreamed(
 ) -> str | None:
     """Say what of the second arm was not streamed; None if all of it was."""
     from poros.api import runtime
-    from poros.layer.streamed import is_streamed
     from poros.model.inspect import find_layers
+    from poros.stream.boundary import is_streamed
 
     _, layers = find_layers(model)
     resident = sum(not is_streamed(layer) for layer in layers)

@@ -172,8 +172,6 @@ def _recording_trainer(
             losses.append(snapshot(loss))
             return loss
 
-        training_step.only_listens = True  # type: ignore[attr-defined]
-
     class Recorder(TrainerCallback):
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             record = clipped.pop()

@@ -15,8 +15,6 @@ from poros.kernels.adapters import Tally, tally_of
 from poros.kernels.forwards import hand_back
 from poros.kernels.paths import Paths
 from poros.kernels.use import are_used, take_over
-from poros.layer.adapters import is_adapter_module
-from poros.layer.settings import settle
 from poros.model import resumed_paths
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
@@ -25,6 +23,8 @@ from poros.model.stats import adapter_counts
 from poros.model.targets import leave_out_dropped
 from poros.saying import say, size
 from poros.slots.schedule import Action
+from poros.stream.adapters import is_adapter_module
+from poros.stream.settings import settle
 from poros.streams import StreamContext, streams_for
 
 if TYPE_CHECKING:
@@ -312,8 +312,8 @@ def restore(model: ModelT) -> ModelT:
     existing = runtime(model)
     existing.host.require_intact()
     existing.detach()
-    if existing.context.captures is not None:
-        existing.context.captures.forget()
+    if existing.captures is not None:
+        existing.captures.forget()
     return model
 
 

@@ -84,7 +84,7 @@ class StreamingPolicy:
             ``"forward"`` one for forward, ``"eager"`` takes PyTorch's operators. None chooses by
             device and size. The environment variable POROS_DORA_TIER does so for all models.
         cuda_graphs: Record the visits of layers as CUDA graphs and replay them, where that gives
-            the same bits (see ``poros.layer.captured``): the host then starts a layer by one call
+            the same bits (see ``poros.replay.captures``): the host then starts a layer by one call
             instead of hundreds. It takes memory, that of one layer's computation once more. None
             records on a GPU whatever can be, if the budget has room; False nothing; with True and
             ``self_check="strict"`` a recording that gives other bits is an error.

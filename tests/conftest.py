@@ -1,6 +1,6 @@
 """What every test runs under: one thread, no tokenizer threads, a GPU for the tests that need one.
 
-The markers `gpu` and `slow` are declared in pyproject.toml.
+The markers are declared in pyproject.toml; `cover` is explained in tests/covers.py.
 """
 
 import gc
@@ -11,6 +11,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
+
+from tests.covers import leave_out
 
 if not torch.cuda.is_available():
     # Read by Triton when it is imported: kernels run in its interpreter, on CPU tensors.
@@ -30,8 +32,10 @@ def collections_look_at_what_is_new() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where torch sees no CUDA device."""
+    """Mark what covers leave out; skip the tests marked `gpu` where torch sees no CUDA device."""
+    leave_out(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason=f"needs a CUDA device; torch {torch.__version__} sees none")

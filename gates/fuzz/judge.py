@@ -25,10 +25,10 @@ from poros.gates.fuzz.arm import Arm, Record, frozen_tensors, run_arm
 from poros.gates.fuzz.models import Models
 from poros.gates.fuzz.program import Program
 from poros.gates.tape import TapeRecorder
-from poros.layer.call import LayerCall
-from poros.layer.general import RecomputedCall
-from poros.layer.streamed import is_streamed
+from poros.replay.call import LayerCall
 from poros.self_check.compare import bits, differing
+from poros.stream.boundary import is_streamed
+from poros.stream.general import RecomputedCall
 from poros.streams import StreamContext, streams_for
 
 End = Literal["equal", "refused", "raised", "skipped", "failed"]

@@ -5,19 +5,16 @@ to wait for. So the gradients of all micro-batches but the last are added by han
 that autograd makes, and those of the last by autograd itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from poros.accumulation.micro_batch import Differentiate, backward
-from poros.accumulation.reasons import NotTogether
-
-if TYPE_CHECKING:
-    from poros.layer.streamed import StreamedLayer
+from poros.accumulation.reasons import NotGrouped
 
 
 class Ranks:
@@ -34,37 +31,42 @@ class Ranks:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self.inner: nn.Module = model if self._ddp is None else self._ddp.module
 
+    @property
+    def is_ddp(self) -> bool:
+        return self._ddp is not None
+
     def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients of a backward in the body stay with this rank."""
         return nullcontext() if self._ddp is None else self._ddp.no_sync()
 
     def require_together(self) -> None:
-        """Raise ``NotTogether`` if DDP would not understand it."""
+        """Raise ``NotGrouped`` if DDP would not understand it."""
         if self._ddp is None:
             return
         if self._ddp.find_unused_parameters:
             # Its search begins at the loss, whose graph ends before the layers.
-            raise NotTogether(
+            raise NotGrouped(
                 "find_unused_parameters of DistributedDataParallel; a Trainer has it unless "
                 "ddp_find_unused_parameters=False"
             )
         if self._ddp.static_graph:
-            raise NotTogether("static_graph of DistributedDataParallel")
+            raise NotGrouped("static_graph of DistributedDataParallel")
 
-    def ways(self, number: int, *, is_last: bool) -> Sequence[Differentiate] | None:
+    def ways(self, number: int, *, is_last: bool) -> Sequence[Differentiate]:
         """How to take the gradients of so many micro-batches, whose last is the step's last."""
         if self._ddp is None:
-            return None
+            return [backward] * number
         return [*[_by_hand] * (number - 1), backward if is_last else _by_hand][:number]
 
 
 def _by_hand(
-    edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, layer: "StreamedLayer"
+    edge: Any,
+    gradient: torch.Tensor,
+    anchor: torch.Tensor | None,
+    below: Iterable[torch.Tensor],
 ) -> None:
     """As ``torch.autograd.backward`` would, but that no node accumulates."""
-    # Not through its contents, which would end the row that its visits are in.
-    module = layer.module()
-    parameters = [each for each in module.parameters() if each.requires_grad] if module else []
+    parameters = [each for each in below if each.requires_grad]
     wanted = [*parameters, *([] if anchor is None else [anchor])]
     found: Sequence[torch.Tensor | None] = torch.autograd.grad(
         [edge], wanted, [gradient], allow_unused=True

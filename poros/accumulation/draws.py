@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from poros.layer.rng import RngStash
+from poros.stream.rng import RngStash
 
 _PERIOD = 624
 """Numbers that a CPU's generator makes at a time."""

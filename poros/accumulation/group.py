@@ -29,20 +29,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import NONE, Draws, between, later
+from poros.accumulation.gradients import Gradients, Watch
 from poros.accumulation.head import SharedHead
-from poros.accumulation.micro_batch import Differentiate, MicroBatch, backward
-from poros.accumulation.reasons import OTHER_VALUES, NotTogether
+from poros.accumulation.micro_batch import MicroBatch
+from poros.accumulation.reasons import OTHER_VALUES, NotGrouped
 from poros.accumulation.surroundings import Surroundings
-from poros.accumulation.unchanged import Around, Gradients, Modules
+from poros.accumulation.unchanged import Around, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.layer.rng import RngStash
-from poros.layer.settings import Settings
-from poros.layer.start import Start
+from poros.stream.rng import RngStash
+from poros.stream.settings import Settings
+from poros.stream.start import Start
 
 if TYPE_CHECKING:
-    from poros.layer.condition import Condition
-    from poros.layer.streamed import StreamedLayer
+    from poros.stream.boundary import StreamedLayer
+    from poros.stream.condition import Condition
 
 _MOST_MISSES = 4
 """Of the plan for one shape, until its micro-batches run one after the other."""
@@ -87,7 +89,7 @@ class DrawTable:
 
     def require_predictable(self, shape: Hashable) -> None:
         if self._misses[shape] >= _MOST_MISSES:
-            raise NotTogether("what is drawn at random does not depend on shapes alone")
+            raise NotGrouped("what is drawn at random does not depend on shapes alone")
 
     def _note(
         self,
@@ -109,6 +111,8 @@ class Group:
         modules: Of the model.
         layers: Of the model, in order.
         table: Of the model, too.
+        ranks: It is trained on.
+        code: Of the user, that runs for each micro-batch; see ``of_code``.
         head: Reads the head for all of them, if it is read in slices.
         is_known: Whether the loss was seen to call the model alike each time.
         make_room: Called when the room of the first micro-batch is known, before its layers run.
@@ -123,6 +127,8 @@ class Group:
         modules: Modules,
         layers: Sequence["StreamedLayer"],
         table: DrawTable,
+        ranks: Ranks,
+        code: Sequence[Any] = (),
         head: SharedHead | None = None,
         is_known: bool = False,
         make_room: Callable[[], None] = lambda: None,
@@ -130,15 +136,25 @@ class Group:
         self._make_room = make_room
         inside = [module for layer in layers for module in layer.contents().modules()]
         self._modules = modules
-        self._around = Around(modules.now(), inside)
+        self._around = Around(modules.now(), inside, code)
         self._trained = modules.trained()
         self._mark = modules.mark(self._trained)
-        self._before = Gradients(self._trained)
+        self._watch = Watch(self._trained, self._asked_for_gradients)
+        self._refused: NotGrouped | None = None
+        """Kept, because code of users may catch it."""
+        self._tail: MicroBatch | None = None
+        """The one whose loss is being computed for good, up to its backward."""
+        self._before = Gradients(())
+        """As that began."""
+        self._ranks = ranks
+        self._has_last = False
+        self._num_back = 0
         self._in_layers = {number for layer in layers for number in layer.contents().adapters().ids}
         self._is_known = is_known
         self._head = head
         self.num_done = 0
         self.is_over = False
+        self._is_ahead = True
         self._layers = layers
         self._table = table
         self._kinds = [_kind(layer) for layer in layers]
@@ -157,14 +173,14 @@ class Group:
             No gradient is touched. Random states are those before it.
 
         Raises:
-            NotTogether: If they have to run one after the other; nothing has happened.
+            NotGrouped: If they have to run one after the other; nothing has happened.
         """
         if torch.is_autocast_enabled(self._layers[0].device.type):
-            raise NotTogether("an autocast region around all micro-batches")
+            raise NotGrouped("an autocast region around all micro-batches")
         if not torch.is_grad_enabled():
-            raise NotTogether("gradients are disabled around all micro-batches")
+            raise NotGrouped("gradients are disabled around all micro-batches")
         if any(each._backward_hooks or _after(each) for each in self._trained):
-            raise NotTogether("hooks on parameters")
+            raise NotGrouped("hooks on parameters")
         start, settings = Start.capture(self._layers[0].device), Settings.capture()
         try:
             # One for each kind of layer and each shape that may turn out to differ.
@@ -177,10 +193,13 @@ class Group:
                     start.restore()
                     self._around.put_back()
             else:
-                raise NotTogether("what is drawn at random does not depend on shapes alone")
+                raise NotGrouped("what is drawn at random does not depend on shapes alone")
+            self._around.put_back()
             if self._head is not None and self._head.is_ahead:
                 pairs = zip(self._batches, runs, strict=True)
-                self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
+                with self._ahead():
+                    self._head.look_ahead([partial(batch.look_ahead, run) for batch, run in pairs])
+            self._around.put_back()
         except BaseException:
             self._modules.train_again(self._trained)
             self._around.put_back()
@@ -189,23 +208,65 @@ class Group:
         finally:
             start.restore()
             settings.restore()
+        self._is_ahead = False
+        self._watch.begin()
+
+    @contextmanager
+    def _ahead(self) -> Iterator[None]:
+        """Code of the user runs in the body before its turn has come."""
+        self._watch.begin()
+        try:
+            with self._around.noting():
+                yield
+        finally:
+            self._watch.end()
+        if self._refused is not None:
+            raise self._refused
+
+    def _asked_for_gradients(self) -> None:
+        """Code of the user reads or writes gradients: it gets those of one after the other."""
+        if self._is_ahead:
+            reason = "gradients are used before the model has run"
+        elif torch._C._current_graph_task_id() != -1:
+            reason = "gradients are used within a backward"
+        else:
+            if self._tail is not None and self._tail.has_arrived:
+                self._count(self._tail)
+            context = self._layers[0].context
+            in_place, context.in_place = context.in_place, None
+            self._watch.end()
+            try:
+                self._backward()
+            finally:
+                self._watch.begin()
+                context.in_place = in_place
+            if self._tail is None:
+                return
+            self._before = Gradients(self._trained)
+            reason = "gradients are used while a loss is computed"
+        self._refused = NotGrouped(reason)
+        raise self._refused
 
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches = []
         conditions: list[Condition] = []
         around = Surroundings.capture(self._layers[0].device)
+        inside = [each for each in self._trained if id(each) in self._in_layers]
+        # DDP would take an edge to a parameter for its gradient.
+        inside = [] if self._ranks.is_ddp else inside
         for run in runs:
-            batch = MicroBatch(self._layers, around, conditions)
-            batch.collect(run)
+            batch = MicroBatch(self._layers, around, conditions, inside)
+            with self._ahead():
+                batch.collect(run)
             if not self._batches:
                 self._make_room()
             self._require_unedited()
             if self._modules.train_again(self._trained):
-                raise NotTogether("the loss changes which parameters are trained")
+                raise NotGrouped("the loss changes which parameters are trained")
             if not self._around.is_same():
-                raise NotTogether("the model's code changes the model")
+                raise NotGrouped("the model's code changes the model")
             if Surroundings.capture(self._layers[0].device) != around:
-                raise NotTogether("the loss changes settings of PyTorch")
+                raise NotGrouped("the loss changes settings of PyTorch")
             self._table.require_predictable(batch.key)
             self._run_first(batch, conditions[0])
             self._batches.append(batch)
@@ -229,7 +290,7 @@ class Group:
 
     def _require_condition(self, index: int, condition: "Condition") -> None:
         if not condition.equals(self._layers[index].condition()):
-            raise NotTogether("layers that the loss changes while it runs")
+            raise NotGrouped("layers that the loss changes while it runs")
 
     def _run_first(self, batch: MicroBatch, condition: "Condition") -> None:
         """Run the first layer, and plan the states of the others."""
@@ -256,29 +317,35 @@ class Group:
             raise _Mispredicted
 
     @contextmanager
-    def tail(self) -> Iterator[None]:
+    def tail(self, is_last: bool = False) -> Iterator[None]:
         """Compute the next micro-batch's loss in the body, as in ``run``, and call its backward.
 
+        Args:
+            is_last: Whether it is the last before the optimizer's step.
+
         Raises:
-            NotTogether: If it has to run one after the other, and those after it; the random state
+            NotGrouped: If it has to run one after the other, and those after it; the random state
                 is the one at its beginning. ``backward`` is still to be called, for those before.
         """
         batch, device = self._batches[self.num_done], self._layers[0].device
-        if self.num_done and not Start.capture(device).equals(batch.start):
+        if changed := self._changed_between(batch):
             self.is_over = True
-            raise NotTogether("random numbers are drawn between micro-batches", may_pass=True)
+            raise NotGrouped(changed, may_pass=True)
         batch.start.restore()
         asked = nullcontext() if self._head is None else self._head.asked(is_for_good=True)
-        before = Gradients(self._trained)
+        self._tail, self._before, self._has_last = batch, Gradients(self._trained), is_last
         try:
-            with asked, batch.tail(self._is_known):
+            with asked, self._around.noting(), batch.tail(self._is_known):
                 yield
-            self._require_apart(batch, before)
-        except NotTogether as reason:
+            if self._refused is not None:
+                raise self._refused
+            if self._tail is not None:
+                self._count(batch)
+        except NotGrouped as reason:
             self.is_over = True
             self._modules.train_again(self._trained)
             self._around.put_back()
-            if not before.undo():
+            if self._tail is None or not self._before.undo():
                 raise UnsupportedModelError(
                     f"expected micro-batches that can go through the layers together, found that "
                     f"they cannot ({reason}), when gradients were there already that cannot be "
@@ -287,8 +354,11 @@ class Group:
                 ) from reason
             batch.start.restore()
             raise
+        finally:
+            self._has_last &= self._tail is None
+            self._tail = None
+        self._around.keep()
         self._is_known = True
-        self.num_done += 1
         is_last = self.num_done == len(self._batches)
         if not Start.capture(device).equals(
             self._end if is_last else self._batches[self.num_done].start
@@ -297,8 +367,24 @@ class Group:
             self._table.note_tail(batch.key, draws, batch.first_draws)
             self.is_over = True
         # The loss may have changed what is trained: the layers of the others ran before it.
-        now = list(map(id, self._modules.trained()))
-        self.is_over |= is_last or now != list(map(id, self._trained))
+        self.is_over |= is_last or self._is_trained_otherwise()
+
+    def _changed_between(self, batch: MicroBatch) -> str | None:
+        """What was done since the micro-batch before that its layers have not seen."""
+        if self.num_done and not Start.capture(self._layers[0].device).equals(batch.start):
+            return "random numbers are drawn between micro-batches"
+        if self._modules.mark(self._trained) != self._mark or self._is_trained_otherwise():
+            return "parameters are edited, frozen or thawed between micro-batches"
+        return None
+
+    def _is_trained_otherwise(self) -> bool:
+        return list(map(id, self._modules.trained())) != list(map(id, self._trained))
+
+    def _count(self, batch: MicroBatch) -> None:
+        """The backward of its loss has come to the last layer."""
+        self._require_apart(batch, self._before)
+        self.num_done += 1
+        self._tail = None
 
     def _require_apart(self, batch: MicroBatch, before: Gradients) -> None:
         """A parameter of a layer, or before the layers, has its gradient from there alone.
@@ -306,43 +392,41 @@ class Group:
         If the loss uses it too (a penalty on weights), one after the other sums both for each
         micro-batch, before they are added to what is there.
         """
-        apart = self._in_layers | batch.leaves_below()
+        apart = self._in_layers | set(map(id, batch.leaves_below()))
         if batch.has_arrived_below or any(id(each) in apart for each in before.changed()):
-            raise NotTogether("the loss uses parameters of layers, or what goes into them, itself")
+            raise NotGrouped("the loss uses parameters of layers, or what goes into them, itself")
 
-    def backward(self, differentiate: Sequence[Differentiate] | None = None) -> None:
+    def backward(self) -> None:
         """Take the gradients of all layers, of the micro-batches that are done.
-
-        Args:
-            differentiate: For each of them what is called in place of ``torch.autograd.backward``.
 
         Raises:
             RematerializationError: If hooks draw random numbers as gradients pass, or a loss that
                 was computed ahead was another one in the end.
-
-        Whatever ends it early, an interruption too, leaves the gradients from before the group; if
-        they were written to, what is there says so to whoever uses it (``Spoilt``).
         """
-        try:
-            self._backward(differentiate)
-        except BaseException:
-            if not self._before.undo():
-                self._before.spoil()
-            raise
+        self._watch.end()
+        self._backward()
 
-    def _backward(self, differentiate: Sequence[Differentiate] | None) -> None:
-        done, self._batches = self._batches[: self.num_done], []
-        calls = differentiate or [backward] * len(done)
+    def _backward(self) -> None:
+        now = self._modules.trained()
+        self._modules.train_again(self._trained)  # as their forwards had it
+        try:
+            self._backward_done()
+        finally:
+            self._modules.train_again(now)
+
+    def _backward_done(self) -> None:
+        done, self._num_back = self._batches[self._num_back : self.num_done], self.num_done
         # Before any layer's gradient is there, and while the device is still at it: waiting at the
         # end would have it idle until the next group's code has run.
         self._require_same(done)
+        ways = self._ranks.ways(len(done), is_last=self._has_last and not self._tail)
         state = RngStash.capture(self._layers[0].device)
-        for index in reversed(range(len(self._layers))):
+        for index in reversed(range(len(self._layers))) if done else ():
             with self._layers[index].in_a_row():
-                for batch, call in zip(done, calls, strict=True):
-                    batch.backward(index, call)
-        for batch in done:
-            batch.backward_below()
+                for batch, way in zip(done, ways, strict=True):
+                    batch.backward(index, way)
+        for batch, way in zip(done, ways, strict=True):
+            batch.backward_below(way)
         if not RngStash.capture(self._layers[0].device).equals(state):
             raise RematerializationError(
                 "expected backwards that draw no random numbers, found some that do (a hook that "

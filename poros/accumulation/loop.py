@@ -1,19 +1,21 @@
 """Gradient accumulation for a training loop of one's own."""
 
 import logging
-from collections import Counter, UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.group import DrawTable, Group
 from poros.accumulation.head import SharedHead
-from poros.accumulation.reasons import NotTogether
+from poros.accumulation.reasons import NotGrouped
 from poros.accumulation.unchanged import Modules
 from poros.errors import VRAMBudgetError
 from poros.model.runtime import Runtime, find_runtime
@@ -21,6 +23,7 @@ from poros.model.runtime import Runtime, find_runtime
 logger = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
+_LARGE_NUM_BYTES = 2**26
 
 
 def accumulate(
@@ -45,9 +48,12 @@ def accumulate(
             by default the model's own loss for ``model(**batch)``, over the number of batches. It
             is called twice for each of them, or three times where the head is in host memory, and
             stopped on its way but for the last: it must call the model once with gradients, in the
-            same way each time, and depend on the model and the batch alone: not on how often it was
-            called, nor on gradients that are there. Random numbers of PyTorch, Python and NumPy are
-            fine. Without ``autocast`` around all; a region within it is fine.
+            same way each time. Before the last call, what the others have done is put back: random
+            states of PyTorch, Python and NumPy; the batch, of which they get a copy; attributes of
+            ``loss`` and of the object it is a method of, variables around it, global variables
+            that it uses, and these of the functions that it calls in its own file: numbers, texts,
+            bools, None, tuples of them, and what is in lists, dicts, sets and deques of up to 1000
+            elements. Without ``autocast`` around all; a region within it is fine.
 
     Returns:
         The losses, detached, in order: what ``loss`` has returned.
@@ -61,9 +67,12 @@ def accumulate(
     Exactness:
         Gradients, random states and losses are bit for bit those of one micro-batch after the
         other. Where that cannot be had together, they run one after the other, said in a line of
-        log and in ``poros.runtime(model).stats()``. Not seen are edits that PyTorch does not count
-        (through ``.data`` or NumPy) between micro-batches, and a loss that takes gradients of the
-        adapters by ``torch.autograd.grad``.
+        log and in ``poros.runtime(model).stats()``: so with a loss that reads or writes gradients
+        of parameters, or takes some by ``torch.autograd.grad``. Not seen are edits that PyTorch
+        does not count (through ``.data`` or NumPy) between micro-batches, gradients that were read
+        before and kept, and what ``loss`` changes elsewhere: in objects that it holds, in files,
+        in iterators. If that decides what the model is called with, it is an error; if it decides
+        the loss alone, ``loss`` finds it changed twice or three times.
 
     Raises:
         UnsupportedModelError: If ``loss`` turns out not to suit when there are gradients already.
@@ -83,12 +92,10 @@ def accumulate(
 
     is_alone = runtime is None
     while runtime is not None and not is_alone and len(todo) > 1:
-        runs = [partial(_on_copy, compute, ranks.inner, each) for each in todo]
-        with undisturbed(runtime):
-            group = begin_group(runtime, ranks, runs)
-            if group is None:
-                break
-            losses, is_alone = _tails(group, runtime, ranks, step, todo)
+        group = begin_group(runtime, ranks, compute, todo, [loss])
+        if group is None:
+            break
+        losses, is_alone = _tails(group, runtime, ranks, step, todo)
         found += losses
         todo = todo[len(losses) :]
     for number, batch in enumerate(todo):
@@ -113,66 +120,64 @@ def _tails(
     try:
         while not group.is_over:
             number = len(found)
-            spare, is_last = copy_of(batches[number]), number == len(batches) - 1
-            with group.tail(), nullcontext() if is_last else ranks.no_sync():
+            spare, is_last = batches[number], number == len(batches) - 1
+            spare = copy_of(spare)
+            with group.tail(is_last), nullcontext() if is_last else ranks.no_sync():
                 value = step(batches[number])
             found.append(value)
-    except NotTogether as reason:
+    except NotGrouped as reason:
         note_alone(runtime, str(reason), for_good=not reason.may_pass)
         batches[number], is_alone = spare, True
     except BaseException:
         # Those before it have their gradients, as one after the other: after Ctrl-C too.
-        group.backward(ranks.ways(group.num_done, is_last=False))
+        group.backward()
         raise
-    group.backward(ranks.ways(group.num_done, is_last=len(found) == len(batches)))
+    group.backward()
     return found, is_alone
 
 
-@contextmanager
-def undisturbed(runtime: Runtime) -> Iterator[None]:
-    """Whatever ends the body, Ctrl-C too: nothing of a group is left in the model behind it."""
-    try:
-        try:
-            yield
-        finally:
-            _clear(runtime)
-    finally:
-        # An interruption may strike as the first clean-up begins.
-        _clear(runtime)
-
-
-def _clear(runtime: Runtime) -> None:
-    runtime.context.in_place = None
-    if runtime.head.slices is not None:
-        runtime.head.slices.in_place = None
-    for layer in runtime.streamed_layers():
-        layer.leave_row()
-
-
 def _on_copy(compute: Loss, model: nn.Module, batch: Any) -> torch.Tensor:
-    """A loss may take things out of its batch, and will be computed again."""
+    """The code of a loss may edit its batch, and will run again."""
     return compute(model, copy_of(batch))
 
 
 def copy_of(batch: Any) -> Any:
-    """A batch like it, whose tensors may be edited, and which may be taken apart."""
-    if not isinstance(batch, dict | list | UserDict):
-        return batch
-    found = batch.copy()
-    copies: dict[int, torch.Tensor] = {}  # a tensor in two places stays one
-    for key, value in list(enumerate(found) if isinstance(found, list) else found.items()):
-        if isinstance(value, torch.Tensor):
-            found[key] = copies.setdefault(id(value), value.clone())
-    return found
+    """A batch like it, which may be edited and taken apart: all of it is copied.
+
+    Raises:
+        NotGrouped: If it holds something that cannot be copied, as a generator.
+    """
+    try:
+        with _Clones():
+            return deepcopy(batch)
+    except Exception as error:
+        raise NotGrouped(f"a batch that cannot be copied: {error}") from error
 
 
-def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]]) -> Group | None:
+class _Clones(TorchFunctionMode):
+    """Of a tensor that is a small part of its storage, deepcopy copies that part alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if not tensor.is_leaf or tensor.untyped_storage().nbytes() > _LARGE_NUM_BYTES:
+                return memo.setdefault(id(tensor), tensor.clone())
+        return func(*args, **(kwargs or {}))
+
+
+def begin_group(
+    runtime: Runtime, ranks: Ranks, compute: Loss, batches: Sequence[Any], code: Sequence[Any]
+) -> Group | None:
     """A group whose layers have run; None if these micro-batches have to run one after the other.
 
     Args:
         runtime: Of the model.
         ranks: It is trained on.
-        runs: See ``Group.forward``; of the model that is prepared, without what wraps it.
+        compute: Computes a loss of the model that is prepared, without what wraps it.
+        batches: Of each micro-batch; ``compute`` is called with copies.
+        code: Of the user, that ``compute`` runs; see ``of_code``.
     """
     history = _history(runtime)
     if history.is_alone_for is not None:
@@ -188,12 +193,15 @@ def begin_group(runtime: Runtime, ranks: Ranks, runs: Sequence[Callable[[], Any]
             modules,
             list(runtime.streamed_layers()),
             history.table,
+            ranks,
+            code,
             history.head(runtime),
             is_known=history.num_groups > 0,
             make_room=runtime.share_dense,
         )
+        runs = [partial(_on_copy, compute, ranks.inner, each) for each in batches]
         _forward(runtime, group, runs)
-    except NotTogether as reason:
+    except NotGrouped as reason:
         note_alone(runtime, str(reason))
         return None
     history.num_groups += 1
@@ -204,16 +212,16 @@ def _forward(runtime: Runtime, group: Group, runs: Sequence[Callable[[], Any]]) 
     """Take as many micro-batches through the layers as there is memory for: all, half of them."""
     number = len(runs)
     while number > 1:
-        runtime.num_together = number
+        runtime.num_grouped = number
         try:
             group.forward(runs[:number])
             return
         except VRAMBudgetError as error:
             logger.info("poros: %d micro-batches do not fit together: %s", number, error)
         finally:
-            runtime.num_together = 1
+            runtime.num_grouped = 1
         number = -(-number // 2)
-    raise NotTogether("no memory for two of them")
+    raise NotGrouped("no memory for two of them")
 
 
 def note_alone(runtime: Runtime | None, reason: str, *, for_good: bool = False) -> None:
@@ -258,14 +266,14 @@ class History:
         """Of the model, as they are now.
 
         Raises:
-            NotTogether: If a trained parameter has several places: then it has one sum for all of
+            NotGrouped: If a trained parameter has several places: then it has one sum for all of
                 them, for each micro-batch.
         """
         if self._modules is None or not self._modules.are_of(model):
             self._modules = Modules(model)
         self._modules.now()
         if self._modules.have_shared():
-            raise NotTogether("a trained parameter with several places in the model")
+            raise NotGrouped("a trained parameter with several places in the model")
         return self._modules
 
     def head(self, runtime: Runtime) -> SharedHead | None:

@@ -12,7 +12,7 @@ Note: What the model's code must be like
     editing a tensor; nobody hooks into a layer; layers are the same for all micro-batches and stay
     so (``Condition``); and the second time they are called with what they were called with the
     first time. Anything else is seen, and the micro-batches then run one after the other
-    (``NotTogether``).
+    (``NotGrouped``).
 
 Note: Cuts
     The graph is cut before each layer and behind the last. What a layer is given comes out of a
@@ -20,7 +20,7 @@ Note: Cuts
     for all its uses, and sum their gradients in the low precision.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ import torch
 from poros.accumulation.calls import INPUT, Call, is_fixed
 from poros.accumulation.cuts import Cut, Unread
 from poros.accumulation.draws import NONE
-from poros.accumulation.reasons import OTHER_VALUES, NotTogether, Stopped
+from poros.accumulation.reasons import OTHER_VALUES, NotGrouped, Stopped
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.watching import (
     Collector,
@@ -40,24 +40,27 @@ from poros.accumulation.watching import (
     watching,
 )
 from poros.errors import PorosError, UnsupportedModelError
-from poros.layer.casts import confines_autocast
-from poros.layer.rng import RngStash
-from poros.layer.side_outputs import is_recording, shared_mappings
-from poros.layer.start import Start
+from poros.replay.casts import confines_autocast
+from poros.stream.rng import RngStash
+from poros.stream.side_outputs import is_recording, shared_mappings
+from poros.stream.start import Start
 
 if TYPE_CHECKING:
-    from poros.layer.condition import Condition
-    from poros.layer.streamed import StreamedLayer
+    from poros.stream.boundary import StreamedLayer
+    from poros.stream.condition import Condition
 
-Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, "StreamedLayer"], None]
-"""Takes the gradients of one layer and one micro-batch: the edge behind the layer, the gradient
-there, a leaf below the layer, and the layer."""
+Differentiate = Callable[[Any, torch.Tensor, torch.Tensor | None, Iterable[torch.Tensor]], None]
+"""Takes the gradients of a part of the graph of one micro-batch: the edge behind it, the gradient
+there, a leaf below it, and parameters, of which those that are trained have edges into it."""
 
 
 def backward(
-    edge: Any, gradient: torch.Tensor, anchor: torch.Tensor | None, layer: "StreamedLayer"
+    edge: Any,
+    gradient: torch.Tensor,
+    anchor: torch.Tensor | None,
+    below: Iterable[torch.Tensor],
 ) -> None:
-    """Take the gradients of one layer and one micro-batch, as a ``Differentiate``."""
+    """Take gradients, as a ``Differentiate``."""
     torch.autograd.backward([edge], [gradient])
 
 
@@ -68,6 +71,7 @@ class MicroBatch:
         layers: Of the model, in order.
         around: What is around all micro-batches.
         conditions: Of the layers, as the first micro-batch of a group has found them.
+        trained: Parameters in the layers.
 
     Attributes:
         plain: What layers are called with but for tensors.
@@ -83,7 +87,9 @@ class MicroBatch:
         layers: Sequence["StreamedLayer"],
         around: Surroundings,
         conditions: list["Condition"],
+        trained: Sequence[torch.Tensor],
     ) -> None:
+        self._trained = trained
         self._around = self._surroundings = around
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
@@ -126,7 +132,7 @@ class MicroBatch:
         """Run the model's code up to its last layer; random states are those of the first then.
 
         Raises:
-            NotTogether: If it is not what it must be like.
+            NotGrouped: If it is not what it must be like.
         """
         watcher = Collector(self)
         with watching(self._layers, watcher):
@@ -140,23 +146,23 @@ class MicroBatch:
             except Exception as error:
                 # Layers of some families return more than hidden states. Or it is the user's own
                 # error, and comes again in its turn.
-                raise NotTogether(
+                raise NotGrouped(
                     f"the code of a loss ends with a {type(error).__name__} before its last layer"
                 ) from error
             if watcher.reason is not None:
                 raise watcher.reason
-        raise NotTogether("the model does not call all of its layers with gradients enabled")
+        raise NotGrouped("the model does not call all of its layers with gradients enabled")
 
     def note(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model's code; gives the input on, as if the layer had done nothing."""
         index = len(self._calls)
         given = input_of(args, kwargs)
         if layer is not self._layers[index] or given is None:
-            raise NotTogether("the model does not call its layers once each, in order")
+            raise NotGrouped("the model does not call its layers once each, in order")
         if index == 0:
             self._begin(given, args, kwargs)
         elif given is not self._given or given._version != self._version:
-            raise NotTogether("the model does something to hidden states between its layers")
+            raise NotGrouped("the model does something to hidden states between its layers")
         self._require_alike(index, layer)
         self._require_same_around()
         if any(
@@ -164,9 +170,9 @@ class MicroBatch:
             for value in (*args, *kwargs.values())
             for each in tensors_of(value)
         ):
-            raise NotTogether("layers are given other tensors that need gradients")
+            raise NotGrouped("layers are given other tensors that need gradients")
         if shared_mappings(kwargs):
-            raise NotTogether("layers share tensors")
+            raise NotGrouped("layers share tensors")
         for value in (*args, *kwargs.values()):
             for each in tensors_of(value):
                 if not isinstance(each, Unread):
@@ -174,7 +180,7 @@ class MicroBatch:
                     self._seen.setdefault(id(each), (each, each._version))
         call = Call.of(args, kwargs, given)
         if not is_fixed((*call.args, *call.kwargs.values())):
-            raise NotTogether("layers are given objects that may change")
+            raise NotGrouped("layers are given objects that may change")
         self._calls.append(call)
         self.plain.append(call.without_tensors())
         if len(self._calls) == len(self._layers):
@@ -192,18 +198,18 @@ class MicroBatch:
         if index == len(self._conditions):
             self._conditions.append(layer.condition().note())
             if self._conditions[-1].has_hooks:
-                raise NotTogether("hooks inside of layers")
+                raise NotGrouped("hooks inside of layers")
         elif not self._conditions[index].equals(layer.condition()):
-            raise NotTogether("layers that change from one micro-batch to the next")
+            raise NotGrouped("layers that change from one micro-batch to the next")
 
     def _begin(self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_recording():
-            raise NotTogether("outputs of layers are recorded")
+            raise NotGrouped("outputs of layers are recorded")
         self.states = [RngStash.capture(self._device)]
         self._given, self._version = given, given._version
         self._surroundings = surroundings = Surroundings.capture(self._device)
         if surroundings.watchers != self._around.watchers:
-            raise NotTogether("somebody watches operators or packs saved tensors within the loss")
+            raise NotGrouped("somebody watches operators or packs saved tensors within the loss")
         self._entering = surroundings.entering(self._around)
         self._is_confined = confines_autocast(self._layers[0].context)
         self.key = (
@@ -225,7 +231,7 @@ class MicroBatch:
         layer, (args, kwargs) = self._layers[index], self._calls[index]
         self.states[index].restore()
         if any(each._version != version for each, version in self._seen.values()):
-            raise NotTogether("what layers are called with changes before they run")
+            raise NotGrouped("what layers are called with changes before they run")
         with self._entering(), torch.enable_grad(), layer.context.confined(self._is_confined):
             given = self._cuts[index].take()
             result = layer.forward(
@@ -234,7 +240,7 @@ class MicroBatch:
             )
         self._calls[index] = Call((), {})
         if not isinstance(result, torch.Tensor):
-            raise NotTogether("layers return more than hidden states")
+            raise NotGrouped("layers return more than hidden states")
         # Not the result itself: it may wait for its backward on the host.
         edge = torch.autograd.graph.get_gradient_edge(result) if result.requires_grad else None
         self._edges.append(edge)
@@ -244,16 +250,24 @@ class MicroBatch:
         """Take the gradients of layer ``index``, whose output's gradient has arrived."""
         edge, self._edges[index] = self._edges[index], None
         cut = self._cuts[index + 1]
-        gradient, cut.gradient = cut.gradient, None
+        gradient, cut.gradient, cut.is_spent = cut.gradient, None, True
         if edge is not None and gradient is not None:
-            differentiate(edge, gradient, self._cuts[index].anchor, self._layers[index])
+            # Not through its contents, which would end the row that its visits are in.
+            module = self._layers[index].module()
+            below = module.parameters() if module else ()
+            differentiate(edge, gradient, self._cuts[index].anchor, below)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the backward of its loss has come to the last layer."""
+        return self._cuts[-1].gradient is not None
 
     def _note_arrival(self, gradient: torch.Tensor) -> None:
         self.has_arrived_below = True
 
-    def leaves_below(self) -> set[int]:
-        """Of the parameters behind what the first layer is given: their ids."""
-        found: set[int] = set()
+    def leaves_below(self) -> list[torch.Tensor]:
+        """The parameters behind what the first layer is given."""
+        found: list[torch.Tensor] = []
         todo = [self._source.grad_fn if self._source is not None else None]
         known: set[Any] = set()
         while todo:
@@ -262,7 +276,7 @@ class MicroBatch:
                 continue
             known.add(node)
             if hasattr(node, "variable"):
-                found.add(id(node.variable))
+                found.append(node.variable)
             todo += [following for following, _ in node.next_functions]
         return found
 
@@ -292,12 +306,12 @@ class MicroBatch:
             raise UnsupportedModelError(OTHER_VALUES)
         self.differs += found
 
-    def backward_below(self) -> None:
+    def backward_below(self, differentiate: Differentiate) -> None:
         """Take the gradients of what the model's code computes before its layers."""
+        below, gradient = self.leaves_below(), self._cuts[0].gradient
         source, self._source = self._source, None
-        gradient = self._cuts[0].gradient
         if source is not None and gradient is not None:
-            torch.autograd.backward(source, gradient)
+            differentiate(source, gradient, None, below)
 
     # ------------------------------------------------------------ the model's code, again
 
@@ -328,11 +342,11 @@ class MicroBatch:
             )
 
     def _require_same_around(self) -> None:
-        """Raise ``NotTogether`` unless a layer is called in what was around the first one."""
+        """Raise ``NotGrouped`` unless a layer is called in what was around the first one."""
         if not RngStash.capture(self._device).equals(self.states[0]):
-            raise NotTogether("the model draws random numbers between its layers")
+            raise NotGrouped("the model draws random numbers between its layers")
         if Surroundings.capture(self._device) != self._surroundings:
-            raise NotTogether("the model changes autocast or settings between its layers")
+            raise NotGrouped("the model changes autocast or settings between its layers")
 
     def hand_on(self, place: int, layer: "StreamedLayer", given: Any, is_ahead: bool) -> Any:
         """The layer at ``place`` is called by the model's code; what it gets.
@@ -340,10 +354,12 @@ class MicroBatch:
         ``is_ahead``: not for good, so without a graph.
         """
         if place >= len(self._layers) or layer is not self._layers[place] or given is None:
-            raise NotTogether("the model runs more than once with gradients for one loss")
+            raise NotGrouped("the model runs more than once with gradients for one loss")
         if place == 0:
+            if Surroundings.capture(self._device) != self._surroundings:
+                raise NotGrouped("autocast or settings are others when the model runs again")
             if not RngStash.capture(self._device).equals(self.states[0]):
-                raise NotTogether("the model draws other random numbers when it runs again")
+                raise NotGrouped("the model draws other random numbers when it runs again")
             if given.requires_grad and not is_ahead:
                 self._source = given
                 given.register_hook(self._note_arrival)
@@ -354,7 +370,7 @@ class MicroBatch:
 
     def _last(self, is_ahead: bool) -> torch.Tensor:
         self.states[-1].restore()
-        return self._cuts[-1].look() if is_ahead else self._cuts[-1].take()
+        return self._cuts[-1].look() if is_ahead else self._cuts[-1].take(self._trained)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ OTHER_VALUES = (
 )
 
 
-class NotTogether(BaseException):
+class NotGrouped(BaseException):
     """These micro-batches have to run one after the other; says why.
 
     Passes through code of users and of models, which catch errors at times: so it is none.

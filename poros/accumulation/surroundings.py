@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from poros.layer.settings import Settings
-from poros.layer.state import AutocastState, autocast_of
-from poros.layer.watched import watchers
-from poros.layer.within import Within
+from poros.replay.watched import watchers
+from poros.stream.settings import Settings
+from poros.stream.state import AutocastState, autocast_of
+from poros.stream.within import Within
 
 
 class Surroundings(NamedTuple):
@@ -20,7 +20,7 @@ class Surroundings(NamedTuple):
     """Whether autocast keeps what it has cast."""
     settings: Settings
     watchers: tuple[int, int, bool]
-    """See ``poros.layer.watched``."""
+    """See ``poros.replay.watched``."""
 
     @classmethod
     def capture(cls, device: torch.device) -> "Surroundings":

@@ -7,19 +7,17 @@ scaled and noted down is the trainer's; the layers' backwards come with the last
 trainer exchanges gradients between ranks in that one alone.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.loop import begin_group, copy_of, note_alone, undisturbed
-from poros.accumulation.reasons import NotTogether
+from poros.accumulation.loop import begin_group, copy_of, note_alone
+from poros.accumulation.reasons import NotGrouped
 from poros.head.regularized import RegularizedLoss
 from poros.model.runtime import Runtime, find_runtime
 
@@ -39,9 +37,11 @@ class BlockMajorMixin:
     Exactness:
         Logged losses, gradients, weights, optimizer states and random states are bit for bit those
         of the same trainer without the mixin. Where that cannot be had together, micro-batches run
-        one after the other, which a line of log and ``poros.runtime(model).stats()`` say. So they
-        do with callbacks that act at ``on_substep_end``, and where a subclass of this has a
-        ``training_step`` of its own, unless that has an attribute ``only_listens``.
+        one after the other, which a line of log and ``poros.runtime(model).stats()`` say. A
+        ``training_step`` of a class before or behind this, or a callback, that uses gradients
+        between micro-batches gets those of one after the other: each such use ends the backwards
+        of the micro-batches before it, which load their blocks for themselves. See
+        ``poros.accumulate`` for what the code of a loss must be like, and for what is not seen.
     """
 
     _samples: "_Samples | None" = None
@@ -64,9 +64,6 @@ class BlockMajorMixin:
             return found
 
         samples = self._samples
-        if samples is not None and not self._is_understood():
-            samples = self._samples = None
-            note_alone(find_runtime(model), "code that acts between the micro-batches of a step")
         if samples is None or not samples.is_next(inputs):
             self._end_samples()
             return plain(model, inputs)
@@ -74,7 +71,8 @@ class BlockMajorMixin:
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # first of all, as in a step of the trainer's: some edit weights
         try:
-            return samples.step(model, plain, self._is_synced())
+            code = own, self.compute_loss, self.compute_loss_func  # type: ignore[attr-defined]
+            return samples.step(model, plain, code, self._is_synced())
         except BaseException:
             self._samples = None
             raise
@@ -86,15 +84,6 @@ class BlockMajorMixin:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._end_samples()
-
-    def _is_understood(self) -> bool:
-        """Whether nobody acts between the micro-batches of a step."""
-        own = type(self).__mro__
-        steps = (vars(each).get("training_step") for each in own[: own.index(BlockMajorMixin)])
-        callbacks: Any = self.callback_handler.callbacks  # type: ignore[attr-defined]
-        return all(step is None or getattr(step, "only_listens", False) for step in steps) and all(
-            type(each).on_substep_end is TrainerCallback.on_substep_end for each in callbacks
-        )
 
     def _is_synced(self) -> bool:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
@@ -137,70 +126,62 @@ class _Samples:
     def __init__(self, samples: list[Any]) -> None:
         self._todo = list(samples)
         self._group: Group | None = None
-        self._ranks: Ranks | None = None
         self._runtime: Runtime | None = None
         self._is_alone = False
 
     def is_next(self, inputs: Any) -> bool:
         return bool(self._todo) and self._todo[0] is inputs
 
-    def step(self, model: nn.Module, plain: Step, is_synced: bool) -> torch.Tensor:
+    def step(
+        self, model: nn.Module, plain: Step, code: Sequence[Any], is_synced: bool
+    ) -> torch.Tensor:
         """The loss of the next micro-batch; its gradients with those of its group.
 
         Args:
             model: As the trainer calls it.
             plain: The trainer's own step.
+            code: What that runs; see ``of_code``.
             is_synced: Whether the optimizer's step comes behind it.
         """
-        runtime = self._runtime or find_runtime(model)
-        with nullcontext() if runtime is None else undisturbed(runtime):
-            return self._step(model, plain, is_synced)
-
-    def _step(self, model: nn.Module, plain: Step, is_synced: bool) -> torch.Tensor:
         if self._group is None and not self._is_alone and len(self._todo) > 1 and not is_synced:
-            self._begin(model, plain)
-        inputs = self._todo.pop(0)
+            self._begin(model, plain, code)
+        spare = inputs = self._todo.pop(0)
         group = self._group
         if group is None:
             return plain(model, inputs)
-        spare = copy_of(inputs)
         try:
-            with group.tail():
+            spare = copy_of(inputs)
+            with group.tail(is_synced):
                 loss = plain(model, inputs)
-        except NotTogether as reason:
+        except NotGrouped as reason:
             self._is_alone = True
             note_alone(self._runtime, str(reason), for_good=not reason.may_pass)
-            self._finish(is_last=False)
+            self._finish()
             # What the loss has edited, or taken out, is there again.
             return plain(model, spare)
         except BaseException:
-            self._finish(is_last=False)
+            self._finish()
             raise
         if group.is_over or is_synced:
-            self._finish(is_last=is_synced)
+            self._finish()
         return loss
 
     def end(self) -> None:
         """No more micro-batches come, though some were expected."""
-        if self._group is not None:
-            self._finish(is_last=False)
+        self._finish()
 
-    def _begin(self, model: nn.Module, plain: Step) -> None:
+    def _begin(self, model: nn.Module, plain: Step, code: Sequence[Any]) -> None:
         self._runtime = runtime = find_runtime(model)
         self._is_alone = True
         if runtime is None or not _is_prepared(model, runtime):
             return
-        self._ranks = Ranks(model)
-        runs: list[Callable[[], Any]] = [
-            partial(plain, self._ranks.inner, copy_of(each)) for each in self._todo
-        ]
-        self._group = begin_group(runtime, self._ranks, runs)
+        self._group = begin_group(runtime, Ranks(model), plain, self._todo, code)
         self._is_alone = self._group is None
 
-    def _finish(self, *, is_last: bool) -> None:
-        group, ranks, self._group = self._group, self._ranks, None
-        if group is not None and ranks is not None:
-            group.backward(ranks.ways(group.num_done, is_last=is_last))
+    def _finish(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.backward()
 
 
 def _is_prepared(model: nn.Module, runtime: Runtime) -> bool:

@@ -7,17 +7,17 @@ micro-batch to the next, nor while the code runs.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from poros.errors import RematerializationError, UnsupportedModelError
+from poros.accumulation.names import Names, attributes, of_code
+from poros.errors import UnsupportedModelError
 
-_TABLES = frozenset({"_parameters", "_buffers", "_modules", "training"})
-"""Entries of a module's ``__dict__`` that are looked at otherwise, or set by trainers each step."""
 _SMALL_NUM_BYTES = 2**20
 """Of buffers that are copied, to be put back."""
 
@@ -92,50 +92,63 @@ class Modules:
 
 
 class Around:
-    """The modules of a model that are in none of its layers: buffers and attributes.
+    """What code of the user may change outside the layers: buffers, attributes, names of its own.
 
     Args:
         modules: Of the model.
         inside: Those of its layers.
+        code: See ``of_code``.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], inside: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], inside: Iterable[nn.Module], code: Iterable[Any]
+    ) -> None:
         left_out = set(map(id, inside))
-        self._held = [
-            (module, _attributes(module), dict(module._buffers))
-            for module in modules
-            if id(module) not in left_out
-        ]
-        buffers = {
-            id(buffer): buffer
-            for _, _, own in self._held
-            for buffer in own.values()
-            if buffer is not None
-        }
+        self._outside = [module for module in modules if id(module) not in left_out]
+        self._names = Names(map(attributes, self._outside))
+        self._own = Names(of_code(code))
+        self._take_buffers()
+
+    def _take_buffers(self) -> None:
+        self._held = [(module, dict(module._buffers)) for module in self._outside]
+        found = {id(each): each for _, own in self._held for each in own.values()}
         self._buffers = [
-            (buffer, buffer._version, buffer.clone() if buffer.nbytes < _SMALL_NUM_BYTES else None)
-            for buffer in buffers.values()
+            (each, each._version, each.clone() if each.nbytes < _SMALL_NUM_BYTES else None)
+            for each in found.values()
+            if each is not None
         ]
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what the body binds."""
+        with self._names.noting(), self._own.noting():
+            yield
 
     def is_same(self) -> bool:
-        """Whether all is as it was."""
-        return all(
-            _same(attributes, _attributes(module)) and _same(buffers, module._buffers)
-            for module, attributes, buffers in self._held
-        ) and all(buffer._version == version for buffer, version, _ in self._buffers)
+        """Whether the model is as it was; names of the code's own may be bound anew."""
+        return self._names.are_same and self._are_buffers_same()
+
+    def _are_buffers_same(self) -> bool:
+        return all(_same(own, module._buffers) for module, own in self._held) and all(
+            each._version == version for each, version, _ in self._buffers
+        )
+
+    def keep(self) -> None:
+        """Have what there is now as that to begin from."""
+        self._names.keep()
+        self._own.keep()
+        if not self._are_buffers_same():
+            self._take_buffers()
 
     def put_back(self) -> None:
-        """Have buffers and numbers as they were.
-
-        Other attributes stay: a note that something was registered has to stay with it.
+        """Have buffers and plain values as they were; see ``Names``.
 
         Raises:
             UnsupportedModelError: If a large buffer was edited in place.
         """
-        for module, attributes, buffers in self._held:
-            module.__dict__.update(
-                {key: value for key, value in attributes.items() if type(value) in (int, float)}
-            )
+        self._names.put_back()
+        self._own.put_back()
+        for module, buffers in self._held:
             module._buffers.update(buffers)
         with torch.no_grad():
             for buffer, version, copy in self._buffers:
@@ -150,74 +163,5 @@ class Around:
                 buffer.copy_(copy)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in module.__dict__.items() if key not in _TABLES}
-
-
 def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    return left.keys() == right.keys() and all(
-        value is right[key] or (type(value) in (bool, int, float, str) and value == right[key])
-        for key, value in left.items()
-    )
-
-
-class Gradients:
-    """The gradients of parameters at one time, to see which have changed, and to undo that."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._held = [
-            (each, each.grad, None if each.grad is None else each.grad._version)
-            for each in parameters
-        ]
-
-    def changed(self) -> list[nn.Parameter]:
-        """Parameters with other gradients than then."""
-        return [
-            each
-            for each, before, version in self._held
-            if each.grad is not before or (before is not None and before._version != version)
-        ]
-
-    def undo(self) -> bool:
-        """Have the gradients as they were, if that can be: where there were none."""
-        changed = {id(each) for each in self.changed()}
-        if any(before is not None for each, before, _ in self._held if id(each) in changed):
-            return False
-        for each, _, _ in self._held:
-            if id(each) in changed:
-                each.grad = None
-        return True
-
-    def spoil(self) -> None:
-        """Have whoever uses gradients get an error."""
-        for each, _, _ in self._held:
-            if each.grad is not None:
-                each.grad = Spoilt(each)
-
-
-class Spoilt(torch.Tensor):
-    """In the place of a gradient that some micro-batches are part of, and others are not.
-
-    Args:
-        parameter: Whose gradient it was.
-    """
-
-    @staticmethod
-    def __new__(cls, parameter: torch.Tensor) -> "Spoilt":
-        made: Spoilt = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
-        return made
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return "Spoilt()"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RematerializationError(
-            "expected gradients of whole micro-batches, found some whose backward was interrupted, "
-            "or ended with an error: layers have those of all micro-batches of a group, or of "
-            "none. Call optimizer.zero_grad(set_to_none=True), and compute the step again"
-        )
-
-    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
+    return left.keys() == right.keys() and all(value is right[key] for key, value in left.items())

@@ -10,12 +10,12 @@ from torch.nn.modules import module as all_modules
 
 from poros.accumulation.calls import Call
 from poros.accumulation.cuts import Unread
-from poros.accumulation.reasons import OTHER_VALUES, NotTogether
+from poros.accumulation.reasons import OTHER_VALUES, NotGrouped
 from poros.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from poros.accumulation.micro_batch import MicroBatch
-    from poros.layer.streamed import StreamedLayer
+    from poros.stream.boundary import StreamedLayer
 
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
@@ -42,10 +42,10 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def require_unheard(layer: "StreamedLayer") -> None:
-    """Raise ``NotTogether`` if somebody listens at the layer's own door."""
+    """Raise ``NotGrouped`` if somebody listens at the layer's own door."""
     own = vars(layer.module())
     if any(map(own.get, _HOOKS)) or any(map(vars(all_modules).get, _GLOBAL_HOOKS)):
-        raise NotTogether("hooks on whole layers, or on all modules")
+        raise NotGrouped("hooks on whole layers, or on all modules")
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def watching(layers: Sequence["StreamedLayer"], watcher: "Collector | Passer") -
     """Have ``watcher`` called in place of layers. It is held here alone: with this it goes."""
     context = layers[0].context
     if context.in_place is not None and context.in_place() is not None:
-        raise NotTogether("micro-batches within micro-batches")
+        raise NotGrouped("micro-batches within micro-batches")
     context.in_place = weakref.ref(watcher)
     try:
         yield
@@ -68,13 +68,13 @@ class Collector:
 
     def __init__(self, micro_batch: "MicroBatch") -> None:
         self.micro_batch = micro_batch
-        self.reason: NotTogether | None = None
+        self.reason: NotGrouped | None = None
         """Kept, because code of users may catch it."""
 
     def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self.micro_batch.note(layer, args, kwargs)
-        except NotTogether as reason:
+        except NotGrouped as reason:
             self.reason = reason
             raise
 
@@ -92,7 +92,7 @@ class Passer:
         self._is_known = is_known
         self._given: list[torch.Tensor] = []
         self.place = 0
-        self.reason: NotTogether | UnsupportedModelError | None = None
+        self.reason: NotGrouped | UnsupportedModelError | None = None
         """Kept, because code of users may catch it."""
 
     def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,7 +110,7 @@ class Passer:
             if place == batch.num_layers - 1:
                 batch.compare(self._given, self._is_known)
             found = batch.hand_on(place, layer, given, self._is_ahead)
-        except (NotTogether, UnsupportedModelError) as reason:
+        except (NotGrouped, UnsupportedModelError) as reason:
             self.reason = reason
             raise
         self.place += 1

@@ -32,8 +32,8 @@ def leave_out() -> bool:
     sys.modules["triton"] = None  # type: ignore[assignment]
     compiler, hook = (ModuleType(f"torch._dynamo{name}") for name in ("", f".{_HOOK}"))
     compiler.__path__ = []
-    stand_ins: dict[str, Any] = dict.fromkeys(_DECORATORS, _as_it_is)
-    vars(compiler).update(stand_ins)
+    proxies: dict[str, Any] = dict.fromkeys(_DECORATORS, _as_it_is)
+    vars(compiler).update(proxies)
     vars(hook)["TransformGetItemToIndex"] = object
     sys.modules |= {each.__name__: each for each in (compiler, hook)}
     for name, numbers in _OF_SYMBOLS.items():

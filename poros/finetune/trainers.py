@@ -93,8 +93,6 @@ class Sft(_Own, BlockMajorMixin, SFTTrainer):
         self._num_tokens += inputs["input_ids"].numel() if mask is None else mask.sum()
         return super().training_step(model, inputs, *args, **kwargs)
 
-    training_step.only_listens = True  # type: ignore[attr-defined]
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the trainer's own, with ``num_tokens`` since the start, as TRL's loss has it."""
         if "loss" in logs:

@@ -22,9 +22,9 @@ from torch.utils import _pytree
 
 from poros.errors import PreparedModelError
 from poros.head.host_matrix import HostMatrix
-from poros.head.online import Step
-from poros.layer.state import AutocastState
-from poros.layer.within import on_plain_tensors
+from poros.head.online import Step, sum_of_rows
+from poros.stream.state import AutocastState
+from poros.stream.within import on_plain_tensors
 
 _T: Any = torch.Tensor
 _FORM = frozenset(
@@ -158,7 +158,7 @@ def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     # Integers of eight bytes are added up without a copy of them.
     is_whole = (rows.shape[1] | int(rows.storage_offset())) * rows.element_size() % 8 == 0
     words = rows.view(torch.int64 if is_whole else torch.uint8)
-    sums = [words.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    sums = [sum_of_rows(words, torch.int64), words.sum(1, dtype=torch.int64)]
     places = [torch.arange(1, 1 + len(each), device=each.device) for each in sums]
     return torch.stack([(a * b).sum() for a, b in zip(sums, places, strict=True)])
 

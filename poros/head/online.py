@@ -1,5 +1,6 @@
 """What is known of each token's loss after some slices of the head: see ``poros.head.loss``."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -88,7 +89,7 @@ class Online:
                 self._sum_of_rows = torch.zeros_like(self._running.rows)
             _add_product(self._sum_of_rows, slope.to(rows.dtype), rows)
         else:
-            of_slice = rows.sum(dim=0, dtype=torch.float32) * slope
+            of_slice = sum_of_rows(rows, torch.float32) * slope
             self._sum_of_rows = (
                 of_slice if self._sum_of_rows is None else self._sum_of_rows + of_slice
             )
@@ -128,6 +129,19 @@ def whole_rows(
     if added is None:
         return rows.contiguous()
     return torch.cat([rows, added[first : first + len(rows)].to(dtype)], dim=1)
+
+
+def sum_of_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All rows of a contiguous matrix added up, in ``dtype``.
+
+    In two rounds of about as many rows each: to add up thousands of rows at once, a GPU takes
+    memory for parts of the sums that is up to a quarter of a GB.
+    """
+    together = max(1, math.isqrt(len(rows)))
+    number = len(rows) // together
+    whole, rest = rows[: number * together], rows[number * together :]
+    parts = whole.view(number, together, rows.shape[1]).sum(1, dtype=dtype)
+    return parts.sum(0).add_(rest.sum(0, dtype=dtype))
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

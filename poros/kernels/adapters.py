@@ -80,15 +80,23 @@ class Tally:
         forget([tensor for _, tensor in left_out or ()])
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within it, what runs is recorded and not counted."""
+    def uncounted(self) -> Iterator[None]:
+        """Within it, what runs is not counted."""
         counts = self.num_fused, Counter(self.unfused), self.num_left_out, Counter(self.orders)
-        self.is_recording = True
         try:
             yield
         finally:
-            self.is_recording = False
             self.num_fused, self.unfused, self.num_left_out, self.orders = counts
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it, what runs is recorded and not counted."""
+        self.is_recording = True
+        try:
+            with self.uncounted():
+                yield
+        finally:
+            self.is_recording = False
 
     def settle(self) -> None:
         """The recomputation has run. What it has read after all is not left out again."""

@@ -8,7 +8,7 @@ Note: What may read it
     ``serving`` says for which layer, from the first ``fill`` on. Outside of that, and for any other
     layer, ``dequantize`` makes a weight dense as ever, so nothing can read what another layer has
     left. A recorded visit has an address baked in; so it is replayed only while the same memory
-    serves its layer (``poros.layer.captured``).
+    serves its layer (``poros.replay.captures``).
 """
 
 from collections.abc import Iterator, Sequence

@@ -65,7 +65,12 @@ def dequantize(packed: torch.Tensor, state: Any, dtype: torch.dtype) -> torch.Te
         The bits of bitsandbytes' own ``dequantize_4bit``.
     """
     if packed.is_meta:
-        return packed.new_empty(state.shape, dtype=dtype)
+        # By the operator that a plan knows; scales have no say.
+        scales = packed.new_empty(0, dtype=torch.float32)
+        made: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
+            *(packed, scales, state.blocksize, state.quant_type, state.shape, dtype)
+        )
+        return made
     place: DensePlace | None = getattr(state, "dense_place", None)
     known = None if place is None else place.weight(dtype)
     if known is not None:

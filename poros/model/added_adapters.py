@@ -18,10 +18,10 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
 from poros.errors import PreparedModelError, UnvalidatedArchitectureError
-from poros.layer.streamed import is_streamed, streamed_layer
 from poros.model.adapter_kinds import adapter_kinds
 from poros.model.targets import leave_out_dropped
 from poros.slots.schedule import Phase
+from poros.stream.boundary import is_streamed, streamed_layer
 
 
 def require_proven(layer: nn.Module, known: Collection[str]) -> None:

@@ -25,10 +25,11 @@ from poros.host.store import HostStore, attached_store
 from poros.kernels.adapters import Tally
 from poros.kernels.forwards import hand_back
 from poros.kernels.use import take_over
-from poros.layer.compiled import refuse_tracing
-from poros.layer.frozen import FrozenTensor, constant_parts
-from poros.layer.staying import SmallTensors
-from poros.layer.streamed import (
+from poros.model.added_adapters import Initialisation, require_proven
+from poros.model.guards import Guards
+from poros.model.inspect import Inventory
+from poros.nf4 import Part, is_4bit
+from poros.stream.boundary import (
     StreamedLayer,
     attach_layer,
     detach_layer,
@@ -36,10 +37,9 @@ from poros.layer.streamed import (
     streamed_class,
     streamed_layer,
 )
-from poros.model.added_adapters import Initialisation, require_proven
-from poros.model.guards import Guards
-from poros.model.inspect import Inventory
-from poros.nf4 import Part, is_4bit
+from poros.stream.compiled import refuse_tracing
+from poros.stream.frozen import FrozenTensor, constant_parts
+from poros.stream.staying import SmallTensors
 from poros.streams import StreamContext
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from poros.errors import PreparedModelError
-from poros.layer.refused_calls import refuse_copy, require_harmless
 from poros.model import resumed_paths
+from poros.stream.refused_calls import refuse_copy, require_harmless
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from poros.config import StreamingPolicy
 from poros.graphs import MOST_FLOP, CudaRecorder, Recorder
 from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.dequantize import DenseWorkspace
-from poros.layer.captured import Captures
-from poros.layer.frozen import FrozenTensor
 from poros.model.sizing import Sizer
+from poros.replay.captures import Captures
+from poros.stream.frozen import FrozenTensor
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,8 @@ def workspace_for(
     """Where 4-bit weights are made dense: of recorded visits and others, which share no other."""
     if policy.cuda_graphs is False or device.type != "cuda":
         return None
-    states = [
-        frozen.tensor.quant_state  # type: ignore[attr-defined]
-        for tensors in blocks
-        for frozen in tensors
-        if frozen.is_4bit
-    ]
-    sizes = [state.shape.numel() * state.dtype.itemsize for state in states]
-    return DenseWorkspace(max(sizes), device) if sizes else None
+    largest = max((each.dense_num_bytes for block in blocks for each in block), default=0)
+    return DenseWorkspace(largest, device) if largest else None
 
 
 def dense_layer_for(policy: StreamingPolicy, device: torch.device) -> DenseLayer | None:

@@ -17,11 +17,6 @@ from poros.host.store import detach_store
 from poros.kernels.adapters import Tally
 from poros.kernels.compose import Tier
 from poros.kernels.paths import Paths
-from poros.layer.body import Check, ModelContext
-from poros.layer.frozen import Binding, DeviceConstants, LayerBindings, bind_block
-from poros.layer.offload import ActivationOffloader
-from poros.layer.staying import SmallTensors
-from poros.layer.streamed import StreamedLayer, is_streamed, streamed_layer
 from poros.model.adoption import host_store
 from poros.model.attach import Attachment
 from poros.model.inspect import Inventory, require_checked
@@ -32,6 +27,11 @@ from poros.model.stats import collect, described, held_num_bytes, nothing_checke
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
+from poros.stream.body import Check, ModelContext
+from poros.stream.boundary import StreamedLayer, is_streamed, streamed_layer
+from poros.stream.frozen import Binding, DeviceConstants, LayerBindings, bind_block
+from poros.stream.offload import ActivationOffloader
+from poros.stream.staying import SmallTensors
 from poros.streams import StreamContext
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Runtime:
         room: The room they have.
         digests: Of what streams, as it was before it was moved; None if nobody will look.
         tally: Which way adapted modules ran; None with PEFT's own modules.
-        num_together: Micro-batches that go through the blocks together with the one that comes.
+        num_grouped: Micro-batches that go through the blocks together with the one that comes.
         accumulation: What ``poros.accumulation`` has found out about them.
 
     Raises:
@@ -101,7 +101,7 @@ class Runtime:
         self._findings: Callable[[], dict[str, Any]] = nothing_checked
         self.unchecked = ""
         self._num_resizes = 0
-        self.num_together = 1
+        self.num_grouped = 1
         self.accumulation: Any = None
         self._matrices_num_bytes = sum(each.matrix.nbytes for each in inventory.embeddings)
         self.room = Room(
@@ -174,7 +174,7 @@ class Runtime:
 
         def will_record() -> bool:
             runtime = reference()
-            captures = None if runtime is None else runtime.context.captures
+            captures = None if runtime is None else runtime.captures
             return captures is not None and captures.will_record
 
         return MeasuredSizer(
@@ -204,7 +204,8 @@ class Runtime:
             self.tally,
             self._dense,
         )
-        context.captures = captures_for(self.policy, self.device, recorder, inventory.blocks)
+        self.captures = captures_for(self.policy, self.device, recorder, inventory.blocks)
+        context.captures = self.captures
         if self.room.offload_inputs:
             context.offloader = self.offloader
         if isinstance(self.sizer, MeasuredSizer):
@@ -321,7 +322,7 @@ class Runtime:
             return  # this micro-batch is on its way already
         if torch.is_grad_enabled() and self.sizer.decides:
             self._make_room(args, kwargs)
-        captures = self.context.captures
+        captures = self.captures
         if captures is not None:
             self.context.visits.end_all()
             if captures.begin_pass(list(self.streamed_layers()), self.sizer.replays):
@@ -329,10 +330,10 @@ class Runtime:
 
     def share_dense(self) -> None:
         """Have memory for a layer's dense weights, if there is room."""
-        share_dense(self._dense, self.sizer, self.context.captures)
+        share_dense(self._dense, self.sizer, self.captures)
 
     def _make_room(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        shape = shape_of(args, kwargs, self.num_together)
+        shape = shape_of(args, kwargs, self.num_grouped)
         if shape is None:
             return
         is_checking = self.self_check["status"] == "pending"
@@ -355,8 +356,8 @@ class Runtime:
             torch.OutOfMemoryError: If the device has not got it; the room is what it was.
         """
         self.context.visits.end_all()
-        if self.context.captures is not None:
-            self.context.captures.forget()  # blocks will lie elsewhere
+        if self.captures is not None:
+            self.captures.forget()  # blocks will lie elsewhere
         layers = list(self.streamed_layers())
         for layer in layers:
             layer.weights.bindings.require_at_rest()

@@ -9,9 +9,9 @@ from torch import nn
 from poros.head.host_matrix import HostMatrix
 from poros.kernels.adapters import Tally
 from poros.kernels.paths import LoraShape
-from poros.layer.captured import EXPECTED
-from poros.layer.staying import SmallTensors
+from poros.replay.captures import EXPECTED
 from poros.saying import size
+from poros.stream.staying import SmallTensors
 from poros.streams import Timings, gb_per_s
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def collect(
     """
     host, head, rows = runtime.host, runtime.head, runtime.rows
     manager, offloader, tally = runtime.manager, runtime.offloader, runtime.tally
-    captures = runtime.context.captures
+    captures = runtime.captures
     eager = captures.eager if captures is not None else {}
     grouped = runtime.accumulation
     alone = grouped.alone if grouped is not None else {}

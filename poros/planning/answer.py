@@ -329,7 +329,7 @@ class _Forecaster:
                     seq_len,
                     **_LEAST,
                     offload_boundaries=choice,
-                    cuda_graphs=bool(self._request.cuda_graphs),
+                    without_recordings=True,
                 )
             )
             for choice in ((False, True) if offload is None else (offload,))

@@ -1,4 +1,4 @@
-"""Attention and dropout on shapes alone, with what the kernels of a GPU allocate and keep."""
+"""Attention, dropout and products of experts on shapes alone, as the kernels of a GPU have them."""
 
 from typing import Any
 
@@ -26,6 +26,9 @@ class FusedKernels(TorchFunctionMode):
             flop = 2 * num_scores * (query.shape[-1] + value.shape[-1])
             self.attention_flop += flop // 2 if (kwargs or {}).get("is_causal") else flop
             return _Attention.apply(query, key, value)
+        if func in _GROUPED and args[0].dtype != torch.bfloat16 and args[1].dim() == 3:
+            # A GPU takes other dtypes too, the meta device does not.
+            return _Grouped.apply(args[0], args[1])
         if func is nn.functional.dropout:
             return _dropout(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -35,6 +38,30 @@ def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     return _Dropout.apply(input) if p and training else input
+
+
+_GROUPED = tuple(
+    getattr(where, name)
+    for where, name in ((nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
+    if hasattr(where, name)
+)
+"""Products of the rows of each expert with its matrix."""
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        of_rows, of_matrices = ctx.needs_input_grad
+        ctx.save_for_backward(rows if of_matrices else None, matrices if of_rows else None)
+        ctx.forms = rows.shape, matrices.shape
+        return rows.new_empty((len(rows), matrices.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            gradients[0].new_empty(form) if is_needed else None
+            for form, is_needed in zip(ctx.forms, ctx.needs_input_grad, strict=True)
+        )
 
 
 class _Dropout(torch.autograd.Function):

@@ -154,11 +154,13 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: At this moment.
         peak: At most so far; may be set back to ``now``.
+        peak_beside: At most so far without 4-bit weights that are made dense.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.peak_beside = 0
+        self._dense = 0
         self._known: set[int] = set()
 
     def know(self, *tensors: torch.Tensor) -> None:
@@ -176,28 +178,32 @@ class LiveBytes(TorchDispatchMode):
         else:
             self.peak = max(self.peak, self.now + _dequantized_inside(func, args))
             result = func(*args, **(kwargs or {}))
+        is_dense = _is_of_bitsandbytes(func, "dequantize_4bit")
         for tensor in _tensors_in(result):
             storage = tensor.untyped_storage()
-            self._note(storage, storage.nbytes())
+            self._note(storage, storage.nbytes(), is_dense)
         return result
 
-    def _note(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def _note(self, storage: torch.UntypedStorage, num_bytes: int, is_dense: bool = False) -> None:
         key = storage._cdata
         # Forgotten as it goes: the next storage may lie at its address.
         if key not in self._known:
             self._known.add(key)
             self.now += num_bytes
+            self._dense += num_bytes * is_dense
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, key, num_bytes)
+            self.peak_beside = max(self.peak_beside, self.now - self._dense)
+            weakref.finalize(storage, self._forget, key, num_bytes, is_dense)
 
-    def _forget(self, key: int, num_bytes: int) -> None:
+    def _forget(self, key: int, num_bytes: int, is_dense: bool) -> None:
         self._known.discard(key)
         self.now -= num_bytes
+        self._dense -= num_bytes * is_dense
 
 
 @contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Nobody's hooks on all modules run on tensors without memory."""
+def _without_watchers() -> Iterator[None]:
+    """Nobody's hooks on all modules, nor autograd's anomaly mode, see tensors without memory."""
     tables = [
         table
         for name, table in vars(nn.modules.module).items()
@@ -207,7 +213,8 @@ def _without_global_hooks() -> Iterator[None]:
     try:
         for table in tables:
             table.clear()
-        yield
+        with torch.autograd.set_detect_anomaly(False):
+            yield
     finally:
         for table, hooks in zip(tables, held, strict=True):
             table.update(hooks)
@@ -217,7 +224,7 @@ class _UnlikeError(Exception):
     """Layers that were taken for alike are called differently."""
 
 
-@_without_global_hooks()
+@_without_watchers()
 def step_cost(
     model: nn.Module,
     layers: Sequence[nn.Module],
@@ -254,7 +261,7 @@ def step_cost(
     return cost, walk.calls
 
 
-@_without_global_hooks()
+@_without_watchers()
 def _layer_costs(
     layers: Sequence[nn.Module], calls: "Sequence[Call]", left_out: int
 ) -> list[LayerCost]:
@@ -372,7 +379,8 @@ def layer_cost(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         gradients = torch.autograd.grad(ends, [hidden, *trained], starts, allow_unused=True)
         del gradients
     is_kept = hidden.untyped_storage()._cdata in kept
-    return LayerCost(saved, _num_bytes(hidden) * is_kept, live.peak, kernels.attention_flop)
+    dense = live.peak - live.peak_beside
+    return LayerCost(saved, _num_bytes(hidden) * is_kept, live.peak, kernels.attention_flop, dense)
 
 
 def _kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, ...]:
@@ -422,10 +430,14 @@ def _detached(value: Any) -> Any:
 
 def _dequantized_inside(func: Any, args: Sequence[Any]) -> int:
     """Bytes of the dense weight that a 4-bit product makes for itself."""
-    if func.namespace != "bitsandbytes" or not func._opname.startswith("gemm_4bit"):
+    if not _is_of_bitsandbytes(func, "gemm_4bit"):
         return 0
     shape = next(value for value in args if isinstance(value, list | tuple | torch.Size))
     return prod(shape) * int(args[0].element_size())
+
+
+def _is_of_bitsandbytes(func: Any, name: str) -> bool:
+    return bool(func.namespace == "bitsandbytes" and func._opname.startswith(name))
 
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -18,6 +18,8 @@ from poros.planning.formula import Shapes
 
 NUM_LAYERS = 4
 _Item = TypeVar("_Item")
+_LARGEST = ("dense_layer", "dense_weight")
+"""Sizes that do not grow with each layer."""
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -80,7 +82,7 @@ def shapes_of_all(shapes: Shapes, fewer: Shapes, left_out: int) -> Shapes:
     changes: dict[str, Any] = {
         each.name: value + left_out * (value - getattr(fewer, each.name))
         for each in fields(Shapes)
-        if isinstance(value := getattr(shapes, each.name), int) and each.name != "dense_layer"
+        if isinstance(value := getattr(shapes, each.name), int) and each.name not in _LARGEST
     }
     sizes = Counter(shapes.adapter_sizes)
     sizes.subtract(fewer.adapter_sizes)

@@ -14,6 +14,8 @@ Terms (bytes on the device), for K blocks of L layers in S slots with the last p
                   biases, quantization constants)
     inputs        tokens, labels, masks and rotary embeddings
     dense layer   the 4-bit weights of one layer, dense, which micro-batches together share
+    dense weight  memory for one 4-bit weight at a time, dense, which visits have that may be
+                  recorded; where they are, it is one of the recordings
     libraries     workspaces of cuBLAS; left out of a plan that is made without a GPU
     self-check    what the first step needs beyond a later one
 
@@ -88,6 +90,8 @@ class Shapes:
     """The head, if a loss can be computed in slices that come from host memory."""
     dense_layer: int = 0
     """The 4-bit weights of the largest layer, dense."""
+    dense_weight: int = 0
+    """The largest 4-bit weight, dense, of those that a kernel of ours makes so."""
 
     @cached_property
     def num_adapter_parameters(self) -> int:
@@ -110,6 +114,8 @@ class LayerCost:
     """At most while it is recomputed and differentiated, above its input."""
     attention_flop: int = 0
     """Of attention in its forward."""
+    dense: int = 0
+    """By how much the peak is less if weights that are made dense have their memory elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,7 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
     pays = flop <= MOST_FLOP * len(shapes.layers)
     choices = [
         (replays, kernels, together, shares)
-        for replays in ((True, False) if request.cuda_graphs is None else (request.cuda_graphs,))
+        for replays in _recording(request)
         if pays or not replays or request.cuda_graphs
         for kernels in (("peft", "fused") if request.self_check and cost.checked else ("peft",))
         for together in fewer(request.micro_batches)
@@ -215,7 +221,9 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
     ]
     for replays, kernels, together, shares in choices:
         chosen = cost if kernels == "peft" else replace(cost, checked=())
-        asked = replace(request, cuda_graphs=replays, micro_batches=together, share_dense=shares)
+        # None is left where visits might be recorded, but are not.
+        graphs = replays or (None if request.cuda_graphs is None else False)
+        asked = replace(request, cuda_graphs=graphs, micro_batches=together, share_dense=shares)
         try:
             found = _plan_for(shapes, chosen, asked)
             return replace(
@@ -229,6 +237,13 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
             if (replays, kernels, together, shares) == choices[-1]:
                 raise
     raise AssertionError("expected a choice")
+
+
+def _recording(request: PlanRequest) -> tuple[bool, ...]:
+    """Whether visits are recorded: what may be, the best first."""
+    if request.cuda_graphs is not None:
+        return (request.cuda_graphs,)
+    return (False,) if request.without_recordings else (True, False)
 
 
 def _sharing(shapes: Shapes, request: PlanRequest, together: int) -> tuple[bool, ...]:
@@ -279,6 +294,7 @@ class _Formula:
     def __init__(self, shapes: Shapes, cost: StepCost, request: PlanRequest) -> None:
         self.shapes, self.cost, self.request = shapes, cost, request
         self.optimizer = optimizer_cost(request, shapes.adapter_sizes)
+        self.dense_weight = shapes.dense_weight if request.cuda_graphs is None else 0
         self.num_layers, size = len(shapes.layers), request.block_size
         starts = range(0, self.num_layers, size)
         # Layers that are alike are one layout.
@@ -325,6 +341,7 @@ class _Formula:
             "inputs": request.micro_batches * (self.cost.inputs + self.cost.shared),
             "recordings": self._recordings(first_kept) if request.cuda_graphs else 0,
             "dense layer": shapes.dense_layer if request.share_dense else 0,
+            "dense weight": self.dense_weight,
             "libraries": request.libraries,
         }
         if request.self_check:
@@ -399,11 +416,12 @@ class _Formula:
         for index, layer in enumerate(cost.layers):
             gradients = before or self.gradients_above[index]
             boundaries = self._boundaries(min(index + 1, first_kept), offload)
+            workspace = layer.peak - layer.dense if self.dense_weight else layer.peak
             if index < first_kept:
-                yield gradients, boundaries, 0, layer.peak
+                yield gradients, boundaries, 0, workspace
             else:
                 # Its output went with the graph of the layer behind it.
-                workspace = layer.peak - layer.saved - cost.boundary
+                workspace -= layer.saved + cost.boundary
                 yield gradients, boundaries, graphs[index - first_kept + 1], workspace
 
     def _first_step(self, first_kept: int, offload: bool) -> Iterator[int]:

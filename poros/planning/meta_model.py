@@ -19,8 +19,6 @@ from poros.head.choice import find_head
 from poros.head.embedding import find_embeddings
 from poros.head.slices import buffer_sizes
 from poros.kernels.dora import squares_num_bytes
-from poros.layer.frozen import FrozenTensor
-from poros.layer.staying import small_parts
 from poros.layout import BlockLayout
 from poros.loaders.build import one_at_a_time
 from poros.loaders.settings import configuration, model_class_of, said
@@ -32,6 +30,8 @@ from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
 from poros.nf4 import QUANT_TYPES, Format, is_4bit, own, part_tensors
 from poros.planning.depth import are_alike, shorten
 from poros.planning.formula import Shapes, SlicedHead
+from poros.stream.frozen import FrozenTensor
+from poros.stream.staying import small_parts
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -391,6 +391,7 @@ def shapes_of(model: nn.Module) -> Shapes:
         ],
         sliced_head=_sliced_head(model, base, set(embedding)),
         dense_layer=max((_dense_num_bytes(block) for block in blocks), default=0),
+        dense_weight=max((each.dense_num_bytes for block in blocks for each in block), default=0),
         num_linear_parameters=sum(_num_weights(each.tensor) for block in blocks for each in block),
         num_head_parameters=max(map(_num_weights, last.parameters()), default=0) if last else 0,
     )

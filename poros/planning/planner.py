@@ -311,7 +311,7 @@ class _Advice:
             request,
             vram_budget=None,
             offload_boundaries=offload,
-            cuda_graphs=bool(request.cuda_graphs),
+            without_recordings=True,
         )
         self._before = cost_model.plan(self._request)
 

@@ -40,6 +40,9 @@ class PlanRequest:
         adapter_kernels: Likewise.
         lora_paths: Likewise; what an order needs for W + sAB and X'dY counts as workspace.
         share_dense: Likewise; None plans for a GPU.
+        cuda_graphs: Likewise; None plans for a GPU.
+        without_recordings: With ``cuda_graphs=None``, plan a run in which nothing is recorded, as
+            where there is no room for it.
         stream_head: Likewise; with ``loss="reference"`` the head counts as if it were resident.
         self_check: Plan for the first step too, in which every layer is checked.
         optimizer: As in ``TrainingArguments.optim``.
@@ -67,6 +70,7 @@ class PlanRequest:
     adapter_kernels: str = "fused"
     lora_paths: str = "peft"
     cuda_graphs: bool | None = None
+    without_recordings: bool = False
     share_dense: bool | None = None
     self_check: bool = False
     optimizer: str = "adamw_torch_fused"

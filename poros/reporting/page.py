@@ -86,6 +86,7 @@ _TERMS = {
     "workspace": "one layer at work",
     "recordings": "recorded layers",
     "dense layer": "a layer's dense weights",
+    "dense weight": "one dense weight",
 }
 """What terms of a plan are called here."""
 

@@ -39,7 +39,6 @@ from transformers.utils.output_capturing import _active_collector
 
 from poros.digests import digest
 from poros.errors import ParityError
-from poros.layer.streamed import streamed_layer
 from poros.model.runtime import Runtime
 from poros.saying import Slowly, say
 from poros.self_check.compare import bits
@@ -51,6 +50,7 @@ from poros.self_check.evidence import (
     tensors_in,
 )
 from poros.self_check.proof import Incoming, Kernels, Outcome, Runs, is_gradient
+from poros.stream.boundary import streamed_layer
 
 logger = logging.getLogger(__name__)
 

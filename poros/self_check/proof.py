@@ -24,11 +24,6 @@ from transformers.utils.output_capturing import _active_collector
 
 from poros.kernels.autocast import cached_cast
 from poros.kernels.forwards import use_others
-from poros.layer.attention import AttentionKernels, deterministic_flag, unchanged_flags
-from poros.layer.frozen import LayerBindings, bind_block
-from poros.layer.general import RecomputedCall
-from poros.layer.streamed import StreamedLayer, streamed_layer
-from poros.layer.within import Within
 from poros.model.runtime import Runtime
 from poros.self_check.evidence import (
     Evidence,
@@ -40,6 +35,11 @@ from poros.self_check.evidence import (
     written,
 )
 from poros.slots.schedule import Phase
+from poros.stream.attention import AttentionKernels, deterministic_flag, unchanged_flags
+from poros.stream.boundary import StreamedLayer, streamed_layer
+from poros.stream.frozen import LayerBindings, bind_block
+from poros.stream.general import RecomputedCall
+from poros.stream.within import Within
 
 Gradients = Sequence[torch.Tensor | None]
 Incoming = Mapping[str, torch.Tensor]
@@ -94,6 +94,7 @@ class Runs:
         self._manager = runtime.manager
         self._visits = runtime.context.visits
         self._sizer = runtime.sizer
+        self._tally = runtime.tally
 
     def resident(
         self,
@@ -155,7 +156,8 @@ class Runs:
         before = mappings_in(kwargs)
         record: dict[str, list[Any]] = {key: [] for key in evidence.recorded}
         self._forget(layer.weights.block)
-        with unchanged_flags():
+        uncounted = nullcontext() if self._tally is None else self._tally.uncounted()
+        with uncounted, unchanged_flags():
             with evidence.state(self._device):
                 token = _active_collector.set(record)
                 try:
@@ -293,7 +295,7 @@ def _recomputed(
     condition = layer.condition()
     proxies = {id(each): nn.Parameter(each.detach()) for each in condition.parameters}
     adapters = [
-        adapter._replace(stand_in=proxies[id(adapter.parameter)]) for adapter in condition.adapters
+        adapter._replace(proxy=proxies[id(adapter.parameter)]) for adapter in condition.adapters
     ]
     call = RecomputedCall(layer, args, kwargs, condition, adapters)
     return call.forward(args, kwargs), dict(proxies)

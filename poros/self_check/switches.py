@@ -1,6 +1,6 @@
 """The process-wide settings that pick kernels, as the self-check reads and sets them.
 
-Written apart from ``poros.layer.settings``, through PyTorch's public names: what the recomputation
+Written apart from ``poros.stream.settings``, through PyTorch's public names: what the recomputation
 forgets is then missing on one side only.
 """
 

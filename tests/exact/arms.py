@@ -3,29 +3,35 @@
 What a resident arm computes is computed once a session: many streamed arms are compared with it.
 """
 
+import random
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import poros
+from poros.api import prepare_with
 from poros.gates import tiny
-from poros.gates.adversary import AdversarialStreams
+from poros.gates.adversary import POISON, AdversarialStreams
 from poros.gates.kinds import attach
 from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_digests, train
+from poros.gates.tape import TapeRecorder
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
-from tests.support import AS_PLAIN
+from tests.support import AS_PLAIN, AdversarialPrepare
 
 Model = Any
 Program = Callable[[Model], object]
 """Something that is done with a model; what it returns is compared as well."""
 Facts = dict[str, object]
+NUM_TIMES = 3
 ON_HOST = {"loss": "chunked", "stream_head": True}
 
 
@@ -160,6 +166,72 @@ def streamed(model: Model, **policy: Any) -> Model:
     """Prepared, also if its architecture is not promised; with the loss of plain transformers."""
     usual = {"device": "cpu", **AS_PLAIN}
     return poros.prepare(model, **{**usual, **policy})
+
+
+def poisoned(model: Model, **policy: Any) -> Model:
+    """Streamed by adversarial streams on two slots, each poisoned as soon as it is released.
+
+    So whatever reads one without asking for its block shows.
+    """
+    AdversarialPrepare()(model, **{"device": "cpu", "slots": 2, **policy})
+    manager = poros.runtime(model).manager
+    genuine, evict = manager.release, manager.evict
+
+    def release(block: int) -> None:
+        genuine(block)
+        if not manager.is_pinned(block):
+            slot = manager._ring.slot(block)
+            evict(block)
+            slot.buffer.fill_(POISON)
+
+    manager.release = release  # type: ignore[method-assign]
+    manager.evict = lambda block: None  # type: ignore[method-assign]
+    return model
+
+
+def on_tapes(model: Model, **policy: Any) -> Model:
+    """Streamed, with visits that are recorded on tapes, and then replayed."""
+    usual = {"device": "cpu", "self_check": "off", **AS_PLAIN}
+    return prepare_with(
+        model, poros.StreamingPolicy(**{**usual, **policy}), recorder=TapeRecorder()
+    )
+
+
+@cache
+def in_order(program: Program) -> Program:
+    """The program, the order in which its gradients arrive, and all random states at its end."""
+
+    def observed(model: Model) -> object:
+        random.seed(3)
+        np.random.seed(3)
+        order: list[str] = []
+        handles = [
+            each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+            for name, each in model.named_parameters()
+            if each.requires_grad
+        ]
+        result = program(model)
+        for handle in handles:
+            handle.remove()
+        return [result, order, random.random(), float(np.random.rand())]
+
+    return observed
+
+
+@cache
+def often(program: Program) -> Program:
+    """The program several times, so that visits are replayed; the gradients of each as well."""
+
+    def repeated(model: Model) -> object:
+        found: list[object] = []
+        for _ in range(NUM_TIMES):
+            model.train().zero_grad()
+            found.append(program(model))
+            named = model.named_parameters()
+            found.append({n: each.grad.clone() for n, each in named if each.grad is not None})
+        return found
+
+    return repeated
 
 
 def with_sliced_loss(model: Model, **policy: Any) -> Model:

@@ -47,6 +47,7 @@ class Cell:
     trainer: bool = False
     together: bool = False
     """Whether the streamed arm's micro-batches go through the blocks together."""
+    trains_embedding: bool = False
     quantize: bool = True
     num_layers: int = 3
     num_ranks: int = 2
@@ -62,13 +63,6 @@ CELLS = {
     "default": Cell(accumulation=1, num_layers=5, num_ranks=3),
     "four_ranks": Cell(accumulation=1, num_layers=5, num_ranks=4),
     "no_sync": Cell(no_sync=True, options={"bucket_cap_mb": 0.02}),
-    "general": Cell(
-        no_sync=True,
-        num_layers=5,
-        num_ranks=3,
-        options={"bucket_cap_mb": 0.02},
-        policy={"lane": "general", "self_check": "off"},
-    ),
     # Finding unused parameters, DDP sends the logits through a function of its own.
     "unused": Cell(
         has_unused=True,
@@ -88,7 +82,10 @@ CELLS = {
         options={"bucket_cap_mb": 0.02},
     ),
     "together, bucket views": Cell(
-        no_sync=True, together=True, options={"gradient_as_bucket_view": True}
+        no_sync=True,
+        together=True,
+        trains_embedding=True,
+        options={"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02},
     ),
     # Finding unused parameters: these run one after the other.
     "together, unused": Cell(
@@ -97,7 +94,8 @@ CELLS = {
         has_unused=True,
         options={"find_unused_parameters": True},
     ),
-    "together, trainer": Cell(trainer=True, together=True),
+    # A trainer takes all ranks there are.
+    "together, trainer": Cell(trainer=True, together=True, num_ranks=3),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(
         num_steps=8, options={"bucket_cap_mb": 0.02}, policy={"cuda_graphs": True}, no_sync=True
@@ -121,6 +119,7 @@ def build(cell: Cell, rank: int) -> Any:
         for name, parameter in model.named_parameters():
             if f".{UNUSED}." in name:
                 parameter.requires_grad_(True)
+    model.get_input_embeddings().weight.requires_grad_(cell.trains_embedding)
     with torch.no_grad():
         for parameter in trainable(model).values():
             parameter.add_(0.01 * rank)
@@ -202,7 +201,7 @@ def run_trainer(model: Any, cell: Cell, folder: Path, trainer_class: Any = None)
     """The HF Trainer, which wraps the model by itself."""
     rows = [
         {name: tensor[0] for name, tensor in batch.items()}
-        for batch in tiny.make_batches(16, batch_size=1, num_tokens=12)
+        for batch in tiny.make_batches(8 * dist.get_world_size(), batch_size=1, num_tokens=12)
     ]
     arguments = trainer_arguments(
         folder,

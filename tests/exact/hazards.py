@@ -43,16 +43,21 @@ def inner_loss(path: str, *, alone: bool = True, around: Any = P.nullcontext) ->
     return program
 
 
-def with_attentions(model: Model) -> object:
-    out = model(**batches()[1], output_attentions=True)
-    (out.loss + out.attentions[1].float().square().sum()).backward()
-    return out.attentions
+def attentions(*, alone: bool) -> Program:
+    def program(model: Model) -> object:
+        out = model(**batches()[1], output_attentions=True)
+        inner = out.attentions[1].float().square().sum()
+        (inner if alone else out.loss + inner).backward()
+        return out.attentions
+
+    return program
 
 
-def attentions_alone(model: Model) -> object:
-    out = model(**batches()[1], output_attentions=True)
-    out.attentions[1].float().square().sum().backward()
-    return out.attentions
+def attentions_without_gradients(model: Model) -> object:
+    with torch.no_grad():
+        found = model.eval()(**batches()[1], output_attentions=True).attentions
+    assert len(found) == 3
+    return [*found, P.STEP(model)]
 
 
 # Hooks inside a layer, and what they draw.
@@ -66,6 +71,13 @@ def with_hook(hook: Callable[..., Any], path: str = "mlp") -> Program:
         return loss
 
     return program
+
+
+def trainable_from_outside(model: Model) -> object:
+    scale = torch.nn.Parameter(torch.ones(()))
+    with_hook(lambda m, args, output: output * scale)(model)
+    assert scale.grad is not None
+    return scale.grad
 
 
 def own_generator(model: Model) -> object:

@@ -163,6 +163,19 @@ def loss_on_states(*wanted: int, loss: bool = False) -> Program:
     return program
 
 
+def loss_on_outputs(model: Model) -> None:
+    """On what each layer gives, which a hook on it takes."""
+    kept: list[torch.Tensor] = []
+    handles = [
+        layer.register_forward_hook(lambda m, args, output: kept.append(output))
+        for layer in layers_of(model)
+    ]
+    total = torch.stack([loss_of(model, 1), *(each.float().square().mean() for each in kept)]).sum()
+    for handle in handles:
+        handle.remove()
+    total.backward()
+
+
 def hidden_states_alone(model: Model) -> object:
     """Asked for, and no loss on them."""
     out = model(**batches()[1], output_hidden_states=True)

@@ -11,10 +11,11 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
+from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact.arms import Bases, Model, Program
-from tests.snapshots import batches, bf16, layers_of
+from tests.snapshots import batches, layers_of
 
 Provocation = Callable[[Model], Iterator[None]]
 
@@ -209,36 +210,20 @@ def run(program: Program) -> Provocation:
     return provocation
 
 
-@contextmanager
-def hook_on(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
-    """A forward hook in the body."""
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+def through(provocation: Provocation) -> Program:
+    """What is no provocation at all."""
+
+    def program(model: Model) -> None:
+        list(provocation(model))
+
+    return program
 
 
 def vanishing_hook(model: Model) -> Iterator[None]:
-    with hook_on(layer(model, 1).self_attn.q_proj, lambda m, args, output: output * 2):
+    with H.hooked(model, "self_attn.q_proj", lambda m, args, output: output * 2):
         loss = P.loss_of(model)
     yield
     loss.backward()
-
-
-def trainable_from_outside(model: Model) -> Iterator[None]:
-    scale = nn.Parameter(torch.ones(()))
-    with hook_on(layer(model, 1).mlp, lambda m, args, output: output * scale):
-        yield
-        P.loss_of(model).backward()
-        assert scale.grad is not None
-
-
-def loss_on_an_activation(model: Model) -> Iterator[None]:
-    inner: list[torch.Tensor] = []
-    with hook_on(layer(model, 1).mlp, lambda m, args, output: inner.append(output)):
-        yield
-        (P.loss_of(model) + inner[0].square().mean()).backward()
 
 
 def argument_edited_by_the_layer(model: Model) -> Iterator[None]:
@@ -314,23 +299,6 @@ def second_order(start: str) -> Provocation:
     return provocation
 
 
-def forward_under_autocast(model: Model) -> Iterator[None]:
-    yield
-    with bf16():
-        P.loss_of(model)
-
-
-def attentions(model: Model) -> Any:
-    return model(**batches()[1], output_attentions=True).attentions
-
-
-def attentions_without_gradients(model: Model) -> object:
-    with torch.no_grad():
-        found = attentions(model.eval())
-    assert len(found) == 3
-    return [*found, P.STEP(model)]
-
-
 def with_argument(edit: Callable[[dict[str, Any]], object]) -> Provocation:
     """A step in which layer 1 gets other keyword arguments."""
 
@@ -391,6 +359,8 @@ def growing(bases: Bases) -> Model:
 
 
 def grown_state(model: Model) -> Iterator[None]:
-    state = model(**batches()[0], output_hidden_states=True).hidden_states[2]
+    states: list[torch.Tensor] = []
+    with H.hooked(model, "", lambda m, args, output: states.append(output)):
+        P.loss_of(model)
     yield
-    state.float().sum().backward()
+    states[0].float().sum().backward()

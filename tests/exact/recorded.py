@@ -10,7 +10,7 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.gates.tape import TapeRecorder
-from poros.layer.captured import Captures
+from poros.replay.captures import Captures
 
 Model = Any
 KEPT = {"slots": 2, "keep_last": 2}
@@ -118,5 +118,5 @@ def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Ca
         return made[-1]
 
     patch.setattr("poros.model.runtime.captures_for", captures_for)
-    patch.setattr("poros.layer.captured._LEAST_VISITS", least_visits)
+    patch.setattr("poros.replay.captures._LEAST_VISITS", least_visits)
     return made

@@ -20,25 +20,35 @@ PLAIN = small()
 FP32 = small(dtype=torch.float32)
 NO_DROPOUT = small(dropout=0.0)
 FP32_NO_DROPOUT = small(dropout=0.0, dtype=torch.float32)
+FP32_DENSE = small(dropout=0.0, dtype=torch.float32, quantize=False)
+"""Of 4-bit weights in full precision tapes give other bits under autocast."""
 DENSE = small(quantize=False)
+
+
+PROJECTIONS = [
+    *(f"self_attn.{each}" for each in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"mlp.{each}" for each in ("gate_proj", "up_proj", "down_proj")),
+]
+
+
+def adapters_on(
+    *targets: str, quantize: bool = True, dropout: float = 0.0, **options: Any
+) -> Subject:
+    """Adapters of rank 4 on some projections."""
+
+    def make(bases: Bases) -> Model:
+        torch.manual_seed(2)
+        base = bases.base(quantize=quantize, dropout=dropout)
+        given = {"lora_dropout": dropout, "init_lora_weights": False, **options}
+        return get_peft_model(base, LoraConfig(r=4, target_modules=list(targets), **given))
+
+    return make
 
 
 def on_layers(layers: list[int], **options: Any) -> Subject:
     """Adapters in some layers only."""
-
-    def make(bases: Bases) -> Model:
-        torch.manual_seed(2)
-        config = LoraConfig(
-            r=4,
-            target_modules=["q_proj", "down_proj"],
-            layers_to_transform=layers,
-            lora_dropout=0.05,
-            init_lora_weights=False,
-            **options,
-        )
-        return get_peft_model(bases.base(), config)
-
-    return make
+    options |= {"dropout": 0.05, "layers_to_transform": layers}
+    return adapters_on("q_proj", "down_proj", **options)
 
 
 def dense_lora(**options: Any) -> Subject:
@@ -78,8 +88,16 @@ def tied_across(bases: Bases) -> Model:
     return model
 
 
+def shared_within(bases: Bases) -> Model:
+    """One adapter module for two projections of equal shape."""
+    model = NO_DROPOUT(bases)
+    mlp = layers_of(model)[1].mlp
+    mlp.gate_proj.lora_A, mlp.gate_proj.lora_B = mlp.up_proj.lora_A, mlp.up_proj.lora_B
+    return model
+
+
 def called_twice(bases: Bases) -> Model:
-    model = bases.build(dropout=0.0, dtype=torch.float32)
+    model = FP32_DENSE(bases)
     layers_of(model)[1].mlp.up_proj = adapted.Twice(layers_of(model)[1].mlp.up_proj)
     return model
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import poros
@@ -20,6 +19,7 @@ from tests.exact.arms import Bases
 from tests.exact.together import (
     Batch,
     Loss,
+    Rows,
     build,
     layers,
     num_groups,
@@ -143,18 +143,6 @@ def test_a_batch_that_the_loss_has_touched(loss: Loss, bases: Bases) -> None:
     model = prepare_plain(build(bases), slots=2)
     assert same(train(model, sizes=SIZES, loss=loss), expected)
     assert any("uses parameters of layers" in each for each in reasons(model))
-
-
-class Rows(Dataset[dict[str, torch.Tensor]]):
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(4, 90, (64, 12), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[place].clone(), "labels": self.tokens[place].clone()}
 
 
 def test_a_trainer_whose_loss_edits_its_batch(bases: Bases, tmp_path: Path) -> None:

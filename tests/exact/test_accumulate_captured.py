@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import poros
-from poros.layer.body import LayerBody
-from poros.layer.condition import Condition
+from poros.stream.body import LayerBody
+from poros.stream.condition import Condition
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, recorded

@@ -314,17 +314,16 @@ def test_what_a_trainer_must_not_do_between_is_seen(bases: Bases) -> None:
     """Random numbers that are drawn between the tails of a group."""
     from poros.accumulation.distributed import Ranks
     from poros.accumulation.loop import begin_group
-    from poros.accumulation.reasons import NotTogether
+    from poros.accumulation.reasons import NotGrouped
 
     model = prepare_plain(build(bases), slots=2, self_check="off")
     tokens = torch.arange(9)[None]
     batch = {"input_ids": tokens, "labels": tokens}
-    runs = [lambda: own_loss(model, batch)] * 2
-    group = begin_group(poros.runtime(model), Ranks(model), runs)
+    group = begin_group(poros.runtime(model), Ranks(model), own_loss, [batch] * 2, [])
     assert group is not None
     with group.tail():
         own_loss(model, batch).backward()
     torch.rand(1)
-    with pytest.raises(NotTogether, match="between micro-batches"), group.tail():
+    with pytest.raises(NotGrouped, match="between micro-batches"), group.tail():
         own_loss(model, batch).backward()
     group.backward()

@@ -233,9 +233,19 @@ def require_telling(name: str, expected: list[object]) -> None:
         assert expected[2] == ["torch.bfloat16"] != expected[0]
 
 
+# Of casts at once and later each dtype comes, with 4 bits and dense; these too.
+SLOW = [
+    *(f"cast at once, {each}" for each in ("torch.float32 dense", "torch.bfloat16 4 bits")),
+    *(f"cast later, {each}" for each in ("torch.float32 4 bits", "torch.bfloat16 dense")),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "calls", "subject", "policy"),
-    [pytest.param(*scenario, id=scenario[0]) for scenario in scenarios()],
+    [
+        pytest.param(*each, id=each[0], marks=[pytest.mark.slow] if each[0] in SLOW else [])
+        for each in scenarios()
+    ],
 )
 def test_a_scenario_is_exact(
     name: str, calls: list[Call], subject: Subject, policy: dict[str, Any], bases: Bases

@@ -58,7 +58,7 @@ def steps(
     before: Action = nothing,
     between: Action = nothing,
     around: Callable[[int], Any] | None = None,
-    num_together: int = 1,
+    num_grouped: int = 1,
 ) -> Callable[[Program], Iterator[Any]]:
     """A training run with actions before each forward, and between it and its backward."""
 
@@ -68,8 +68,8 @@ def steps(
         generator = torch.Generator().manual_seed(2)
         for number in range(NUM_STEPS):
             yield before(program, number)
-            if num_together > 1:
-                drawn = torch.randint(0, 100, (num_together, 2, 12), generator=generator)
+            if num_grouped > 1:
+                drawn = torch.randint(0, 100, (num_grouped, 2, 12), generator=generator)
                 batches = [{"input_ids": each, "labels": each} for each in drawn]
                 yield from program.step(batches, together=True)
                 yield from [_gradient(each) for each in program.trained()]
@@ -169,7 +169,7 @@ class Row(NamedTuple):
 
 def rows() -> Iterator[Row]:
     yield Row("an eager backward behind a replayed forward", "DoRA", steps(around=autocast_later))
-    yield Row("four together", "DoRA", steps(num_together=4))
+    yield Row("four together", "DoRA", steps(num_grouped=4))
     adapter = "second frozen"
     for way in EXCHANGES:
         yield Row(f"exchanged: {way}", adapter, steps(exchange(way)))
@@ -183,6 +183,7 @@ def rows() -> Iterator[Row]:
         yield Row(f"edited: {way}", adapter, steps(between=edit(EDITS[way])), has_to_raise=True)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("is_kept", [False, True], ids=["2 slots", "kept"])
 @pytest.mark.parametrize("is_recorded", [False, True], ids=["eager", "recorded"])
 @pytest.mark.parametrize("row", [pytest.param(x, id=f"{x.adapter}, {x.name}") for x in rows()])

@@ -10,7 +10,7 @@ import torch
 import poros
 from poros.errors import ParityError, PolicyError, RematerializationError
 from poros.gates.tape import TapeRecorder
-from poros.layer.captured import NEW
+from poros.replay.captures import NEW
 from tests.exact.adapter_arms import adapted, differences, step
 from tests.exact.arms import Bases
 from tests.exact.recorded import CHANGES, autocast, recorded, train
@@ -20,6 +20,7 @@ Model = Any
 STEPS = 6
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
 @pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}], ids=str)
@@ -40,6 +41,7 @@ def test_replayed_visits_have_the_bits_of_eager_ones(
     assert set(captures.eager) == {NEW}
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("change", CHANGES)
 def test_training_has_the_bits_of_a_resident_run(
@@ -128,7 +130,7 @@ def test_control_a_random_state_that_is_not_replayed_differs(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were it not set, the recomputation would draw other masks; it is an error."""
-    from poros.layer.rng import RngStash
+    from poros.stream.rng import RngStash
 
     model = adapted(bases, lora_dropout=0.1)
     recorded(model)

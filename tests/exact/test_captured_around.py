@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback
 import poros
 from poros.gates.tape import TapeRecorder
 from poros.gates.trainer_parity import trainer_arguments
+from poros.replay.captures import ARGUMENTS
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, recorded, train, trained
@@ -29,6 +30,7 @@ class Generating(TrainerCallback):
         model.train()
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=str)
 def test_hf_trainer(
@@ -76,6 +78,7 @@ def places(tensors: Any) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in tensors}
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("options", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "phi3"])
@@ -170,9 +173,10 @@ def test_a_tensor_that_a_module_exchanges(
 
 
 REPLAYED = dict.fromkeys(["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"])
-RUN = {"gemma4": "tensors that layers share", "mixtral": "hooks", "qwen3_moe": "hooks"}
+RUN = {"gemma4": ARGUMENTS, "mixtral": "hooks", "qwen3_moe": "hooks"}
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
 @pytest.mark.parametrize(("architecture", "reason"), {**REPLAYED, **RUN}.items())
 def test_promised_architectures(

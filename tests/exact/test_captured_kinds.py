@@ -14,7 +14,7 @@ import torch
 import poros
 from poros.errors import ParityError
 from poros.gates.tape import TapeRecorder
-from poros.layer.forms import HeldGraphs
+from poros.replay.forms import HeldGraphs
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.recorded import CHANGES, KEPT, autocast, recorded, train, trained
@@ -23,6 +23,7 @@ from tests.support import same_bits
 Model = Any
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("change", CHANGES)
 def test_layers_that_keep_their_graph(change: str, accumulation: int, bases: Bases) -> None:
@@ -108,7 +109,7 @@ def test_two_forwards_before_their_backwards(policy: dict[str, Any], bases: Base
 def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from poros.layer.forms import Form
+    from poros.replay.forms import Form
 
     expected = two_losses(adapted(bases))
     model = adapted(bases)
@@ -243,7 +244,7 @@ def test_decoding_with_a_cache_runs_as_always(bases: Bases) -> None:
 
 def unsteady_attention(monkeypatch: pytest.MonkeyPatch, spoiled: bool = False) -> None:
     """Attention that is taken for one that does not repeat itself, and does not."""
-    from poros.layer import attention
+    from poros.stream import attention
 
     genuine = torch.nn.functional.scaled_dot_product_attention
     noise = [0]
@@ -375,7 +376,7 @@ def test_nothing_of_a_dropped_graph_is_held_for_its_form(bases: Bases) -> None:
 def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poros.layer.captured._LEAST_VISITS", 1)
+    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
     model = adapted(bases)
     recorded(model, **KEPT)
     poros.runtime(model).host_slab(1)[0] ^= 1

@@ -66,6 +66,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -92,6 +93,7 @@ def test_dora_outside_of_layers_is_pefts_in_both(loss: str, bases: Bases) -> Non
     assert differences(plain, expected), "control: the layers run ours"
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def calls(model: Model, around: Callable[[], Any] = nullcontext) -> Tally:
     return tally
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
@@ -88,6 +89,7 @@ def test_no_bit_changes(
 autocast = partial(torch.autocast, "cpu", dtype=BF16)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
 @pytest.mark.parametrize(

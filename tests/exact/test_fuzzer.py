@@ -37,10 +37,9 @@ from poros.gates.fuzz.program import (
     Term,
 )
 from poros.gates.fuzz.shrink import shrink, simpler
-from poros.layer import remat
-from poros.layer.call import LayerCall
-from poros.layer.rng import RngStash
 from poros.self_check.check import SelfCheck
+from poros.stream.general import RecomputedCall
+from poros.stream.rng import RngStash
 
 PLAIN = Program(
     subject=Subject(num_layers=2, dropout=0.1), policy=Policy(self_check="off"), steps=(Step(),) * 2
@@ -67,44 +66,43 @@ def no_replay(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_sign(patch: pytest.MonkeyPatch) -> None:
-    """Of the gradients of adapters."""
-    own = remat.RematerializeLayer.backward
+    """Of what a backward needs."""
+    own = RecomputedCall._unpack
 
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        found = own(ctx, *gradients)
-        first = 3 + len(ctx.call.wanted) - len(ctx.call.stand_ins)
-        return (*found[:first], *(each if each is None else -each for each in found[first:]))
+    def unpack(self: RecomputedCall, kept: Any) -> torch.Tensor:
+        found = own(self, kept)
+        return -found if found.is_floating_point() else found
 
-    patch.setattr(remat.RematerializeLayer, "backward", staticmethod(backward))
+    patch.setattr(RecomputedCall, "_unpack", unpack)
 
 
 def foreign(patch: pytest.MonkeyPatch) -> None:
-    def fail(self: LayerCall) -> None:
+    def fail(*_: Any) -> None:
         raise KeyError("an error that says nothing")
 
-    patch.setattr(LayerCall, "require_unchanged", fail)
+    patch.setattr("poros.stream.general.require_unchanged", fail)
 
 
 def too_late(patch: pytest.MonkeyPatch) -> None:
     """An error of the right type, behind a wrong update."""
 
-    def fail(self: LayerCall) -> None:
+    def fail(layer: Any, condition: Any, staying: Any) -> None:
         with torch.no_grad():
-            for each in self.parameters:
+            for each in condition.parameters:
                 each.zero_()
         raise UnsupportedModelError("a refusal")
 
-    patch.setattr(LayerCall, "require_unchanged", fail)
+    patch.setattr("poros.stream.general.require_unchanged", fail)
 
 
 def keeps_calls(patch: pytest.MonkeyPatch) -> None:
-    own, kept = LayerCall.forward, []
+    own, kept = RecomputedCall.forward, []
 
-    def forward(self: LayerCall, *given: Any) -> Any:
+    def forward(self: RecomputedCall, *given: Any) -> Any:
         kept.append(self)
         return own(self, *given)
 
-    patch.setattr(LayerCall, "forward", forward)
+    patch.setattr(RecomputedCall, "forward", forward)
 
 
 def bad_restore(patch: pytest.MonkeyPatch) -> None:

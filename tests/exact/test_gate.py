@@ -19,7 +19,7 @@ from poros.gates import tiny
 from poros.gates.parity import check_architecture, check_model_dir, run_parity
 from poros.gates.reference import QUANTITIES, TrainingSpec
 from poros.gates.report import ParityReport, render
-from poros.layer.streamed import detach_layer
+from poros.stream.boundary import detach_layer
 from tests.exact.faulty import flip_nibble
 from tests.support import prepare_plain
 

@@ -19,6 +19,7 @@ from tests.exact.recorded import record_on_tapes
 from tests.exact.writing import DTYPES, PROGRAMS, Model, on
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -86,6 +87,7 @@ SPOILT: dict[str, tuple[Callable[[Model], None], bool]] = {
 }
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("case", SPOILT)

@@ -10,8 +10,8 @@ import torch
 import poros
 from poros.gates import tiny
 from poros.head.host_matrix import HostMatrix
-from poros.layer.streamed import is_streamed
 from poros.slots.schedule import Phase, count, walk
+from poros.stream.boundary import is_streamed
 from tests.exact import programs as P
 from tests.exact import subjects as S
 from tests.exact.arms import (
@@ -128,6 +128,7 @@ GENERATION: dict[str, Program] = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_evaluation_and_generation_are_exact(name: str, mode: str, residents: Residents) -> None:
@@ -148,6 +149,7 @@ def test_they_are_under_adversarial_streams_and_leave_the_base(
     assert changed and all("lora" in each for each in changed)
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", ["reference", "chunked"])
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])
@@ -175,6 +177,7 @@ def test_they_are_with_the_head_in_host_memory(
     assert changes(expected, observe(model, program)) == {}
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("subject", [S.PLAIN, S.FP32], ids=["bf16", "fp32"])
 def test_evaluation_under_autocast_is_exact(subject: Any, mode: str, residents: Residents) -> None:

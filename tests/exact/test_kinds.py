@@ -94,13 +94,17 @@ def cases() -> Iterator[Case]:
         yield Case(f"lora: {name}", with_lora(**options))
     for quantize in (True, False):
         said = "4 bits" if quantize else "dense"
-        for name in ("rslora", "dora", "norm saved", "bias of lora", "lora bias"):
+        for number, name in enumerate(
+            ("rslora", "dora", "norm saved", "bias of lora", "lora bias")
+        ):
             of_base, attach = {"dtype": BF16, "quantize": quantize}, with_lora(**KINDS[name])
             yield Case(f"lora: {name} in bf16, {said}", attach, of_base, is_slow=True)
             for dtype in (FP32, BF16) if name != "rslora" else ():
                 of_base = {"dtype": dtype, "quantize": quantize}
-                name = f"lora: {name} under autocast, {dtype}, {said}"
-                yield Case(name, attach, of_base, autocast)
+                # One dtype with 4 bits and the other dense, in turns; the rest is slow.
+                is_slow = (number % 2 == quantize) == (dtype is FP32)
+                full_name = f"lora: {name} under autocast, {dtype}, {said}"
+                yield Case(full_name, attach, of_base, autocast, is_slow=is_slow)
     for architecture, num_modules in {"llama": 7, "phi3": 4, "gemma3": 7}.items():
         name, of_base = f"all linear of {architecture}", {"architecture": architecture}
         count = NUM_LAYERS * num_modules

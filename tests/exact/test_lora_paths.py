@@ -52,6 +52,7 @@ def chosen(model: Model) -> dict[str, int]:
     return found
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("paths", PATHS)
@@ -74,6 +75,7 @@ def test_streamed_equals_resident(
         assert found == poros.kernel_stats(model)["lora_paths"]
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("paths", PATHS)
 @pytest.mark.parametrize("of_base", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
@@ -150,6 +152,7 @@ def test_dropout_and_autocast(paths: str, autocast: bool, bases: Bases) -> None:
     assert bool(as_peft) == (paths == "f2:b5")
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("policy", [{}, {"slots": 3, "block_size": 2}, {"keep_last": 2}], ids=str)
 @pytest.mark.parametrize("paths", ["flops", "f1:b1", "f2:b4", "f2:b5"])
 def test_recorded_visits(paths: str, policy: dict[str, Any], bases: Bases) -> None:
@@ -386,6 +389,7 @@ def weights(model: Model) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "resident"])
 @pytest.mark.parametrize("kind", [Trainer, poros.PorosTrainer])
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import poros
-from poros.layer.layer_index import LayerIndex
+from poros.stream.layer_index import LayerIndex
 from tests.exact.arms import Bases
 from tests.support import prepare_plain
 

@@ -1,10 +1,11 @@
 """What a recomputed layer cannot give exactly is refused, never trained on; then all is well again.
 
-A row provokes an error of Poros. Where a resident model accepts it, a
-resident model does it too, so that the refusal says something. A step behind it is exact.
+A row provokes an error of Poros: as is, and behind steps whose visits were replayed from tapes.
+Where a resident model accepts it, a resident model does it too, so that the refusal says something.
+A step behind it is exact.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,24 +15,41 @@ import torch
 
 import poros
 from poros.errors import (
-    ParityError,
     PorosError,
     PreparedModelError,
     RematerializationError,
+    SlotStateError,
     UnsupportedModelError,
 )
-from poros.layer.casts import SharedCasts, _Carried
-from poros.layer.frozen import LayerBindings
-from poros.layer.streamed import is_streamed
+from poros.replay.casts import SharedCasts
+from poros.stream.boundary import is_streamed
+from poros.stream.frozen import LayerBindings
+from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
 from tests.exact import provocations as V
 from tests.exact import regions as R
 from tests.exact import subjects as S
-from tests.exact.arms import Bases, Model, Program, Residents, Subject, observe, streamed
+from tests.exact.arms import (
+    Bases,
+    Model,
+    Program,
+    Residents,
+    Subject,
+    observe,
+    often,
+    on_tapes,
+    poisoned,
+    streamed,
+)
 from tests.snapshots import batches, bf16, changes, layers_of, picture
 
 Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def recorded_soon(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
 
 
 @dataclass(frozen=True)
@@ -43,14 +61,8 @@ class Row:
     subject: Subject = S.NO_DROPOUT
     is_accepted: bool = True
     """By a resident model."""
-    is_exact: bool = False
-    """In the general lane."""
     after: Program = P.STEP
-
-    def accepted(self, model: Model) -> object:
-        """The same without a refusal; what comes behind it finds the gradients."""
-        list(self.provocation(model))
-        return self.after(model)
+    kernels: str = "exact"
 
     def program(self, model: Model) -> object:
         steps = self.provocation(model)
@@ -66,14 +78,7 @@ class Row:
         return self.after(model)
 
 
-GENERAL: dict[str, Any] = {"self_check": "off"}
-SHARED = S.small("gemma4_shared_kv", num_layers=4)
 REMAT, UNSUPPORTED, PREPARED = RematerializationError, UnsupportedModelError, PreparedModelError
-MEETING = {
-    "behind": R.with_penalty(R.penalty),
-    "before": R.penalty_first,
-    "retained": R.retained,
-}
 
 
 def rows() -> Iterator[Row]:
@@ -102,11 +107,6 @@ def rows() -> Iterator[Row]:
     inside = V.backward_inside_disable_adapter
     yield Row("backward inside disable_adapter", inside, REMAT, "adapters", S.PLAIN, False)
     yield Row("vanishing hook", V.vanishing_hook, REMAT, r"layers\.1: .*hooks")
-    match = r"layers\.1: .*elsewhere"
-    exact: dict[str, Any] = {"is_exact": True}
-    yield Row("trainable from outside", V.trainable_from_outside, UNSUPPORTED, match, **exact)
-    inner = V.loss_on_an_activation
-    yield Row("activation in the loss", inner, PREPARED, "inside the layer", **exact)
     match = r"layers\.1\.self_attn\.o_proj\.base_layer\.bias"
     yield Row("a bias that came later edited", V.edit_of_a_new_bias, REMAT, match)
     match = r"layers\.0: .*in place"
@@ -114,36 +114,30 @@ def rows() -> Iterator[Row]:
     yield Row("dropped cache", V.cache_of_a_forward_with_gradients, UNSUPPORTED, "KV cache")
     made, match = V.trainable_base_weight, "made trainable"
     yield Row("base weight made trainable", made, PREPARED, match, S.DENSE, False)
-    # Gradients that a resident run sums in the low precision.
-    fp32 = S.FP32_NO_DROPOUT
-    regions = {"after": P.STEP_UNDER_AUTOCAST, **exact}
-    match = r"layers\.\d: .*autocast.*penalty"
-    for name, program in MEETING.items():
-        yield Row(f"penalty {name}", V.run(program), UNSUPPORTED, match, fp32, **regions)
-    together = V.run(R.forwards_in_one_region)
-    yield Row("forwards in one region", together, UNSUPPORTED, "autocast region", fp32, **regions)
-    match = r"layers\.1: .*twice.*without autocast"
-    provocation = V.forward_under_autocast
-    yield Row("called twice", provocation, UNSUPPORTED, match, S.called_twice, **exact)
-    match = "lora_A.*autocast"
-    for name, subject in {"within": S.tied_within, "across": S.tied_across}.items():
-        refused = UNSUPPORTED, match, subject
-        yield Row(f"tied {name} layers", provocation, *refused, after=P.train, **exact)
-    # By the side.
-    for name in ("gemma4", "mixtral"):
-        subject = S.small(name, attn_implementation="eager")
-        provocation, match = V.run(V.attentions), "attentions cannot be recorded"
-        after = {"after": V.attentions_without_gradients, **exact}
-        yield Row(f"attentions of {name}", provocation, UNSUPPORTED, match, subject, **after)
-    for kind in (list, dict, set):
-        provocation = V.with_argument(lambda kwargs, kind=kind: kwargs.update(findings=kind()))  # type: ignore[misc]
-        match = rf"'findings' of .*layers\.1.* {kind.__name__}"
-        refused = UNSUPPORTED, match, S.PLAIN
-        is_exact = kind is not set
-        yield Row(f"a {kind.__name__} as argument", provocation, *refused, is_exact=is_exact)
-    provocation = V.with_argument(lambda kwargs: kwargs["shared_kv_states"].update(notes=[]))
-    match = r"shared_kv_states\['notes'\].* list"
-    yield Row("a list in shared states", provocation, UNSUPPORTED, match, SHARED, **exact)
+    provocation = V.with_argument(lambda kwargs: kwargs.update(findings=set()))
+    match = r"'findings' of .*layers\.1.* set"
+    yield Row("a set as argument", provocation, UNSUPPORTED, match, S.PLAIN)
+    for name, program in {
+        "own generator": H.own_generator,
+        "own permutation": H.own_permutation,
+        "counter": H.counter,
+    }.items():
+        yield Row(name, V.run(program), REMAT, "the values that the forward", S.PLAIN)
+    for gradients in (False, True):
+        name = f"a forward {'with gradients ' if gradients else ''}inside a layer"
+        provocation = V.run(H.another_forward(gradients=gradients))
+        yield Row(name, provocation, SlotStateError, "one layer to run at a time", S.PLAIN)
+    for name, program, match in (
+        ("saved coarsely", H.saved_by(H.coarse, lambda e: e[0].to(e[1])), "other values"),
+        ("saved with noise", H.saved_by(H.noisy, lambda each: each), "draw no"),
+        ("noise when read", H.saved_by(lambda each: each.clone(), H.noisy), "draw no"),
+    ):
+        yield Row(name, V.run(program), REMAT, match, S.PLAIN)
+    create_graph = V.run(H.create_graph), (REMAT, UNSUPPORTED), "create_graph", S.FP32, False
+    yield Row("create_graph", *create_graph)
+    yield Row("create_graph of PEFT's modules", *create_graph, kernels="peft")
+    functional = V.run(H.functional_gradient)
+    yield Row("torch.func.grad", functional, UNSUPPORTED, "torch.func.grad", is_accepted=False)
 
 
 ROWS = [pytest.param(row, id=row.name) for row in rows()]
@@ -151,15 +145,20 @@ ROWS = [pytest.param(row, id=row.name) for row in rows()]
 
 @pytest.mark.parametrize("row", ROWS)
 def test_it_is_refused_and_then_all_is_well(row: Row, residents: Residents) -> None:
-    assert residents.compare(row.subject, row.program) == {}
+    policy = {"adapter_kernels": row.kernels}
+    assert residents.compare(row.subject, row.program, poisoned, **policy) == {}
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_in_the_general_lane_it_is_refused_or_exact(row: Row, residents: Residents) -> None:
-    program = row.accepted if row.is_exact else row.program
-    assert residents.compare(row.subject, program, **GENERAL) == {}
+def test_it_is_refused_behind_replayed_visits(row: Row, residents: Residents) -> None:
+    model = on_tapes(row.subject(residents.bases), adapter_kernels=row.kernels)
+    often(P.STEP)(model)
+    model.zero_grad()
+    assert changes(residents.facts(row.subject, row.program), observe(model, row.program)) == {}
+    assert poros.runtime(model).stats()["num_replayed_visits"] > 0
 
 
+@pytest.mark.parametrize("prepare", [poisoned, on_tapes])
 @pytest.mark.parametrize(
     ("subject", "provocation", "match"),
     [
@@ -169,71 +168,38 @@ def test_in_the_general_lane_it_is_refused_or_exact(row: Row, residents: Residen
     ids=["other random numbers", "another form"],
 )
 def test_a_layer_that_differs_when_recomputed_is_refused(
-    subject: Subject, provocation: V.Provocation, match: str, bases: Bases
+    subject: Subject, provocation: V.Provocation, match: str, prepare: Any, residents: Residents
 ) -> None:
-    steps = provocation(streamed(subject(bases)))
+    if subject is V.growing and prepare is poisoned:
+        # Only what operators save comes from the recomputation.
+        assert residents.compare(subject, V.through(provocation), prepare) == {}
+        return
+    steps = provocation(prepare(subject(residents.bases)))
     next(steps)
     with pytest.raises(RematerializationError, match=match):
         next(steps)
 
 
-def test_a_result_that_nobody_reads_again_does_not_matter(residents: Residents) -> None:
-    """In the general lane only what operators save comes from the recomputation."""
-
-    def program(model: Model) -> None:
-        list(V.grown_state(model))
-
-    assert residents.compare(V.growing, program, **GENERAL) == {}
-
-
-# Controls: without a change nothing raises, and what is let through differs.
-
-
-@pytest.mark.parametrize("change", [lambda model: None, lambda model: model.zero_grad()])
-def test_nothing_raises_without_a_change(
-    change: Callable[[Model], object], residents: Residents
-) -> None:
-    def program(model: Model) -> None:
-        list(V.behind(change)(model))
-        assert all(each.grad is not None for each in P.trained(model).values())
-
-    assert residents.compare(S.two_adapters, program) == {}
-
-
-@pytest.mark.parametrize("name", MEETING)
-def test_control_a_meeting_that_is_let_through_differs(
-    name: str, residents: Residents, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(_Carried, "require_alone", lambda *_: None)
-    assert residents.compare(S.FP32_NO_DROPOUT, MEETING[name]) != {}
-
-
-def test_control_a_second_call_that_is_let_through_is_found_by_the_check(
-    bases: Bases, monkeypatch: Patch
-) -> None:
-    monkeypatch.setattr(SharedCasts, "require_single", lambda *_: None)
-    with pytest.raises(ParityError, match=r"layers\.1: gradient of"):
-        P.STEP_UNDER_AUTOCAST(streamed(S.called_twice(bases)))
-
-
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("prepare", [poisoned, on_tapes])
 def test_an_update_within_a_region_is_refused(
-    fused: bool, residents: Residents, monkeypatch: Patch
+    prepare: Any, fused: bool, residents: Residents, monkeypatch: Patch
 ) -> None:
     """A resident run goes on with the casts of the old weights."""
-    model = streamed(S.FP32_NO_DROPOUT(residents.bases))
+    model = prepare(S.FP32_NO_DROPOUT(residents.bases))
     with pytest.raises(UnsupportedModelError, match=r"layers\.0: .*updated since.*anew"):
         R.updates_in_one_region(model, fused)
     # What does not change the casts does not matter.
     harmless = partial(R.updates_in_one_region, fused=fused, lr=1e-12)
-    assert residents.compare(S.FP32_NO_DROPOUT, harmless) == {}
+    assert residents.compare(S.FP32_NO_DROPOUT, harmless, prepare) == {}
     # The control: let through, it differs.
-    monkeypatch.setattr(SharedCasts, "require_current", lambda _: None)
+    monkeypatch.setattr("poros.replay.casts.require_current", lambda *_: None)
+    monkeypatch.setattr("poros.stream.general.require_current", lambda *_: None)
     harmful = partial(R.updates_in_one_region, fused=fused)
-    assert residents.compare(S.FP32_NO_DROPOUT, harmful) != {}
+    assert residents.compare(S.FP32_NO_DROPOUT, harmful, prepare) != {}
 
 
-# What is left V.behind.
+# What is left behind.
 
 
 @pytest.mark.parametrize("target", ["adapter", "input"])
@@ -321,14 +287,13 @@ def test_a_region_that_ends_with_the_model_makes_no_casts(bases: Bases, monkeypa
         return genuine(self, parameter)
 
     monkeypatch.setattr(SharedCasts, "through", through)
-    model = streamed(S.FP32_NO_DROPOUT(bases))
+    model = on_tapes(S.FP32_DENSE(bases))
     uncached = R.with_penalty(R.penalty, R.uncached)
     for program, count in ((R.penalty_by_accelerate, 0), (R.penalty_outside, 3), (uncached, 0)):
         made.clear()
         program(model)
         assert len(made) == count
-    made.clear()
-    # A region around the model's own does not end with it, and the penalty is in it.
-    with bf16(), pytest.raises(UnsupportedModelError, match="penalty"):
+    # A region around the model's own does not end with it.
+    with bf16():
         R.penalty_by_accelerate(model)
     assert len(made) == 3

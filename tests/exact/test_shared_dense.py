@@ -11,7 +11,7 @@ from poros.api import prepare_with
 from poros.gates.tape import TapeRecorder
 from poros.kernels import dense_layer, dequantize
 from poros.kernels.dense_layer import DenseLayer
-from poros.layer.body import LayerBody
+from poros.stream.body import LayerBody
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.together import num_groups, reasons, same, train

@@ -10,9 +10,9 @@ import torch
 
 import poros
 from poros.gates.reference import Trajectory, compare_trajectories
-from poros.layer.rng import RngStash
 from poros.self_check.compare import Difference, compare_mappings
 from poros.slots.schedule import Phase, count, training_visits, walk
+from poros.stream.rng import RngStash
 from tests.exact.trainer_arms import (
     ACCUMULATION,
     EVAL_EVERY,

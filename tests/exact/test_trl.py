@@ -43,6 +43,7 @@ def test_sft(kind: str, tmp_path: Path) -> None:
     assert dtypes(arms.model) == {torch.bfloat16}, "TRL casts the adapters of 4-bit models"
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("keep_last", [0, 1])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_visits_that_are_replayed(

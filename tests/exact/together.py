@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 import poros
 from tests.exact.arms import Bases
@@ -44,6 +45,18 @@ def batches(
     return found
 
 
+class Rows(Dataset[Batch]):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(4, 90, (64, 12), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, place: int) -> Batch:
+        return {"input_ids": self.tokens[place].clone(), "labels": self.tokens[place].clone()}
+
+
 def own_loss(model: Model, batch: Batch) -> torch.Tensor:
     loss: torch.Tensor = model(**batch, use_cache=False).loss
     return loss / 4
@@ -60,15 +73,19 @@ def train(
     lengths: Sequence[int] = LENGTHS,
     between: Callable[[Model, int], object] = lambda model, number: None,
     around: Callable[[], Any] = nullcontext,
+    form: Callable[[Batch], Any] = lambda batch: batch,
 ) -> list[torch.Tensor]:
-    """Losses, gradients, adapters and random states of one step for each of ``sizes``."""
+    """Losses, gradients, adapters and random states of one step for each of ``sizes``.
+
+    ``form``: what a loss is handed is made of a batch by it.
+    """
     torch.manual_seed(5)
     optimizer = torch.optim.AdamW(trained(model), lr=0.01)
     generator = torch.Generator().manual_seed(2)
     facts: list[torch.Tensor] = []
     for number, size in enumerate(sizes):
         between(model, number)
-        step = batches(size, generator, lengths, padded)
+        step: list[Any] = list(map(form, batches(size, generator, lengths, padded)))
         with around():
             if together:
                 facts += poros.accumulate(model, step, loss=loss)

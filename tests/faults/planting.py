@@ -12,18 +12,18 @@ from transformers.utils.output_capturing import _active_collector
 
 import poros
 from poros.gates.adversary import AdversarialStreams
-from poros.layer.audit import GraphAudit, Uses
-from poros.layer.general import RecomputedCall
-from poros.layer.layer_index import Adapters, LayerIndex
-from poros.layer.remat import RematerializeLayer
-from poros.layer.rng import RngStash
-from poros.layer.side_outputs import shared_mappings
-from poros.layer.state import AmbientState
-from poros.layer.visit import BlockVisit
+from poros.replay.remat import RematerializeLayer
+from poros.replay.uses import GraphAudit, Uses
 from poros.slots import manager as manager_module
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase, missing, predict
+from poros.stream.general import RecomputedCall
+from poros.stream.layer_index import Adapters, LayerIndex
+from poros.stream.rng import RngStash
+from poros.stream.side_outputs import shared_mappings
+from poros.stream.state import AmbientState
+from poros.stream.visit import BlockVisit
 from poros.streams import Event
 from tests import mutants
 from tests.exact.recorded import record_on_tapes
@@ -303,8 +303,8 @@ def skip_an_adapter(patch: Patch) -> None:
         found = genuine(self)
         return Adapters(found.places[:-1], found.frozen)
 
-    def uses(self: Any, results: Any, inputs: Any, stand_ins: Any, *_: Any) -> Uses:
-        return Uses(tuple(range(len(inputs), len(inputs) + len(stand_ins))), {}, ())
+    def uses(self: Any, results: Any, inputs: Any, proxies: Any, *_: Any) -> Uses:
+        return Uses(tuple(range(len(inputs), len(inputs) + len(proxies))), {}, ())
 
     patch.setattr(LayerIndex, "adapters", adapters)
     patch.setattr(GraphAudit, "uses", uses)

@@ -12,8 +12,8 @@ from poros.accumulation.draws import Draws, later
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
 from poros.gates.adversary import SlotHazard
-from poros.layer.rng import RngStash
 from poros.slots.manager import BlockManager
+from poros.stream.rng import RngStash
 from tests.exact.arms import Bases
 from tests.exact.together import num_groups, reasons, same, train
 from tests.support import AdversarialPrepare, prepare_plain

@@ -14,9 +14,9 @@ from torch import nn
 
 import poros
 from poros.errors import RematerializationError
-from poros.layer.arrival import arrivals
-from poros.layer.audit import GraphAudit, Place, place_of
-from poros.layer.handover import Repeated
+from poros.replay.order import arrivals
+from poros.replay.routing import Repeated
+from poros.replay.uses import GraphAudit, Place, place_of
 from tests.adapted import Twice, lora, names_of
 from tests.exact.recorded import record_on_tapes
 from tests.snapshots import (

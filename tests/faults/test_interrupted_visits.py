@@ -16,13 +16,13 @@ import torch
 import poros
 from poros.errors import SlotStateError
 from poros.gates.reference import Trajectory
-from poros.layer.attention import deterministic_flag, unchanged_flags
-from poros.layer.streamed import StreamedLayer, streamed_layer
-from poros.layer.visit import Visits
 from poros.self_check.evidence import Evidence, random_states
 from poros.self_check.switches import current_settings
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
+from poros.stream.attention import deterministic_flag, unchanged_flags
+from poros.stream.boundary import StreamedLayer, streamed_layer
+from poros.stream.visit import Visits
 from tests.interrupts import Interrupts
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain
@@ -70,8 +70,15 @@ def prepared(resident: Trajectory) -> Model:
     return model
 
 
-@pytest.mark.parametrize("second", [None, 1, 2, 3, 5, 8, 13, 21, 34])
-@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def interruptions() -> Iterator[Any]:
+    """Once in either phase; a second time so much later, in one of them (in slow tests in both)."""
+    for number, second in enumerate((None, 1, 2, 3, 5, 8, 13, 21, 34)):
+        for place, phase in enumerate((Phase.FORWARD, Phase.BACKWARD)):
+            is_slow = second is not None and number % 2 == place
+            yield pytest.param(phase, second, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(("phase", "second"), list(interruptions()))
 def test_a_visit_interrupted_anywhere_leaves_nothing_behind(
     phase: Phase, second: int | None, prepared: Model, resident: Trajectory
 ) -> None:

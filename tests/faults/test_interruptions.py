@@ -116,6 +116,7 @@ def played(request: pytest.FixtureRequest) -> tuple[Script, Record]:
     return request.param, resident
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_order_of_passes_changes_no_bit(
     played: tuple[Script, Record], policy: dict[str, int]
@@ -174,6 +175,7 @@ def raise_in_gradient(model: Any, layer: int, _: int, error: BaseException) -> A
     return layers_of(model)[layer].mlp.register_forward_hook(hook)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("arrange", "number", "layer"),

@@ -16,8 +16,8 @@ import torch
 
 import poros
 from poros.gates import tiny
-from poros.layer.call import LayerCall
-from poros.layer.general import RecomputedCall
+from poros.replay.call import LayerCall
+from poros.stream.general import RecomputedCall
 from tests.snapshots import batches, build
 from tests.support import prepare_plain
 

@@ -13,9 +13,9 @@ import poros
 import poros.loaders.load
 from poros.errors import ParityError, StoreWriteError
 from poros.gates import tiny
-from poros.layer.streamed import is_streamed
 from poros.loaders.quantize import Quantizer
 from poros.loaders.slab_writer import SlabWriter
+from poros.stream.boundary import is_streamed
 from poros.streams import EagerStreams
 from tests.snapshots import assert_same_run, build, layers_of, run
 from tests.support import prepare_plain

@@ -15,9 +15,9 @@ from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
-from poros.layer.offload import ActivationOffloader
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, training_visits
+from poros.stream.offload import ActivationOffloader
 from poros.streams import CudaStreams
 from tests import mutants
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
@@ -129,7 +129,7 @@ SCENARIOS = [
     (read_slices, 1),
 ]
 CONTEXT_MUTATIONS = mutants.stream_context_mutations()
-OFFLOAD_MUTATIONS = mutants.stream_context_mutations(["poros.layer.offload"])
+OFFLOAD_MUTATIONS = mutants.stream_context_mutations(["poros.stream.offload"])
 ROWS_MUTATIONS = mutants.stream_context_mutations(["poros.head.rows"])
 SLICES_MUTATIONS = mutants.stream_context_mutations(["poros.head.slices"])
 CUDA_MUTATIONS = mutants.cuda_mutations()

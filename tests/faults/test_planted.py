@@ -20,9 +20,9 @@ from poros.errors import ParityError
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport
-from poros.layer import attention
 from poros.slots import manager as manager_module
 from poros.slots.schedule import Phase, count, training_visits, walk
+from poros.stream import attention
 from tests.faults.planted import AUTOCAST, FAULTS, QWEN2, SHARED_STATES, Cell, Fault
 from tests.faults.planting import (
     NUM_LAYERS,

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import poros
 from poros.errors import PreparedModelError
-from poros.layer.streamed import streamed_layer
 from poros.slots.schedule import Phase, count, training_visits, walk
+from poros.stream.boundary import streamed_layer
 from tests.exact.arms import slice_resident_loss
 from tests.snapshots import (
     assert_same_run,

@@ -20,6 +20,7 @@ from tests.snapshots import assert_same_run, batches, build, changes, layers_of,
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("quantize", [True, False])
 def test_restore_leaves_nothing_behind(architecture: str, quantize: bool) -> None:
@@ -188,19 +189,19 @@ FAILURES = {
     "second slot": ("poros.streams.EagerStreams.allocate", 2, RuntimeError("out of memory")),
     "manager": ("poros.slots.manager.BlockManager.__init__", 1, RuntimeError("no manager")),
     "twin in the middle": (
-        "poros.layer.frozen.DeviceConstants.get",
+        "poros.stream.frozen.DeviceConstants.get",
         7,
         RuntimeError("no constants"),
     ),
     "bindings of block 3": (
-        "poros.layer.frozen.LayerBindings.__init__",
+        "poros.stream.frozen.LayerBindings.__init__",
         3,
         RuntimeError("block 3"),
     ),
-    "layer 3": ("poros.layer.streamed.StreamedLayer.__init__", 3, RuntimeError("layer 3")),
+    "layer 3": ("poros.stream.boundary.StreamedLayer.__init__", 3, RuntimeError("layer 3")),
     "guards": ("poros.model.guards.Guards.install", 1, RuntimeError("no guards")),
     "guards half-way": ("poros.model.guards.Guards._put", 4, RuntimeError("no guards")),
-    "interrupt": ("poros.layer.frozen.LayerBindings.__init__", 2, KeyboardInterrupt()),
+    "interrupt": ("poros.stream.frozen.LayerBindings.__init__", 2, KeyboardInterrupt()),
 }
 
 

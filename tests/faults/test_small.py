@@ -12,10 +12,10 @@ from torch import nn
 import poros
 from poros.errors import PreparedModelError, RematerializationError
 from poros.gates import tiny
-from poros.layer.frozen import FrozenTensor
-from poros.layer.staying import StayingState
 from poros.layout import ALIGNMENT, SMALL_NUM_BYTES, is_small
 from poros.model.inspect import find_frozen, find_layers
+from poros.stream.frozen import FrozenTensor
+from poros.stream.staying import StayingState
 from tests.snapshots import (
     assert_same_run,
     batches,
@@ -227,6 +227,7 @@ def test_with_a_budget_too(budget: str | None) -> None:
     assert_same_run(run(expected), run(model))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("quantize", [True, False])
 def test_what_streams_and_what_stays(architecture: str, quantize: bool) -> None:

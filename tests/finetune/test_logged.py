@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from poros.finetune.trainers import Sft
 from tests.finetune.arms import arm
-from tests.finetune.subjects import recipe_of, run
+from tests.finetune.subjects import recipe_of, rows, run, write_rows
 
 Model = Any
 
@@ -22,11 +22,11 @@ def logs(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["packed", "padded", "dpo"])
-def test_tokens_are_counted(form: str, model: Path, data: Path, tmp_path: Path) -> None:
+def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
     name = "preferences" if form == "dpo" else "completions"
     recipe = recipe_of(
         model__source=model,
-        data__source=data / f"{name}.jsonl",
+        data__source=write_rows(tmp_path / f"{name}.jsonl", rows(name, 100)),
         data__max_length=128,
         data__pad_to=32,
         data__packing=str(form == "packed").lower() if form != "dpo" else "auto",
@@ -50,6 +50,7 @@ def test_tokens_are_counted(form: str, model: Path, data: Path, tmp_path: Path) 
     assert num_tokens > 1000
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("kind", ["sft, packed", "sft, padded"])
 @pytest.mark.parametrize("added", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(

@@ -15,7 +15,7 @@ from poros.errors import VRAMBudgetError
 from poros.gates import tiny
 from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
-from poros.layer.offload import OffloadedInput
+from poros.stream.offload import OffloadedInput
 from tests.hostile_streams import COMPUTE_AFTER_COPY, MEGA, HostileStreams
 from tests.support import prepare_plain
 

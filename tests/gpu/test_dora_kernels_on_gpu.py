@@ -274,11 +274,11 @@ def test_norm_allocates_what_it_says(shape: tuple[int, int], rank: int) -> None:
     row_norm(dense, square, a, b, SCALING)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    # What is asked for: what the allocator gives may be up to 1 MiB more, if it has that left over.
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     row_norm(dense, square, a, b, SCALING)
-    # The allocator rounds each of a dozen tensors up to 512 bytes.
-    allowed = row_norm_gpu.num_extra_bytes(*shape, rank) + 12 * 512
-    assert torch.cuda.max_memory_allocated() - before <= allowed
+    allowed = row_norm_gpu.num_extra_bytes(*shape, rank)
+    assert torch.cuda.memory_stats()["requested_bytes.all.peak"] - before <= allowed
     # What is never made: A in parts, A times W, a copy of W. Below rank 16 sums in parts are more.
     if rank >= 64:
         assert allowed <= 4 * (shape[0] * rank + rank * rank) + 4 * 2**20 + 2**17

@@ -14,6 +14,7 @@ import poros
 import poros.kernels.linear4bit
 from poros.errors import ParityError
 from poros.gates import tiny
+from poros.head.logits import Origin
 from poros.head.loss import sliced_cross_entropy
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import hand_back, use_others
@@ -182,3 +183,15 @@ def test_the_loss_is_near_that_of_the_cpu(dtype: torch.dtype) -> None:
     roundoff = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}[dtype]
     assert (found[1][1] - found[0][1]).norm() <= 2 * roundoff * found[0][1].norm()
     assert not found[1][1][3].any()
+
+
+def test_sums_of_a_head_take_next_to_no_memory() -> None:
+    head = torch.nn.Linear(1024, 65_536, bias=False, device="cuda", dtype=torch.bfloat16)
+    states = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16)
+    Origin.of(states, head, lambda _: None)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    Origin.of(states, head, lambda _: None)
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    assert peak - before <= head.weight.nbytes / 64

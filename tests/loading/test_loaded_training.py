@@ -112,7 +112,27 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, vars(cell).values())))
+def is_slow(cell: Cell) -> bool:
+    """What other cells have in pairs: dense families, and one layer or nine of them in a block."""
+    if cell.tier != "memory":
+        return False
+    most = (cell.architecture, cell.is_quantized)
+    if cell.block_size == 2:
+        return not cell.is_quantized and most not in MOST
+    return MOST.index(most) % 2 == (cell.block_size == 1)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            cell,
+            id="-".join(map(str, vars(cell).values())),
+            marks=[pytest.mark.slow] if is_slow(cell) else [],
+        )
+        for cell in CELLS
+    ],
+)
 def test_training_is_exact_and_nothing_is_copied(
     kinds: Kinds, cell: Cell, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

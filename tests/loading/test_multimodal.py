@@ -195,6 +195,7 @@ def test_head_in_slices_and_embedding_on_the_host(name: str, checkpoints: Checkp
     torch.testing.assert_close(results[0][0], plain[0], rtol=1e-3, atol=0)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("vision", ["keep", "drop"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_adapter_elsewhere(

@@ -42,10 +42,11 @@ USUAL: dict[str, Any] = {
     "stream_embedding": False,
     "loss": "reference",
     "stream_head": False,
+    "cuda_graphs": False,
 }
 LAYOUT = (
     *("keep_last", "block_size", "offload_boundaries"),
-    *("stream_embedding", "loss", "stream_head"),
+    *("stream_embedding", "loss", "stream_head", "cuda_graphs"),
 )
 STEP = ("batch_size", "seq_len", "accumulation", "optimizer")
 
@@ -86,9 +87,7 @@ def make(folder: Path, cell: dict[str, Any], device: str = "cpu") -> Any:
 def planned(source: Any, cell: dict[str, Any], **options: Any) -> Any:
     step = {name: cell[name] for name in (*LAYOUT, *STEP, "dtype")}
     # Where memory is measured, libraries have their workspaces already.
-    return poros.plan(
-        source, num_slots=cell["slots"], library_num_bytes=0, cuda_graphs=False, **step, **options
-    )
+    return poros.plan(source, num_slots=cell["slots"], library_num_bytes=0, **step, **options)
 
 
 def prepare(model: Any, cell: dict[str, Any], **options: Any) -> Any:

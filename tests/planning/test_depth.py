@@ -12,6 +12,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BitsAndBytesConfig
 
 from poros.gates import tiny
 from poros.planning.cost_model import CostModel
@@ -19,6 +20,7 @@ from poros.planning.meta_model import Recipe
 from poros.planning.request import PlanRequest
 
 ALIKE = ("qwen2", "llama", "mistral", "phi3", "mixtral", "qwen3_moe", "starcoder2")
+FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"}
 REQUESTS = (
     PlanRequest(seq_len=16),
     PlanRequest(seq_len=48, batch_size=2, loss="reference", adapter_kernels="peft", keep_last=2),
@@ -52,6 +54,28 @@ def test_four_layers_are_enough(name: str) -> None:
 )
 def test_adapters_that_differ_by_layer_need_all_layers(options: dict[str, object]) -> None:
     assert len(CostModel(recipe_of("qwen2", **options)).layers) == 9
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["", "dora"])
+@pytest.mark.parametrize("kernels", ["fused", "peft"])
+@pytest.mark.parametrize("seq_len", [16, 256])
+def test_beside_dense_weights_a_layer_takes_what_it_does_with_a_dense_base(
+    kernels: str, seq_len: int, use_dora: bool
+) -> None:
+    recipe = recipe_of("qwen2", use_dora=use_dora)
+    quantized, dense = CostModel(recipe), CostModel(replace(recipe, quantization=None))
+    (found, *_), (expected, *_) = (
+        model.cost(1, seq_len, "chunked", kernels).layers for model in (quantized, dense)
+    )
+    assert found.peak - found.dense == pytest.approx(expected.peak, rel=0.02)
+    assert expected.dense == 0
+    if kernels == "fused":
+        assert found.dense > 0 or seq_len > 16, "of few tokens the dense weight is most of it"
+    config = recipe.config
+    largest = config.hidden_size * config.intermediate_size * 2
+    assert (quantized.shapes.dense_weight, dense.shapes.dense_weight) == (largest, 0)
+    in_fp4 = CostModel(replace(recipe_of("qwen2"), quantization=BitsAndBytesConfig(**FP4)))
+    assert in_fp4.shapes.dense_weight == 0, "made dense in memory of their own"
 
 
 class Operators(TorchDispatchMode):

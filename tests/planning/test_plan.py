@@ -74,6 +74,7 @@ def test_adapters_planned_are_the_models(case: str) -> None:
     assert plan(model, seq_len=8).as_dict() == found.as_dict()
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("block_size", "on_host"), [(1, False), (2, True)])
 def test_planned_sizes_are_those_of_the_prepared_model(

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,19 @@ import torch
 
 import poros
 from poros.devices import library_workspace
-from tests.planning.cells import USUAL, Steps, config_of, make, planned, prepare
+from poros.planning.formula import MemoryPlan
+from poros.planning.planner import Planner
+from poros.planning.request import PlanRequest
+from tests.planning.cells import (
+    LAYOUT,
+    STEP,
+    USUAL,
+    Steps,
+    config_of,
+    make,
+    planned,
+    prepare,
+)
 from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +65,17 @@ CASES: dict[str, dict[str, Any]] = {
     "8-bit optimizer": {"optimizer": "adamw_bnb_8bit", "rank": 128, "seq_len": 64},
     "offloaded": DEEP,
     "offloaded, two layers kept": {**DEEP, "slots": 16, "keep_last": 2},
+}
+MAYBE_RECORDED: dict[str, dict[str, Any]] = {
+    "two slots": {},
+    "two layers kept": CASES["two layers kept"],
+    "batch of four": CASES["batch of four"],
+    "loss in slices": CASES["loss in slices"],
+    # Nothing is ever recorded of so many.
+    "many tokens": {
+        **{"num_layers": 3, "hidden_size": 2048, "intermediate_size": 16384},
+        **{"batch_size": 3, "seq_len": 2048, "loss": "chunked"},
+    },
 }
 CHECKED: dict[str, dict[str, Any]] = {
     "low rank": {"rank": 1},
@@ -107,6 +131,27 @@ def test_the_planned_peak_is_the_measured_one(tmp_path: Path, case: str) -> None
     assert later == pytest.approx(expected, rel=TOLERANCE)
 
 
+def unrecorded(model: Any, cell: dict[str, Any], without_recordings: bool = True) -> MemoryPlan:
+    """The plan of a run that could record visits, and has no room for that."""
+    step: dict[str, Any] = {name: cell[name] for name in (*LAYOUT, *STEP)} | {"cuda_graphs": None}
+    request = PlanRequest(num_slots=cell["slots"], library_num_bytes=0, **step)
+    return Planner(model).plan(replace(request, without_recordings=without_recordings))
+
+
+@pytest.mark.parametrize("case", MAYBE_RECORDED)
+def test_what_visits_have_that_may_be_recorded_is_planned(tmp_path: Path, case: str) -> None:
+    cell = {**GPU, **MAYBE_RECORDED[case], "cuda_graphs": None}
+    base = start()
+    model = make(tmp_path, cell, device="cuda")
+    plan = unrecorded(model, cell, without_recordings=case != "many tokens")
+    assert not plan.replays and plan.terms["dense weight"] > 0
+    prepare(model, cell, self_check="off")
+    # Two visits are too few to be recorded.
+    later = peaks_of(model, cell)[1] - base
+    print(f"planned {plan.total_num_bytes}, measured {later}, {dict(plan.terms)}")
+    assert later == pytest.approx(plan.total_num_bytes, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("slots", [2, 3, 8])
 def test_the_whole_base_on_the_gpu_would_be_noticed(tmp_path: Path, slots: int) -> None:
     cell = {**GPU, **LARGE, "slots": slots}
@@ -129,8 +174,8 @@ def test_a_budget_is_kept_and_used(tmp_path: Path, share: float) -> None:
     base = start()
     cell = {**GPU, "accumulation": 2}
     model = make(tmp_path, cell, device="cuda")
-    least = planned(model, cell).total_num_bytes
-    most = planned(model, {**cell, "slots": 6, "keep_last": 6}).total_num_bytes
+    least = unrecorded(model, cell).total_num_bytes
+    most = unrecorded(model, {**cell, "slots": 6, "keep_last": 6}).total_num_bytes
     libraries = library_workspace(torch.device("cuda", 0))
     budget = int(libraries + least + share * (most - least))
     prepare_plain(model, vram_budget=budget, self_check="off")

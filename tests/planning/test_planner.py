@@ -136,6 +136,7 @@ SURROUNDINGS: dict[str, Any] = {
     "inference mode": torch.inference_mode,
     "activations on the CPU": torch.autograd.graph.save_on_cpu,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "anomaly mode": torch.autograd.detect_anomaly,
 }
 
 
@@ -158,7 +159,7 @@ def test_each_advice_makes_it_fit_and_hardly_a_larger_value_does(share: float) -
     def needed(**changes: int) -> int:
         options = {**asked, **changes}
         planner = Planner(config, lora=lora(r=options.pop("rank"), target_modules="all-linear"))
-        request = PlanRequest(**options, offload_boundaries=True, cuda_graphs=False)
+        request = PlanRequest(**options, offload_boundaries=True, without_recordings=True)
         return planner.plan(request).total_num_bytes
 
     budget = int(share * needed())

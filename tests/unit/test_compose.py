@@ -89,6 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return kernels
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP32), (FP16, FP16), (FP32, FP16)])
 def test_tiers_have_the_same_bits(

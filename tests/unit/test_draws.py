@@ -7,7 +7,7 @@ import torch
 
 from poros.accumulation import draws
 from poros.accumulation.draws import NONE, Draws, between, later
-from poros.layer.rng import RngStash
+from poros.stream.rng import RngStash
 
 CPU = torch.device("cpu")
 WAYS: dict[str, Callable[[], object]] = {

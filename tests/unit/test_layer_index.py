@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from poros.layer.layer_index import LayerIndex
+from poros.stream.layer_index import LayerIndex
 
 
 class Layer(nn.Module):
@@ -38,9 +38,9 @@ def places(tree: LayerIndex) -> Places:
             id(each.owner),
             each.key,
             id(each.parameter),
-            each.stand_in.data_ptr(),
-            each.stand_in.dtype,
-            tuple(each.stand_in.shape),
+            each.proxy.data_ptr(),
+            each.proxy.dtype,
+            tuple(each.proxy.shape),
         )
         for each in tree.adapters().places
     ]
@@ -127,11 +127,11 @@ def test_a_stand_in_that_was_given_other_memory_is_made_anew(
     layer = Layer()
     tree = tree_of(layer)
     before = tree.adapters()
-    before.places[0].stand_in.data = torch.zeros(4, 4)
+    before.places[0].proxy.data = torch.zeros(4, 4)
     assert tree.adapters() is not before
     change(layer)
     assert all(
-        adapter.stand_in.data_ptr() == adapter.parameter.data_ptr()
+        adapter.proxy.data_ptr() == adapter.parameter.data_ptr()
         for adapter in tree.adapters().places
     )
 

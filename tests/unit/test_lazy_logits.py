@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.errors import PreparedModelError
-from poros.head.logits import LazyLogits, Origin
+from poros.head.logits import LazyLogits, Origin, _sums_of_bits
 from poros.head.online import Step
 
 V, H = 40, 8
@@ -365,3 +366,36 @@ def test_results_that_are_read_hold_nothing_of_what_they_follow_from() -> None:
 def test_code_below_python_is_refused() -> None:
     with pytest.raises(PreparedModelError, match="found an autograd function or a compiled one"):
         torch._C._disabled_torch_function_impl(torch.Tensor.add, (), (lazily(hidden()), 1), {})
+
+
+# ------------------------------------------------------------------- sums of bits
+
+
+@pytest.mark.parametrize("shape", [(40, 8), (1, 4), (0, 8), (7, 3), (1000, 12), (2, 5, 8)], ids=str)
+def test_sums_are_those_of_all_bits(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(3)
+    values = torch.randn(shape).to(torch.bfloat16)
+    kind = torch.int64 if shape[-1] % 4 == 0 else torch.uint8
+    words = values.view(-1, shape[-1]).view(kind).to(torch.int64)
+    places = [torch.arange(1, 1 + size) for size in words.shape]
+    weighted = words.sum(0) * places[1], words.sum(1) * places[0]
+    assert _sums_of_bits(values).tolist() == [each.sum().item() for each in weighted]
+
+
+def test_few_rows_are_added_up_at_once() -> None:
+    """Of more than a thousand a GPU makes parts first, in memory twice as large as the rows."""
+    added: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.sum.dim_IntList:
+                (dim,) = args[1]
+                added.append(args[0].shape[dim] if dim % args[0].dim() < args[0].dim() - 1 else 0)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        for num_rows in (512, 32_769, 65_536, 262_144):
+            _sums_of_bits(torch.empty(num_rows, 1024, dtype=torch.bfloat16, device="meta"))
+    assert len(added) == 4 * 4 and 512 <= max(added) < 1024

@@ -34,6 +34,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
     return simulated(monkeypatch)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("check", ["strict", "off"])
 @pytest.mark.parametrize(("slots", "kept"), [(2, 0), (4, 0), (6, 0), (6, 3), (6, 6)])
 def test_what_a_step_leaves_is_spent_to_the_byte(

@@ -17,17 +17,30 @@ from poros.self_check import check
 from tests.support import prepare_plain
 
 ROOT = Path(__file__).resolve().parents[2]
+SETUPS = (
+    "pass",
+    "logging.getLogger('poros').setLevel('WARNING')",
+    "logging.basicConfig(level='WARNING')",
+)
+# A script for each of the setups, in processes of their own that have imported the libraries.
 CODE = """
-import logging
-import re
-{setup}
-import torch
-import poros
-from poros.gates import tiny
-model = tiny.attach_lora(tiny.load_base({folder!r}, dtype=torch.bfloat16))
-poros.prepare(model, slots=2).train()
-tokens = torch.arange(8)[None]
-model(input_ids=tokens, labels=tokens).loss.backward()
+import logging, os, sys
+import peft, torch, transformers
+peft.LoraConfig, transformers.Qwen2ForCausalLM, transformers.BitsAndBytesConfig
+torch.set_num_threads(1)
+for number, setup in enumerate({setups!r}):
+    print("setup", number, file=sys.stderr, flush=True)
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    exec(setup)
+    import poros
+    from poros.gates import tiny
+    model = tiny.attach_lora(tiny.load_base({folder!r}, dtype=torch.bfloat16))
+    poros.prepare(model, slots=2).train()
+    tokens = torch.arange(8)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    break
 """
 
 
@@ -39,19 +52,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "base"
 
 
-def said(folder: Path, setup: str) -> list[str]:
+@pytest.fixture(scope="module")
+def said(folder: Path) -> dict[str, list[str]]:
+    """By the setup, what a script says of poros."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE.format(setup=setup, folder=str(folder))],
+        [sys.executable, "-W", "ignore", "-c", CODE.format(setups=SETUPS, folder=str(folder))],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        check=True,
     )
-    return [line for line in done.stderr.splitlines() if line.startswith("poros: ")]
+    assert done.returncode == 0, done.stderr
+    parts = re.split(r"^setup \d+$", done.stderr, flags=re.MULTILINE)[1:]
+    return {
+        setup: [line for line in part.splitlines() if line.startswith("poros: ")]
+        for setup, part in zip(SETUPS, parts, strict=True)
+    }
 
 
-def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(folder: Path) -> None:
-    prepared, checked = said(folder, "")
+def test_a_plain_script_sees_a_line_each_for_preparing_and_checking(
+    said: dict[str, list[str]],
+) -> None:
+    prepared, checked = said[SETUPS[0]]
     assert "PeftModel" in prepared or "Qwen2" in prepared
     assert "3 blocks" in prepared and "2 places on cpu" in prepared
     assert "3 layers give the bits" in checked
@@ -71,15 +92,9 @@ def test_what_stays_is_not_counted_in_places_and_nothing_is_rounded_away(
     assert {number: size(number) for number in sizes} == sizes
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        "logging.getLogger('poros').setLevel('WARNING')",
-        "logging.basicConfig(level='WARNING')",
-    ],
-)
-def test_it_can_be_silenced(setup: str, folder: Path) -> None:
-    assert said(folder, setup) == []
+@pytest.mark.parametrize("setup", SETUPS[1:])
+def test_it_can_be_silenced(setup: str, said: dict[str, list[str]]) -> None:
+    assert said[setup] == []
 
 
 def test_a_runtime_describes_itself(folder: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import poros
-from poros.layer.settings import Settings
 from poros.self_check.switches import current_settings, set_settings
+from poros.stream.settings import Settings
 from tests.snapshots import assert_same_run, build, changes, run, step
 from tests.support import prepare_plain
 
@@ -153,7 +153,7 @@ SILENCE = """
 import torch
 from contextlib import ExitStack
 from poros.self_check.switches import current_settings, set_settings
-from poros.layer.settings import Settings
+from poros.stream.settings import Settings
 
 def followed():
     found = []

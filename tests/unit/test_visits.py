@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_map_only
 from poros import streams as streams_module
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
-from poros.layer import general
-from poros.layer.condition import Condition
-from poros.layer.general import RecomputedCall
-from poros.layer.layer_index import LayerIndex
-from poros.layer.remat import RematerializeLayer
-from poros.layer.rng import RngStash
-from poros.layer.streamed import StreamedLayer
+from poros.replay.remat import RematerializeLayer
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import training_visits
+from poros.stream import general
+from poros.stream.boundary import StreamedLayer
+from poros.stream.condition import Condition
+from poros.stream.general import RecomputedCall
+from poros.stream.layer_index import LayerIndex
+from poros.stream.rng import RngStash
 from poros.streams import CudaStreams, EagerStreams, Event
 from tests.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from tests.slots import random_store

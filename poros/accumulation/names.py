@@ -1,0 +1,188 @@
+"""What code of the user binds to names while it runs ahead of its turn, to be put back."""
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_MOST_ELEMENTS = 1000
+"""Of a container that is looked into."""
+_ABSENT = object()
+_LOOKED_AT_OTHERWISE = frozenset({"_parameters", "_buffers", "_modules", "training"})
+"""Entries of a module's ``__dict__``; the last is set by trainers each step."""
+
+
+class Space(NamedTuple):
+    """Names in one place, how one of them is bound, and whose attributes they are, if any's."""
+
+    read: Callable[[], dict[str, Any]]
+    write: Callable[[str, Any], None]
+    owner: Any = None
+
+
+class _Value(NamedTuple):
+    """What is bound to a name, and a copy of it if it is a small container."""
+
+    value: Any
+    copy: Any = None
+
+    @classmethod
+    def of(cls, value: Any) -> "_Value":
+        is_small = type(value) in _CONTAINERS and len(value) <= _MOST_ELEMENTS
+        return cls(value, value.copy()) if is_small else cls(value)
+
+    @property
+    def is_seen(self) -> bool:
+        return self.copy is not None or self.value is _ABSENT or _is_plain(self.value)
+
+    def is_same(self, other: "_Value") -> bool:
+        mine, others = _elements(self.copy), _elements(other.copy)
+        is_alike = _same(self.value, other.value) and len(mine) == len(others)
+        return is_alike and all(map(_same, mine, others))
+
+    def write(self, space: Space, name: str) -> None:
+        space.write(name, self.value)
+        if self.copy is not None:
+            self.value.clear()
+            fill = self.value.update if hasattr(self.value, "update") else self.value.extend
+            fill(self.copy)
+
+
+_NOTHING = _Value(_ABSENT)
+
+
+class Names:
+    """Names in some places, to be bound again to what they were before code has run.
+
+    Seen are numbers, texts, bools, None, tuples of them, and what is in small containers. Objects
+    stay, whatever was there before, and so does a bool that nobody had declared: a note that
+    something was registered has to stay with it.
+
+    Args:
+        spaces: The places; see ``attributes`` and ``of_code``.
+    """
+
+    def __init__(self, spaces: Iterable[Space]) -> None:
+        self._spaces = list(spaces)
+        self._changed: dict[tuple[int, str], tuple[_Value, _Value]] = {}
+        """Before, and since."""
+
+    @property
+    def are_same(self) -> bool:
+        """Whether code has bound nothing since they were put back or kept."""
+        return not self._changed
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what the body binds."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            for place, (old, new) in enumerate(zip(before, self._now(), strict=True)):
+                for name in old.keys() | new.keys():
+                    left, right = old.get(name, _NOTHING), new.get(name, _NOTHING)
+                    if left is not right and not left.is_same(right):
+                        first, _ = self._changed.get((place, name), (left, right))
+                        self._changed[place, name] = first, right
+
+    def _now(self) -> list[dict[str, _Value]]:
+        return [{k: _Value.of(each) for k, each in s.read().items()} for s in self._spaces]
+
+    def put_back(self) -> None:
+        """Have the values that were there before the code ran."""
+        for (place, name), (old, new) in self._changed.items():
+            space = self._spaces[place]
+            is_new = old.value is _ABSENT and not hasattr(type(space.owner), name)
+            if old.is_seen and new.is_seen and not (is_new and type(new.value) is bool):
+                old.write(space, name)
+        self.keep()
+
+    def keep(self) -> None:
+        """Have what code has bound as that to begin from."""
+        self._changed = {}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN
+
+
+def _same(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    return type(left) is type(right) and _is_plain(left) and bool(left == right)
+
+
+def _elements(container: Any) -> list[Any]:
+    return [*(container or ()), *(container.values() if isinstance(container, dict) else ())]
+
+
+def attributes(owner: Any) -> Space:
+    """The attributes of an object."""
+    own: dict[str, Any] = vars(owner)
+    return Space(
+        lambda: {name: own[name] for name in own.keys() - _LOOKED_AT_OTHERWISE},
+        partial(_bind, own),
+        owner,
+    )
+
+
+def of_code(code: Iterable[Any]) -> Iterator[Space]:
+    """What code can bind: attributes of its own and of what it is a method of, variables around it.
+
+    Args:
+        code: Functions, methods, or objects that are called. Functions of the same file that they
+            use are looked at, too.
+    """
+    todo, seen = list(code), set[int]()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen or isinstance(each, type):
+            continue
+        seen.add(id(each))
+        todo += [getattr(each, k) for k in ("func", "__self__", "__func__") if hasattr(each, k)]
+        if hasattr(each, "__dict__"):
+            yield attributes(each)
+        is_called = callable(each) and not isinstance(each, FunctionType)
+        function = type(each).__call__ if is_called else each
+        if not isinstance(function, FunctionType):
+            continue
+        for space in (_cells(function), _globals(function)):
+            yield space
+            for value in space.read().values():
+                if getattr(value, "__globals__", None) is function.__globals__:
+                    todo.append(value)
+
+
+def _bind(names: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        names.pop(name, None)
+    else:
+        names[name] = value
+
+
+def _globals(function: FunctionType) -> Space:
+    names, own = function.__code__.co_names, function.__globals__
+    return Space(lambda: {each: own[each] for each in names if each in own}, partial(_bind, own))
+
+
+def _cells(function: FunctionType) -> Space:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def read() -> dict[str, Any]:
+        found = {}
+        for name, cell in cells.items():
+            with suppress(ValueError):  # nothing is bound yet
+                found[name] = cell.cell_contents
+        return found
+
+    def write(name: str, value: Any) -> None:
+        cells[name].cell_contents = None if value is _ABSENT else value
+
+    return Space(read, write)

@@ -1,1 +1,0 @@
-"""One streamed layer: its visit, its recomputation, and all that has to be as it was."""

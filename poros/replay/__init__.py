@@ -1,0 +1,1 @@
+"""The step: visits of layers that are recorded once and replayed."""

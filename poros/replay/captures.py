@@ -1,0 +1,512 @@
+"""Visits of a layer that are recorded once and replayed: see ``poros.graphs``.
+
+A visit starts the same work each time: its block lies in the same slot, its adapters where they
+were. So the forward, and the recomputation with its gradients, are recorded once for each form of
+call, and then cost one call of the host instead of hundreds.
+
+Note: Eager is the way out
+    Whatever is not certain to be the same work keeps the graph of its forward
+    (``poros.stream.general``), with the same bits, so mixing both shows nowhere: calls with hooks
+    inside the layer, beside tensors that layers share, while somebody watches operators or the
+    self-check runs; whatever cannot be recorded. A layer that keeps its graph on the device keeps
+    one at a time in its recording; a second forward before the backward of the first goes as that
+    of a recomputed layer.
+
+Note: Proof
+    The first replay is made beside the eager visit that it is to replace, from the same random
+    state. If any bit differs, random state included, the recording is never used. Gradients of an
+    attention that does not repeat itself (``poros.stream.attention``) cannot be compared: then a
+    recording of the same visit with attention that does is compared with such a visit.
+
+Note: When it is recorded
+    As a pass begins, not within one: a backward runs in a thread and a state of its own.
+"""
+
+import logging
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from poros.errors import ParityError, RematerializationError, UnsupportedModelError
+from poros.graphs import Recorder
+from poros.replay.call import LayerCall
+from poros.replay.facts import CallFacts
+from poros.replay.forms import (
+    CHECK,
+    Around,
+    Form,
+    HeldGraphs,
+    Kind,
+    LooseTensors,
+    Replayed,
+    SharedMemory,
+)
+from poros.replay.proof import different_ones, varies, with_steady_attention
+from poros.replay.recording import Recordings
+from poros.replay.remat import rematerialize
+from poros.replay.uses import GraphAudit
+from poros.replay.watched import is_seen, obstacle_around
+from poros.saying import Slowly
+from poros.slots.schedule import Phase
+from poros.stream.args import tree_flatten
+from poros.stream.rng import RngStash
+
+if TYPE_CHECKING:
+    from poros.stream.body import LayerBody
+    from poros.stream.condition import Condition
+
+logger = logging.getLogger(__name__)
+
+_LEAST_VISITS = 2
+"""Eager visits of a form before it is recorded; one more for each recording of the layer that had
+to make way before it was worth its while."""
+_LEAST_REPLAYS = 4
+"""From which on a recording was: it takes about as long as two visits that run."""
+_MOST_RECORDED = 4
+"""Forms of one layer that are recorded at a time; of a layer that keeps its graph, one."""
+_IDLE_VISITS = 16
+"""Visits of a layer after which a recorded form that did not come gives way to another."""
+_MOST_FORMS = 64
+"""Forms of one layer that are remembered."""
+
+NEW = "a form that has not come often enough"
+ARGUMENTS = "arguments that a layer may write to"
+EXPECTED = (NEW, CHECK)
+"""Reasons to run a visit that every run has."""
+
+Tensors = Sequence[torch.Tensor]
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Captures:
+    """The recorded visits of one prepared model.
+
+    Args:
+        recorder: Records.
+        device: Where layers run.
+        is_strict: Whether a recording with other bits is an error.
+        most_tokens: Of a call, for it to be recorded.
+
+    Attributes:
+        num_replays: Visits that were replayed.
+        eager: Visits that ran as always, by reason.
+        num_recorded: Visits of layers that were recorded.
+        recording_ms: How long that took.
+        is_on: Whether there is room for recordings.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        device: torch.device,
+        is_strict: bool = False,
+        most_tokens: float = math.inf,
+    ) -> None:
+        self.memory = SharedMemory(device)
+        self.num_replays = 0
+        self.is_on = True
+        self.eager: Counter[str] = Counter()
+        self.num_recorded = 0
+        self.recording_ms = 0.0
+        self._recorder = recorder
+        self._recordings = Recordings(recorder, self.memory)
+        self._device = device
+        self._is_strict = is_strict
+        self._most_tokens = most_tokens
+        self._forms: dict[int, dict[Any, Form]] = {}
+        self._num_visits: Counter[int] = Counter()
+        self._num_wasted: Counter[int] = Counter()
+        self._held = HeldGraphs()
+        self._audits: dict[int, tuple[Any, GraphAudit]] = {}
+
+    # ------------------------------------------------------------------ forwards
+
+    def recomputed(
+        self,
+        layer: "LayerBody",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: "Condition",
+    ) -> Any:
+        """The result of a call that backward recomputes; None if its own graph is to stay."""
+        call = self._taken_apart(layer, args, kwargs, condition)
+        if call is None or not call.needs_gradient:
+            return None
+        kept = call.offload_input()  # before the forward, which the copy overlaps with
+        results = self._forward(call)
+        return None if results is None else rematerialize(call, results, kept)
+
+    def kept(
+        self,
+        layer: "LayerBody",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: "Condition",
+    ) -> Any:
+        """The result of a call whose graph is kept; None if it is to run in the graph around it.
+
+        The few visits beside which a recording is proved run as those of a recomputed layer.
+        """
+        call = self._taken_apart(layer, args, kwargs, condition)
+        if call is None or not call.needs_gradient:
+            return None
+        results = self._kept(call)
+        return None if results is None else rematerialize(call, results, call.tensors)
+
+    def inference(
+        self,
+        layer: "LayerBody",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: "Condition",
+        run: Callable[[], Any],
+    ) -> Any:
+        """The result of a call through which no gradient passes; ``run`` is its forward."""
+        call = self._taken_apart(layer, args, kwargs, condition)
+        form = None if call is None else self._form_of(call, "inference")
+        if call is None or form is None:
+            return run()
+        replayed = _proved(form.forward)
+        if replayed is not None and form.facts is not None:
+            with layer.occupy(Phase.INFERENCE):
+                results = replayed.run(call.tensors, self.memory)
+            self.num_replays += 1
+            form.num_replays += 1
+            call.take_over(form.facts)
+            return call.unpack_results(results)
+        returned = run()
+        found: list[torch.Tensor] = []
+        try:
+            template = tree_flatten(returned, f"result of {layer.name}", found)
+        except UnsupportedModelError as error:
+            self._refuse(layer, form, str(error))
+            return returned
+        call.note_inference(template, found)
+        self._prove_forward(call, form, found, Phase.INFERENCE)
+        return returned
+
+    def _taken_apart(
+        self,
+        layer: "LayerBody",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: "Condition",
+    ) -> LayerCall | None:
+        """The call, if tensors in tuples and plain values are all that it is given."""
+        contents, audit = self._audits.get(layer.index, (None, None))
+        if audit is None or contents is not condition.contents:
+            audit = GraphAudit(layer.name)
+            self._audits[layer.index] = condition.contents, audit
+        try:
+            return LayerCall(layer, args, kwargs, condition, audit, self)
+        except UnsupportedModelError:
+            self.eager[ARGUMENTS] += 1
+            return None
+
+    def _forward(self, call: LayerCall) -> list[torch.Tensor] | None:
+        """The results of a forward that is recomputed; None if its own graph is to stay."""
+        form = call.form = self._form_of(call, "recomputed")
+        if form is None:
+            return None
+        if form.refusal is not None:
+            self.eager[form.refusal] += 1
+            return None
+        results = self._replay_forward(call, form)
+        return self._try_forward(call, form) if results is None else results
+
+    def _kept(self, call: LayerCall) -> list[torch.Tensor] | None:
+        form = self._form_of(call, "kept")
+        if form is None:
+            return None
+        # The device computes it twice then: less than the host takes to run it once.
+        is_second = form.in_flight() is not None
+        if is_second:
+            return self._forward(call)
+        if self._held.would_lose(form):
+            form.drop_graph()
+            self._num_wasted[call.layer.index] += 1
+        results = self._replay_forward(call, form)
+        if results is None:
+            least = _LEAST_VISITS + self._num_wasted[call.layer.index]
+            if form.refusal is not None or form.num_visits < least - 1:
+                # Nothing is recorded of it yet, so nothing has to be known of it.
+                self.eager[form.refusal or NEW] += 1
+                form.num_visits += 1
+                return None
+            results = self._try_forward(call, form)
+        if results is not None:
+            call.form = form
+            self._held.add(call)
+        return results
+
+    def _form_of(self, call: LayerCall, kind: Kind) -> Form | None:
+        """The form of a call whose forward comes now; None if it is not to be replayed."""
+        if not self.is_on:
+            reason: str | None = "no room for recordings in the budget"
+        elif call.num_tokens > self._most_tokens:
+            reason = "so many tokens that the device is busy anyway"
+        else:
+            reason = call.obstacle(kind) or obstacle_around()
+        if reason is not None:
+            self.eager[reason] += 1
+            return None
+        forms = self._forms.setdefault(call.layer.index, {})
+        dense = call.layer.dense_address
+        conditions, now = (kind, dense, call.conditions()), call.condition
+        form = forms.pop(conditions, None)
+        # Moved, or with another rate of dropout?
+        if form and form.condition is not now and not form.is_in(now):
+            form = None
+        if form is None:
+            loose = LooseTensors(now.contents.modules())
+            form = Form(kind, conditions, now, loose, dense)
+            if loose.are_within_others:
+                form.refuse("a module that holds tensors in a list or dictionary")
+        form.condition = now
+        forms[conditions] = form  # the last of them
+        form.last_visit = self._num_visits[call.layer.index] = (
+            self._num_visits[call.layer.index] + 1
+        )
+        while len(forms) > _MOST_FORMS:
+            del forms[next(iter(forms))]
+        return form
+
+    def _replay_forward(self, call: LayerCall, form: Form) -> list[torch.Tensor] | None:
+        replayed = _proved(form.forward)
+        if replayed is None or form.facts is None:
+            return None
+        with call.layer.occupy(Phase.FORWARD):
+            results: Any = replayed.run(call.tensors, self.memory)
+        self.num_replays += 1
+        form.num_replays += 1
+        form.in_flight = weakref.ref(call)
+        for result, (_, _, requires_grad) in zip(results, form.facts.forms, strict=True):
+            result.requires_grad_(requires_grad)
+        call.take_over(form.facts)
+        return results
+
+    def _try_forward(self, call: LayerCall, form: Form) -> list[torch.Tensor] | None:
+        try:
+            results = call.forward()
+        except (RematerializationError, UnsupportedModelError) as error:
+            call.ambient.rng.restore()
+            self._refuse(call.layer, form, "it can run in the graph around it alone", str(error))
+            return None
+        self._prove_forward(call, form, results, Phase.FORWARD)
+        return results
+
+    def _prove_forward(self, call: LayerCall, form: Form, results: Tensors, phase: Phase) -> None:
+        """An eager forward has run; replay beside it what has been recorded since."""
+        self.eager[form.refusal or NEW] += 1
+        form.num_visits += 1
+        adapters = () if phase is Phase.INFERENCE else call.adapters
+        if form.facts is None and form.num_visits >= _LEAST_VISITS:
+            form.facts = CallFacts(call, adapters)
+        if form.forward is None or form.forward.is_proved:
+            return
+        with call.layer.occupy(phase), call.ambient.rng.replay():
+            found = form.forward.run(call.tensors, self.memory)
+            same_end = call.ends_with(RngStash.capture(self._device))
+        form.in_flight = weakref.ref(call)
+        different = different_ones(found, [each.detach() for each in results], "result")
+        self._settle(call, form, form.forward, different if same_end else "random numbers")
+
+    # ----------------------------------------------------------------- backwards
+
+    def backward(self, call: LayerCall, tensors: Tensors, gradients: Gradients) -> Gradients | None:
+        """Replay the gradients of a call, with its recomputation; not within a visit.
+
+        Args:
+            call: The call.
+            tensors: What autograd has kept for it.
+            gradients: Of its results.
+
+        Returns:
+            The gradients of what requires one; terms of what is used several times are with
+            ``call.repeated``. None if it has to run.
+        """
+        form = call.form
+        if form is None or is_seen(call) or not form.is_there(call):
+            return None
+        replayed = _proved(form.backwards.get(Around.capture(gradients, self._device)))
+        if replayed is None:
+            return None
+        with call.layer.occupy(Phase.BACKWARD):
+            tensors = call.with_input(tensors)
+            found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
+        self.num_replays += 1
+        return call.without_terms(found)
+
+    def prove_backward(
+        self, call: LayerCall, tensors: Tensors, gradients: Gradients, outgoing: Gradients
+    ) -> None:
+        """An eager backward has run, and its terms are still there; not within a visit."""
+        form = call.form
+        if form is None or form.facts is None or is_seen(call):
+            return
+        self.eager[form.refusal or NEW] += 1
+        if form.refusal is not None:
+            return
+        around = Around.capture(gradients, self._device)
+        replayed = form.backwards.setdefault(around, None)
+        if replayed is None or replayed.is_proved or not form.is_there(call):
+            return
+        wanted, proof = [*outgoing, *call.terms()], form.deterministic.get(around)
+        if proof is not None:
+            own_visit = call.layer.visit(Phase.BACKWARD, form.facts.adapters)
+            with own_visit, call.ambient.rng.replay():
+                wanted = with_steady_attention(form.facts, tensors, gradients, around)
+        is_kept = proof is None and form.kind == "kept"
+        try:
+            with call.layer.occupy(Phase.BACKWARD):
+                found = self._run_backward(call, proof or replayed, tensors, gradients, is_kept)
+            different = different_ones(found, wanted, "gradient")
+        except RematerializationError:
+            different = "random numbers"
+        is_first = proof is None and around not in form.deterministic
+        if different and is_first and varies(call, form.facts, tensors):
+            form.deterministic[around] = None  # to be recorded
+            return
+        form.deterministic.pop(around, None)
+        self._settle(call, form, replayed, different)
+
+    def _run_backward(
+        self,
+        call: LayerCall,
+        replayed: Replayed,
+        tensors: Tensors,
+        gradients: Gradients,
+        is_kept: bool,
+    ) -> list[torch.Tensor | None]:
+        arrived = [each for each in gradients if each is not None]
+        if is_kept:
+            return replayed.run(arrived, self.memory)
+        with call.ambient.rng.replay():
+            found = replayed.run([*tensors, *arrived], self.memory)
+            call.require_same_end()
+        return found
+
+    # ----------------------------------------------------------------- recording
+
+    def release(self, call: LayerCall) -> None:
+        """The graph of a call that was kept is not needed any more."""
+        if call.form is not None and call.form.in_flight() is call:
+            call.form.in_flight = lambda: None
+
+    def begin_pass(self, layers: Sequence["LayerBody"], is_on: bool = True) -> bool:
+        """Record what has come often enough; not within a visit, nor in a backward.
+
+        Args:
+            layers: Of the model.
+            is_on: Whether there is room for recordings.
+
+        Returns:
+            Whether any was made.
+        """
+        self.memory.begin_pass()
+        if not is_on and self.is_on:
+            self.forget()
+        self.is_on = is_on
+        # Within a backward the model is checkpointed; memory of inference mode is of no use later.
+        is_within = torch._C._current_graph_task_id() != -1 or torch.is_inference_mode_enabled()
+        wanted = [] if is_within or not is_on else self._wanted(layers)
+        begun, slowly = time.perf_counter(), Slowly(logger, "poros: recording layers: %d of %d")
+        num_before, has_given_back = self.num_recorded, False
+        for number, (layer, form) in enumerate(wanted):
+            slowly.step(number, len(wanted))
+            if self._is_ready(layer, form):
+                if not has_given_back:
+                    self._recorder.give_back()  # replayed visits cannot have what others left
+                has_given_back = True
+                self._record(layer, form)
+        if self.num_recorded > num_before:
+            took = (time.perf_counter() - begun) * 1000
+            self.recording_ms += took
+            made = self.num_recorded - num_before
+            logger.info("poros: recorded %d visits of layers in %.1f s", made, took / 1000)
+        return self.num_recorded > num_before
+
+    def _wanted(self, layers: Sequence["LayerBody"]) -> list[tuple["LayerBody", Form]]:
+        found = []
+        for layer in layers:
+            least = _LEAST_VISITS + self._num_wasted[layer.index]
+            found += [
+                (layer, form)
+                for form in self._forms.get(layer.index, {}).values()
+                if form.num_visits >= least and form.refusal is None and form.is_wanting
+            ]
+        return found
+
+    def _is_ready(self, layer: "LayerBody", form: Form) -> bool:
+        """Whether it can be recorded now: adapters may be switched off for a while, for one."""
+        is_current = form.facts is not None and form.facts.are_current(form.condition.addresses)
+        return is_current and (form.forward is not None or self._makes_way(layer, form))
+
+    def _record(self, layer: "LayerBody", form: Form) -> None:
+        try:
+            self._recordings.record(layer, form)
+            self.num_recorded += 1
+        except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
+            self._refuse(layer, form, f"cannot be recorded: {str(error).splitlines()[0]}")
+
+    def _makes_way(self, layer: "LayerBody", form: Form) -> bool:
+        """Whether one more form may be recorded; if need be, the one goes that came last ago."""
+        forms = self._forms[layer.index]
+        recorded = [
+            other
+            for other in forms.values()
+            if other.kind == form.kind and other.forward is not None
+        ]
+        if len(recorded) < (1 if form.kind == "kept" else _MOST_RECORDED):
+            return True
+        oldest = min(recorded, key=lambda other: other.last_visit)
+        if self._num_visits[layer.index] - oldest.last_visit < _IDLE_VISITS:
+            return False
+        del forms[oldest.conditions]
+        self._num_wasted[layer.index] += oldest.num_replays < _LEAST_REPLAYS
+        return True
+
+    def _settle(
+        self, call: LayerCall, form: Form, replayed: Replayed, different: str | None
+    ) -> None:
+        if different is None:
+            replayed.is_proved = True
+            return
+        reason = "a recording gave other bits than the visit it was to replace"
+        if self._is_strict:
+            raise ParityError(
+                f"{call.layer.name}: expected a recorded visit (cuda_graphs=True) to give the bits "
+                f"of the visit that it replaces, found others: {different}. Nothing was trained "
+                "with it. Use cuda_graphs=None, which runs such layers as always, or False"
+            )
+        self._refuse(call.layer, form, reason, different)
+
+    def _refuse(self, layer: "LayerBody", form: Form, reason: str, about: str = "") -> None:
+        if reason not in self.eager:
+            more = f" ({about})" if about else ""
+            logger.warning("poros: %s runs as always, not replayed: %s%s", layer.name, reason, more)
+        form.refuse(reason)
+        self.eager[reason] += 1
+
+    @property
+    def will_record(self) -> bool:
+        """Whether there is room for recordings, and none is there yet."""
+        forms = (form for of_layer in self._forms.values() for form in of_layer.values())
+        return self.is_on and all(form.forward is None for form in forms)
+
+    def forget(self) -> None:
+        """Let go of all recordings and their memory; a backward that is to come runs."""
+        for forms in self._forms.values():
+            for form in forms.values():
+                form.refuse("recorded for another place of its block")
+        self._forms.clear()
+        self._recorder.forget()
+
+
+def _proved(replayed: Replayed | None) -> Replayed | None:
+    return replayed if replayed is not None and replayed.is_proved else None

@@ -1,0 +1,232 @@
+"""Forms of a layer's calls, and what is recorded of each: see ``poros.replay.captures``.
+
+Two calls of a layer are of one form if they do the same work on the device but for what the tensors
+hold that they are given: the same arguments but for tensors, tensors of the same form, the same
+state around it, the same tensors of the layer at the same addresses.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from poros.graphs import Fixed, FixedMemory, Recording
+from poros.stream.settings import Settings
+from poros.stream.state import AutocastState, autocast_of
+
+if TYPE_CHECKING:
+    from poros.replay.call import LayerCall
+    from poros.replay.facts import CallFacts
+    from poros.stream.condition import Condition
+
+CHECK = "a check"
+"""Why a visit runs: somebody looks at it."""
+
+Kind = Literal["recomputed", "kept", "inference"]
+"""Of a call: recomputed in backward, with its graph kept until then, or without a backward."""
+
+
+class Around(NamedTuple):
+    """What a backward ran under. Equal ones do the same work."""
+
+    arriving: tuple[bool, ...]
+    """Which results have a gradient."""
+    autocast: tuple[AutocastState, ...]
+    settings: Settings
+
+    @classmethod
+    def capture(cls, gradients: Sequence[torch.Tensor | None], device: torch.device) -> "Around":
+        arriving = tuple(gradient is not None for gradient in gradients)
+        return cls(arriving, autocast_of(device), Settings.capture())
+
+
+@dataclass
+class Replayed:
+    """One recording, with the fixed memory that it reads from and writes to.
+
+    Attributes:
+        places: For each result where it is: its number in ``gives``; -1 - n if it is the n-th of
+            what was given; None if there is none.
+        is_proved: Whether it has given what an eager visit gave.
+    """
+
+    recording: Recording
+    given: Fixed
+    gives: Fixed
+    places: Sequence[int | None]
+    is_proved: bool = False
+
+    def run(
+        self, sources: Sequence[torch.Tensor], memory: "SharedMemory"
+    ) -> list[torch.Tensor | None]:
+        """Replay it on ``sources``; what it gives, in memory of its own."""
+        memory.fill(self.given, sources)
+        self.recording.replay()
+        made = self.gives.copies()
+        return [
+            None if place is None else made[place] if place >= 0 else sources[-1 - place]
+            for place in self.places
+        ]
+
+
+class LooseTensors:
+    """Tensors that modules hold as plain attributes: neither parameters nor buffers.
+
+    A recording would go on reading the old one where another has taken its place. New attributes,
+    and those that were nothing before, are noticed by ``poros.stream.attributes``.
+
+    Args:
+        modules: Of a layer.
+
+    Attributes:
+        are_within_others: Whether a list or dictionary of a module holds tensors, which could be
+            exchanged unnoticed.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.are_within_others = False
+        self._places: list[tuple[dict[str, Any], str]] = []
+        for module in modules:
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    self._places.append((vars(module), key))
+                elif isinstance(value, list | tuple | dict) and key not in _OWN_TABLES:
+                    inner = value.values() if isinstance(value, dict) else value
+                    self.are_within_others |= any(isinstance(one, torch.Tensor) for one in inner)
+        # Held, so that an id stays its tensor's.
+        self._tensors: list[torch.Tensor] = [table[key] for table, key in self._places]
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+
+    def are_the_same(self) -> bool:
+        """Whether they are where they were."""
+        return all(
+            table.get(key) is tensor and tensor.data_ptr() == pointer
+            for (table, key), tensor, pointer in zip(
+                self._places, self._tensors, self._pointers, strict=True
+            )
+        )
+
+
+_OWN_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass
+class Form:
+    """One form of call of a layer, and what is known of it."""
+
+    kind: Kind
+    conditions: Hashable
+    condition: "Condition"
+    """Of the layer, when it came last."""
+    loose: LooseTensors
+    dense_address: int | None = None
+    """Of the layer's dense weights that its calls share."""
+    num_visits: int = 0
+    last_visit: int = 0
+    """Its number among all visits of the layer."""
+    num_replays: int = 0
+    """Of its forward."""
+    facts: "CallFacts | None" = None
+    """What an eager forward has found, for those that replay."""
+    forward: Replayed | None = None
+    backwards: dict[Around, Replayed | None] = field(default_factory=dict)
+    """None where one is wanted."""
+    deterministic: dict[Around, Replayed | None] = field(default_factory=dict)
+    """The same with attention that repeats itself, for the proof of what does not; likewise."""
+    held: Any = None
+    """Of layers that keep their graph: inputs and results of the recorded forward."""
+    order: int = 0
+    """Of the recorded forward, among those of layers that keep their graph."""
+    refusal: str | None = None
+    """Why nothing of it is recorded."""
+    in_flight: Callable[[], object | None] = lambda: None
+    """The call whose forward was replayed last: of layers that keep their graph, that whose graph
+    lies in the recording's memory."""
+
+    @property
+    def is_wanting(self) -> bool:
+        """Whether something of it has come that is not recorded, and may be now."""
+        if self.kind == "kept" and self.in_flight() is not None:
+            return False
+        recorded = (self.forward, *self.backwards.values(), *self.deterministic.values())
+        return any(each is None for each in recorded)
+
+    def is_in(self, now: "Condition") -> bool:
+        """Whether its calls do the same in this condition: a call's other state is equal."""
+        before = self.condition
+        return (
+            before.addresses == now.addresses
+            and self.loose.are_the_same()
+            and not before.contents.attributes.differ(before.attributes, now.attributes)
+        )
+
+    def is_there(self, call: "LayerCall") -> bool:
+        """Whether what its recorded backward reads is still that of the forward of ``call``."""
+        is_same = self.dense_address == call.layer.dense_address
+        return is_same and (self.kind != "kept" or self.in_flight() is call)
+
+    def drop_graph(self) -> None:
+        """Have the forward of a layer that keeps its graph recorded anew, with its backwards."""
+        self.forward, self.held = None, None
+        self.backwards = dict.fromkeys(self.backwards)
+
+    def refuse(self, reason: str) -> None:
+        self.refusal, self.forward, self.held = reason, None, None
+        self.backwards, self.deterministic = {}, {}
+
+
+class HeldGraphs:
+    """Calls whose graph lies in the memory of a recording, until their backward."""
+
+    def __init__(self) -> None:
+        self._calls: list[weakref.ref[LayerCall]] = []
+
+    def add(self, call: "LayerCall") -> None:
+        self._calls.append(weakref.ref(call))
+
+    def would_lose(self, form: Form) -> bool:
+        """Whether replaying the forward of ``form`` could overwrite one of them."""
+        self._calls = [known for known in self._calls if _is_held(known())]
+        calls = (known() for known in self._calls)
+        forms = [call.form for call in calls if call is not None and call.form is not None]
+        return form.forward is not None and any(other.order > form.order for other in forms)
+
+
+def _is_held(call: "LayerCall | None") -> bool:
+    return call is not None and call.form is not None and call.form.in_flight() is call
+
+
+class SharedMemory(FixedMemory):
+    """Fixed memory that knows what was last copied into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._pass = 0
+
+    def begin_pass(self) -> None:
+        """From now on nothing is taken to be there already."""
+        self._pass += 1
+
+    def fill(self, fixed: Fixed, sources: Sequence[torch.Tensor]) -> None:
+        """Copy ``sources`` in, but for those that are there: masks and tables of a whole pass."""
+        known: Any = fixed.filled
+        if known is None or known[0] != self._pass:
+            known = fixed.filled = (self._pass, [None] * len(sources))
+        filled = known[1]
+        missing = [
+            number
+            for number, (source, last) in enumerate(zip(sources, filled, strict=True))
+            if last is None or last[0]() is not source or last[1] != source._version
+        ]
+        if not missing:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [fixed.tensors[number] for number in missing],
+                [sources[number].detach() for number in missing],
+            )
+        for number in missing:
+            filled[number] = weakref.ref(sources[number]), sources[number]._version

@@ -1,0 +1,165 @@
+"""Recording what a layer does in one form of call: see ``poros.replay.captures``.
+
+Note: Memory
+    What a recording reads that is not at the same address at each call (inputs, arriving
+    gradients) is copied to fixed memory before a replay, and all that it gives is copied out of
+    fixed memory after it: autograd keeps what it is handed. Recordings share that memory, and the
+    memory of their temporary tensors, because visits are one after the other. What a layer that
+    keeps its graph holds from forward to backward is nobody else's: its recording has copies of the
+    inputs, and what autograd has saved stays alive with it. A forward that was recorded before may
+    use the same memory in between, so it is not replayed meanwhile (``HeldGraphs``).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from poros.graphs import Fixed, Recorder, Spec
+from poros.replay.forms import Around, Form, Replayed, SharedMemory
+from poros.stream.attention import AttentionKernels, unchanged_flags
+
+if TYPE_CHECKING:
+    from poros.replay.facts import CallFacts
+    from poros.stream.body import LayerBody
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Recordings:
+    """Makes the recordings of one model.
+
+    Args:
+        recorder: Records.
+        memory: That recordings share.
+    """
+
+    def __init__(self, recorder: Recorder, memory: SharedMemory) -> None:
+        self._recorder = recorder
+        self._memory = memory
+        self._num_held = 0
+
+    def record(self, layer: "LayerBody", form: Form) -> None:
+        """Record what is wanted of ``form``. Not within a visit.
+
+        Raises:
+            RuntimeError: Or whatever else the layer or the device raises, if it cannot be. Some of
+                it may be recorded then.
+        """
+        facts = form.facts
+        if facts is None:
+            return
+        is_late = form.forward is not None and None in form.backwards.values()
+        if form.kind == "kept" and is_late:
+            # A backward belongs to the graph of a forward, which others have changed since.
+            form.drop_graph()
+        wanted = [around for around, made in form.backwards.items() if made is None]
+        proofs = [around for around, made in form.deterministic.items() if made is None]
+        with (
+            layer.expose(facts.adapters),
+            layer.assuming_dense(form.dense_address),
+            facts.recording(),
+            # Another thread would have workspaces of cuBLAS of its own.
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            if form.forward is None:
+                form.forward = self._forward(form, facts)
+            for around in wanted:
+                form.backwards[around] = self._backward(form, facts, around)
+            for around in proofs:
+                with unchanged_flags(), AttentionKernels(deterministic=True):
+                    form.deterministic[around] = self._backward(form, facts, around, afresh=True)
+
+    def _forward(self, form: Form, facts: "CallFacts") -> Replayed:
+        given = self._memory.of("inputs", facts.specs)
+        gives: list[Fixed] = []
+        is_kept = form.kind == "kept"
+
+        def run() -> None:
+            tensors = [each.clone() for each in given.tensors] if is_kept else given.tensors
+            inputs = facts.inputs(tensors)
+            results = facts.run(inputs, has_graph=form.kind != "inference")
+            gives.append(self._give([each.detach() for each in results]))
+            if is_kept:
+                self._num_held += 1
+                form.held, form.order = (inputs, results), self._num_held
+
+        recording = self._recorder.record(run, is_held=is_kept)
+        places = range(len(gives[0].tensors))
+        return Replayed(recording, given, gives[0], places)
+
+    def _backward(
+        self, form: Form, facts: "CallFacts", around: Around, afresh: bool = False
+    ) -> Replayed:
+        """The gradients of a call; ``afresh`` with its forward, whatever is kept."""
+        arriving = [
+            Spec(shape, dtype)
+            for (shape, dtype, _), arrives in zip(facts.forms, around.arriving, strict=True)
+            if arrives
+        ]
+        if form.kind == "kept" and not afresh:
+            return self._of_kept(form, facts, around, arriving)
+        given = self._memory.of("arriving", (*facts.specs, *arriving))
+
+        def values() -> list[torch.Tensor | None]:
+            number = len(facts.specs)
+            inputs = facts.inputs(given.tensors[:number])
+            results = facts.recompute(inputs, not self._recorder.sees_operators)
+            gradients = _spread(given.tensors[number:], around)
+            return facts.differentiate(results, inputs, gradients, around)
+
+        return self._gradients(given, values, facts)
+
+    def _of_kept(
+        self, form: Form, facts: "CallFacts", around: Around, arriving: Sequence[Spec]
+    ) -> Replayed:
+        inputs, results = form.held
+        given = self._memory.of("arriving", arriving)
+
+        def values() -> list[torch.Tensor | None]:
+            gradients = _spread(given.tensors, around)
+            return facts.differentiate(results, inputs, gradients, around, keeps_graph=True)
+
+        return self._gradients(given, values, facts)
+
+    def _gradients(
+        self,
+        given: Fixed,
+        values: Callable[[], list[torch.Tensor | None]],
+        facts: "CallFacts",
+    ) -> Replayed:
+        made: list[tuple[Fixed, list[int | None]]] = []
+
+        def run() -> None:
+            found = values()
+            known = {id(tensor): -1 - number for number, tensor in enumerate(given.tensors)}
+            own = [
+                (each, int(facts.is_of_adapter(number)))
+                for number, each in enumerate(found)
+                if each is not None and id(each) not in known
+            ]
+            # Gradients of adapters stay, those of inputs go.
+            gives = self._give([each for each, _ in own], [group for _, group in own])
+            numbers = {id(each): number for number, (each, _) in enumerate(own)}
+            places = [
+                None if each is None else known.get(id(each), numbers.get(id(each)))
+                for each in found
+            ]
+            made.append((gives, places))
+
+        recording = self._recorder.record(run)
+        return Replayed(recording, given, *made[0])
+
+    def _give(self, values: Tensors, groups: Sequence[int] = ()) -> Fixed:
+        """Fixed memory with ``values`` in it; the copy is part of what is recorded."""
+        gives = self._memory.of("results", [Spec.of(each) for each in values], groups)
+        with torch.no_grad():
+            if values:
+                torch._foreach_copy_(gives.tensors, [value.detach() for value in values])
+        return gives
+
+
+def _spread(arrived: Tensors, around: Around) -> list[torch.Tensor | None]:
+    """``arrived`` in the places of the results that have a gradient."""
+    gradients = iter(arrived)
+    return [next(gradients) if arrives else None for arrives in around.arriving]

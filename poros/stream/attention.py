@@ -1,0 +1,145 @@
+"""Attention whose backward does not repeat itself, and making it do so.
+
+On a GPU the backward of fused attention adds up in the order in which its thread blocks happen to
+finish, from about 2048 tokens on: two runs of one layer from one state differ, resident or
+streamed. Each of these kernels has a deterministic form (memory-efficient and flash attention), or
+stands aside for one that has (cuDNN's), while PyTorch's deterministic flag is on and not "warn
+only".
+
+The flag goes on for attention alone, around its forward and around its backward node. Over a whole
+layer cuBLAS would refuse to work without an environment variable that has to be set before the
+process first uses the GPU.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from poros.stream.within import Within
+
+_NODE = "ScaledDotProduct"
+"""How the names of attention's backward nodes begin."""
+
+
+class AttentionKernels(TorchFunctionMode):
+    """Watches the calls of ``scaled_dot_product_attention`` in its body.
+
+    Args:
+        deterministic: Let them repeat themselves, bit for bit, in forward and in backward, wherever
+            and whenever the latter runs (inside ``unchanged_flags``).
+
+    Attributes:
+        may_vary: Whether a call took a kernel whose backward need not repeat itself.
+    """
+
+    def __init__(self, deterministic: bool = False) -> None:
+        super().__init__()
+        self._is_deterministic = deterministic
+        self.may_vary = False
+
+    def __exit__(self, *error: Any) -> None:
+        # An interruption inside PyTorch's own handling of modes may have taken it off already.
+        if self in _get_current_function_mode_stack():
+            super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not is_attention(func):
+            return func(*args, **kwargs)
+        if not self._is_deterministic:
+            self.may_vary |= varies(*args, **kwargs)
+            return func(*args, **kwargs)
+        return _deterministically(func, args, kwargs)
+
+
+def is_attention(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` is PyTorch's fused attention."""
+    return func is torch.nn.functional.scaled_dot_product_attention
+
+
+def varies(query: torch.Tensor, *others: Any, **options: Any) -> bool:
+    """Whether the kernel that PyTorch takes for these may give other gradients each time."""
+    return query.is_cuda and _choice(query, *others, **options) is not SDPBackend.MATH
+
+
+def unchanged_flags() -> AbstractContextManager[object]:
+    """Put the deterministic flag back at the end: a backward node that fails leaves it on."""
+
+    def fill(stack: ExitStack) -> None:
+        stack.callback(_set_flags, _flags())
+
+    return Within(fill)
+
+
+def deterministic_flag(warn_only: bool = False) -> AbstractContextManager[object]:
+    """Have PyTorch's deterministic flag on, for this process."""
+
+    def fill(stack: ExitStack) -> None:
+        stack.callback(_set_flags, _flags())
+        _set_flags((True, warn_only))
+
+    return Within(fill)
+
+
+def _deterministically(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    with deterministic_flag():
+        choice = _choice(*args, **kwargs)
+        output = func(*args, **kwargs) if choice is not SDPBackend.MATH else None
+    if output is None:
+        # Plain matrix products repeat themselves, and under the flag cuBLAS would refuse them.
+        with sdpa_kernel(SDPBackend.MATH):
+            return func(*args, **kwargs)
+    for node in _nodes(
+        output, [argument for argument in args if isinstance(argument, torch.Tensor)]
+    ):
+        held: list[tuple[bool, bool]] = []
+        node.register_prehook(lambda _, held=held: _enter(held))
+        node.register_hook(lambda *_, held=held: _leave(held))
+    return output
+
+
+def _choice(*args: Any, **kwargs: Any) -> SDPBackend:
+    return SDPBackend(torch._fused_sdp_choice(*args, **kwargs))
+
+
+def _nodes(output: torch.Tensor, inputs: list[torch.Tensor]) -> list[Any]:
+    """The backward nodes of attention between ``output`` and its inputs."""
+    seen: set[Any] = {tensor.grad_fn for tensor in inputs}
+    queue, nodes = [output.grad_fn], []
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith(_NODE):
+            nodes.append(node)
+        queue += [following for following, _ in node.next_functions]
+    return nodes
+
+
+def _enter(held: list[tuple[bool, bool]]) -> None:
+    held.append(_flags())
+    _set_flags((True, False))
+
+
+def _leave(held: list[tuple[bool, bool]]) -> None:
+    _set_flags(held.pop())
+
+
+def _flags() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _set_flags(flags: tuple[bool, bool]) -> None:
+    # torch.use_deterministic_algorithms would also switch the compiler's settings.
+    enabled, warn_only = flags
+    torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -1,0 +1,403 @@
+"""What a streamed layer computes with: its own forward, over tensors that are there for a while.
+
+The forward reads frozen tensors that stream (in their slot during a visit), frozen tensors that
+stay on the device, and adapters. A recomputation has to find all of them, and the modules that hold
+them, as the forward has found them.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from poros.errors import PreparedModelError
+from poros.kernels.adapters import Tally
+from poros.kernels.dense_layer import DenseLayer
+from poros.kernels.forwards import hand_back
+from poros.slots.manager import BlockManager
+from poros.slots.schedule import Phase
+from poros.stream.adapters import AdapterPlace, staying_places
+from poros.stream.compiled import CompiledForward
+from poros.stream.condition import Condition
+from poros.stream.frozen import LayerBindings
+from poros.stream.layer_index import Adapter, LayerIndex
+from poros.stream.offload import ActivationOffloader, OffloadedInput
+from poros.stream.staying import Staying, StayingState
+from poros.stream.visit import BlockVisit, Visits
+
+logger = logging.getLogger(__name__)
+
+
+class InPlace(Protocol):
+    """What is called in place of layers, where gradients are enabled.
+
+    Attributes:
+        begins: Whether a call of the model makes room for its micro-batch.
+    """
+
+    begins: bool
+
+    def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place of the forward of a streamed layer."""
+
+
+class Check(Protocol):
+    """What looks at the first call of each layer."""
+
+    def awaits(self, index: int) -> bool:
+        """Whether a call of the layer at this place is to be checked."""
+
+    def watch(self, index: int, run: Callable[[], Any], arguments: tuple[Any, Any]) -> Any:
+        """Run a layer's forward by ``run`` and look at it; takes the arguments as they came."""
+
+
+class Replays(Protocol):
+    """Calls of layers that are replayed from recordings (``poros.replay.captures``)."""
+
+    def recomputed(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
+    ) -> Any:
+        """The result of a call that backward recomputes; None if it is to run otherwise."""
+
+    def kept(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
+    ) -> Any:
+        """The result of a call whose graph is kept; None if it is to run otherwise."""
+
+    def inference(
+        self,
+        layer: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        condition: Condition,
+        run: Callable[[], Any],
+    ) -> Any:
+        """The result of a call through which no gradient passes; ``run`` is its forward."""
+
+
+class ModelContext:
+    """What the layers of one prepared model share.
+
+    Args:
+        model: The model; held weakly.
+        device: Where it runs.
+        manager: Moves the blocks.
+        tied_adapters: Adapter parameters of the model that are used at several places.
+        admit: Brings what has come to a layer since ``poros.prepare`` to the device.
+        explain: Makes the device's lack of memory, in a layer of that name, an error that says
+            what a step needs.
+        tally: Counts calls of adapters; None if they run as PEFT has them.
+        dense: Memory for the dense weights of a layer, for calls that share them; or None.
+
+    Attributes:
+        visits: Of all its layers.
+        offloader: Where inputs wait for their backward; None keeps them on the device.
+        check: Looks at the first calls of layers; None if nothing is checked.
+        check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
+        watching_graph: Gives what is to surround a recomputation; None if nothing is.
+        frugal: Classes of nodes of others that were seen to hold no activations by themselves.
+        captures: Visits that are recorded and replayed; None if all of them run.
+        fallbacks: What was not as usual, one line each; each was logged once.
+        in_place: Gives what is called in place of layers, if that is still there.
+        is_confined: Whether layers, called by others than the model's code, would be called in an
+            autocast region that ends with the model; None when the model's code calls them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        manager: BlockManager,
+        tied_adapters: Sequence[str],
+        admit: Callable[[nn.Module], None],
+        explain: Callable[[str, torch.OutOfMemoryError], Exception],
+        tally: Tally | None,
+        dense: DenseLayer | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.device = device
+        self.manager = manager
+        self.tied_adapters = tied_adapters
+        self.admit = admit
+        self.explain = explain
+        self.tally = tally
+        self.dense = dense
+        self.visits = Visits()
+        self.offloader: ActivationOffloader | None = None
+        self.check: Check | None = None
+        self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
+        self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
+        self.captures: Replays | None = None
+        self.frugal: set[type] = set()
+        self.fallbacks: list[str] = []
+        self.in_place: Callable[[], InPlace | None] | None = None
+        self.is_confined: bool | None = None
+
+    def fall_back(self, what: str, why: str) -> None:
+        """Note that something is not as usual, and log it once."""
+        if what not in self.fallbacks:
+            self.fallbacks.append(what)
+            logger.warning("poros: %s: %s", what, why)
+
+    @contextmanager
+    def confined(self, is_confined: bool) -> Iterator[None]:
+        """Have the layers called in the body as in such a region, or outside of one."""
+        self.is_confined = is_confined
+        try:
+            yield
+        finally:
+            self.is_confined = None
+
+    def is_model(self, module: object) -> bool:
+        """Whether ``module`` is the prepared model itself."""
+        return module is not None and module is self._model()
+
+    def has_trainable_parameter(self) -> bool:
+        """Whether any parameter of the model requires a gradient now."""
+        model = self._model()
+        return model is not None and any(
+            parameter.requires_grad for parameter in model.parameters()
+        )
+
+
+class LayerBody:
+    """One decoder layer as its recomputation sees it.
+
+    Args:
+        layer: The layer, still of its own class; held weakly.
+        index: Its place among the layers.
+        name: Its qualified name.
+        block: The block it travels in.
+        bindings: Its frozen tensors.
+        context: Shared by the layers of a model.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        index: int,
+        name: str,
+        block: int,
+        bindings: LayerBindings,
+        context: ModelContext,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.context = context
+        self.device = context.device
+        dense = context.dense
+        self.weights = BlockVisit(
+            *(context.manager, context.visits, block, name, bindings),
+            None if dense is None else lambda found: dense.fill(index, found.dense_weights),
+        )
+        self.own_forward: Callable[..., Any] = type(layer).forward
+        """Takes the layer and its arguments; compiled if that was asked for."""
+        self.is_compiled = False
+        self._known: Condition | None = None
+        self._is_in_a_row = False
+        self._layer = weakref.ref(layer)
+        self._take_stock(layer)
+
+    def module(self) -> nn.Module | None:
+        """The layer itself, if it is still there."""
+        return self._layer()
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The layer's own forward, compiled if that was asked for; only inside a visit."""
+        self._known = None
+        if isinstance(self.own_forward, CompiledForward):
+            self.own_forward.require_few_forms(args, kwargs)
+            if self.context.tally is not None:
+                self.context.tally.note_compiled(self._contents.adapter_modules)
+        return self.own_forward(self._layer(), *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layer's own forward, as ``nn.Module.compile`` does for a resident layer.
+
+        From then on it runs PEFT's modules, which ``stats`` counts, and bitsandbytes' kernels.
+
+        Raises:
+            UnsupportedModelError: If the layer has dropout.
+        """
+        layer = self._layer()
+        if layer is None:
+            return
+        self.own_forward = CompiledForward(layer, self.name, args, kwargs)
+        self.is_compiled = True
+        # The compiler would compile anew for each of our forwards, and reach its limit.
+        hand_back(layer.modules())
+
+    @contextmanager
+    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[torch.Tensor]:
+        """Hold the layer's block in its slot, ready to be computed with; its bytes.
+
+        See ``BlockVisit.hold``, for streams and for what else is raised.
+
+        Raises:
+            PreparedModelError: If the layer itself has changed a frozen tensor.
+            VRAMBudgetError: If the device has no room for what the layer computes.
+        """
+        try:
+            with self.weights.hold(phase, adapters) as slab:
+                staying = self._staying.state()
+                yield slab
+                self._staying.require_unwritten(staying)
+        except torch.OutOfMemoryError as error:
+            raise self.context.explain(self.name, error) from error
+
+    def occupy(self, phase: Phase) -> AbstractContextManager[None]:
+        """Hold the layer's block in its slot for work that was recorded."""
+        return self.weights.occupy(phase)
+
+    def expose(self, adapters: Sequence[Adapter]) -> AbstractContextManager[None]:
+        """The layer with its device tensors, to be recorded: its block is not loaded for that."""
+        return self.weights.expose(adapters)
+
+    def sharing_dense(self) -> AbstractContextManager[None]:
+        """Calls in the body share the layer's dense weights, if there is memory for them."""
+        dense = self.context.dense
+        return nullcontext() if dense is None or self.is_compiled else dense.serving(self.index)
+
+    @property
+    def dense_address(self) -> int | None:
+        """Of the dense weights that calls of the layer share now; None if they share none."""
+        dense = self.context.dense
+        return None if dense is None or dense.served != self.index else dense.address
+
+    def assuming_dense(self, address: int | None) -> AbstractContextManager[None]:
+        """To be recorded: as if calls shared dense weights at ``address``, or none if it is None.
+
+        Raises:
+            RuntimeError: If they are elsewhere now.
+        """
+        dense = self.context.dense
+        if dense is None:
+            return nullcontext()
+        if address not in (None, dense.address):
+            raise RuntimeError("the memory of dense weights has moved")
+        return dense.assumed(None if address is None else self.index)
+
+    def contents(self) -> LayerIndex:
+        """The modules of the layer now; the same object as long as they are the same."""
+        self.context.visits.end_all()
+        contents = self._contents
+        is_known = contents.has_same_tensors()
+        if not (contents.is_current() and (is_known or contents.has_same_names())):
+            layer = contents.modules()[0]
+            owners = (
+                id(table)
+                for module in layer.modules()
+                for table in (module._parameters, module._buffers)
+            )
+            self.weights.bindings.require_owners(set(owners))
+            self._take_stock(layer)
+        elif not is_known:
+            # Others by the same names: an adapter that was deleted and added again.
+            self.weights.bindings.require_at_rest()
+            self._look_at_tensors(contents.modules()[0])
+            contents.note_tensors()
+        for module in self._contents.adapter_modules:
+            if module.merged:
+                raise PreparedModelError(
+                    f"{self.name}: expected separate adapters, found {module.merged_adapters} "
+                    "merged into the base, which the slots do not see. Call poros.restore(model) "
+                    "before merging"
+                )
+        return self._contents
+
+    def is_in_mode(self, mode: bool) -> bool:
+        """See ``LayerIndex.is_in_mode``."""
+        return self._contents.is_in_mode(mode)
+
+    def condition(self) -> Condition:
+        """What decides what the layer computes now.
+
+        The same object as before while nobody can have changed it: see ``in_a_row``.
+        """
+        if self._known is not None:
+            return self._known
+        self.context.visits.end_all()
+        found = Condition(self)
+        if self._is_in_a_row:
+            self._known = found
+        return found
+
+    @contextmanager
+    def in_a_row(self) -> Iterator[None]:
+        """Calls, or backwards, in the body come one behind the other: no code of the user between.
+
+        They share the layer's dense weights, if there is memory for them, its slot while they are
+        replayed, and what is looked up in the layer until its own code runs again.
+        """
+        with self.sharing_dense(), self.weights.in_a_row():
+            self._known, self._is_in_a_row = None, True
+            try:
+                yield
+            finally:
+                self._known, self._is_in_a_row = None, False
+
+    def leave_row(self) -> None:
+        """End a row that an interruption may have left behind."""
+        self._known, self._is_in_a_row = None, False
+        self.weights.leave_row()
+        if self.context.dense is not None:
+            self.context.dense.serve_nobody()
+
+    def staying(self, adapters: Sequence[AdapterPlace]) -> StayingState:
+        """What stays on the device, and what lies in the places of frozen ``adapters``, now."""
+        return self._staying.state(adapters)
+
+    def edited_since(self, before: StayingState) -> str | None:
+        """The name of a tensor that stays on the device and is not what it was ``before``."""
+        return self._staying.changed(before)
+
+    def offload(self, tensor: torch.Tensor) -> OffloadedInput | None:
+        """Have the layer's input wait for its backward on the host; None to keep it here."""
+        offloader = self.context.offloader
+        if (
+            offloader is None
+            or tensor.device != self.device
+            or not tensor.is_floating_point()
+            or not tensor.is_contiguous()
+            or (tensor.is_leaf and tensor.requires_grad)
+        ):
+            return None
+        return offloader.offload(tensor, self.name, self.index)
+
+    def cast_trained_biases(self) -> bool:
+        """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
+
+        It would do so inside the layer, to the proxy leaf of the bias instead of the parameter.
+
+        Returns:
+            Whether there was any to cast.
+        """
+        is_cast = False
+        for module in self._biased:
+            bias = module._parameters["bias"]
+            if bias.requires_grad and bias.dtype != module.compute_dtype:
+                bias.data = bias.data.to(module.compute_dtype)
+                self._known, is_cast = None, True
+        return is_cast
+
+    def _take_stock(self, layer: nn.Module) -> None:
+        self._look_at_tensors(layer)
+        streamed = self.weights.bindings.tensor_ids
+        contents = LayerIndex(layer, streamed)
+        self._staying = Staying(self.name, staying_places(layer, streamed))
+        # Last: as long as these are the old ones, stock is taken again.
+        self._contents = contents
+
+    def _look_at_tensors(self, layer: nn.Module) -> None:
+        self.context.admit(layer)
+        # Linear layers of bitsandbytes that have a bias.
+        self._biased: list[Any] = [
+            module
+            for module in layer.modules()
+            if getattr(module, "compute_dtype", None) is not None
+            and module._parameters.get("bias") is not None
+        ]

@@ -1,0 +1,223 @@
+"""A decoder layer whose frozen tensors are streamed.
+
+Note: Interception
+    A layer keeps its place and its parameters: only its class is exchanged for a dynamic subclass
+    of the same name. A wrapper module would rename every adapter, and a closure on the instance
+    would be shared by deep copies. The class of the model itself is never touched: trainers look it
+    up by name and read the signature of its forward.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from poros.errors import PreparedModelError, UnsupportedModelError
+from poros.slots.schedule import Phase
+from poros.stream.body import LayerBody
+from poros.stream.compiled import refuse_outer_graph
+from poros.stream.condition import Condition
+from poros.stream.general import RecomputedCall
+from poros.stream.refused_calls import (
+    refuse_copy,
+    require_harmless,
+    require_saved_tensor_hooks,
+)
+
+_KEY = "_poros_layer"
+
+
+class StreamedLayer(LayerBody):
+    """One streamed layer: what happens when it is called. Lives in the layer's ``__dict__``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._dropped_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+        self._has_kept = False
+        super().__init__(*args, **kwargs)
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's forward as its caller sees it."""
+        in_place = self.context.in_place
+        if in_place is not None and torch.is_grad_enabled() and (other := in_place()) is not None:
+            return other.call(self, args, kwargs)
+        if torch.is_grad_enabled():
+            require_saved_tensor_hooks(self.name)
+        condition = self.condition()
+        if not torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                self._refuse_dropped_cache(value)
+            return self._infer(args, kwargs, condition)
+        if self.index == 0:
+            refuse_outer_graph(self.name)
+        given = (args, kwargs)
+        args = tuple(self._without_cache(value) for value in args)
+        kwargs = {key: self._without_cache(value) for key, value in kwargs.items()}
+        if self.cast_trained_biases():
+            condition = self.condition()
+        if self.weights.is_pinned:
+            return self._keep_recorded(args, kwargs, condition)
+        if not condition.parameters:
+            self._refuse_frozen_adapters()
+        check, replays = self.context.check, self.context.captures
+        is_checked = check is not None and check.awaits(self.index)
+        if replays is not None and not is_checked:
+            result = replays.recomputed(self, args, kwargs, condition)
+            if result is not None:
+                return result
+        forward = partial(RecomputedCall(self, args, kwargs, condition).forward, args, kwargs)
+        return forward() if check is None else check.watch(self.index, forward, given)
+
+    def _keep_recorded(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
+    ) -> Any:
+        """The forward with its graph kept, in a recording if it has one."""
+        replays = self.context.captures
+        result = None
+        # The first time its bytes are checked.
+        if replays is not None and self._has_kept and not self.context.tied_adapters:
+            result = replays.kept(self, args, kwargs, condition)
+        self._has_kept = True
+        return self._keep(args, kwargs) if result is None else result
+
+    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
+        with self.visit(Phase.FORWARD, ()) as slab:
+            if self.context.check_bytes is not None:
+                self.context.check_bytes(self.index, slab)
+            return self.run(args, kwargs)
+
+    def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition) -> Any:
+        replays = self.context.captures
+        run = partial(self._stream, args, kwargs)
+        if (
+            replays is None
+            or torch.is_inference_mode_enabled()
+            or any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
+        ):
+            return run()
+        return replays.inference(self, args, kwargs, condition, run)
+
+    def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward when no gradient passes through the layer."""
+        with self.visit(Phase.INFERENCE, ()):
+            return self.run(args, kwargs)
+
+    def drop_caches(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Have empty KV caches among the arguments known as such that stay empty."""
+        for value in (*args, *kwargs.values()):
+            self._without_cache(value)
+
+    def _without_cache(self, value: Any) -> Any:
+        """None for an empty KV cache, to which the recomputation would append a second time."""
+        if not isinstance(value, Cache):
+            return value
+        self._refuse_dropped_cache(value)
+        if value.get_seq_length() > 0:
+            raise UnsupportedModelError(
+                f"{self.name}: expected an empty KV cache while gradients are enabled, found one "
+                "that is in use. Decode under torch.no_grad(), or pass use_cache=False"
+            )
+        self._dropped_caches.add(value)
+        return None
+
+    def _refuse_dropped_cache(self, value: Any) -> None:
+        if isinstance(value, Cache) and value in self._dropped_caches:
+            raise UnsupportedModelError(
+                f"{self.name}: expected a new KV cache, found the one of a forward with gradients, "
+                "which was left empty. Run the whole of a decoding under torch.no_grad()"
+            )
+
+    def _refuse_frozen_adapters(self) -> None:
+        """Nothing to train in the first layer, in training: is there anywhere?"""
+        if self.index > 0 or not self._contents.modules()[0].training:
+            return
+        if any(tuner.disable_adapters for tuner in self._contents.adapter_modules):
+            return
+        if not self.context.has_trainable_parameter():
+            raise PreparedModelError(
+                f"{self.name}: expected a trainable adapter in the model, found none. "
+                "prepare_model_for_kbit_training freezes all of them: call it before "
+                "get_peft_model and poros.prepare. To run the model without training it, use "
+                "model.eval() or torch.no_grad(); to change it, poros.restore(model)"
+            )
+
+
+class StreamedLayerMixin:
+    """Placed before the layer's own class: see "Interception"."""
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return streamed_layer(self).forward(args, kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        """Trainers ask for it at each micro-batch: modules that are in that mode are left alone."""
+        own = super().train  # type: ignore[misc]
+        if own.__func__ is nn.Module.train and streamed_layer(self).is_in_mode(mode):
+            return self
+        return own(mode)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what is recomputed, not what streams: see ``StreamedLayer.compile``."""
+        streamed_layer(self).compile(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Moves and casts reach what stays on the device; the frozen tensors stay at rest."""
+        streamed = streamed_layer(self)
+        require_harmless(fn, self.parameters(), streamed.device, streamed.name)  # type: ignore[attr-defined]
+        with streamed.weights.hidden():
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Always off: a streamed layer recomputes by itself."""
+        return False
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, wanted: bool) -> None:
+        # What was wanted takes effect after poros.restore.
+        self.__dict__["gradient_checkpointing"] = wanted
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_copy(streamed_layer(self).name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce_ex__(2)
+
+
+def streamed_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``base``, of the same name, that streams."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    streamed = type(base.__name__, (StreamedLayerMixin, base), names)
+    # transformers wraps the forward of every new subclass of a layer in its own checkpointing.
+    if "forward" in streamed.__dict__:
+        delattr(streamed, "forward")
+    return streamed
+
+
+def attach_layer(layer: nn.Module, streamed: StreamedLayer, streamed_type: type[nn.Module]) -> None:
+    """Make ``layer`` a streamed layer."""
+    layer.__dict__[_KEY] = streamed
+    layer.__class__ = streamed_type
+
+
+def detach_layer(layer: nn.Module) -> None:
+    """Undo ``attach_layer``; the layer's own frozen tensors are back, whatever took their place."""
+    if is_streamed(layer):
+        streamed_layer(layer).weights.bindings.swap_out()
+        layer.__class__ = type(layer).__mro__[2]
+    layer.__dict__.pop(_KEY, None)
+
+
+def is_streamed(module: nn.Module) -> bool:
+    """Whether ``module`` is a streamed layer."""
+    return isinstance(module, StreamedLayerMixin)
+
+
+def streamed_layer(layer: Any) -> StreamedLayer:
+    """What the module of a streamed layer has become."""
+    streamed: StreamedLayer = layer.__dict__[_KEY]
+    return streamed

@@ -1,0 +1,543 @@
+"""A layer whose graph stays, without the tensors in it: backward recomputes them.
+
+The forward of a layer runs as it would in a resident model, in the same autograd graph. Only what
+the operators of the layer save for their backward is left away, as in non-reentrant activation
+checkpointing (Chen et al. 2016; ``torch.utils.checkpoint``). The first operator that asks for a
+saved tensor has the layer recomputed: its block is brought back, random states, autocast, training
+flags and the settings that pick kernels are those of the forward, and what the operators save the
+second time is handed to the first graph, in the same order. So the order of gradients, their sums,
+shared casts, hooks and side channels are autograd's own.
+
+A saved tensor that lies in a slot is kept as the block and the view of the slot. Whoever asks for
+it has the block acquired first, so that an operator may run whenever autograd wants it to.
+
+Nothing is stopped early: hooks on modules inside a layer run twice per step, once in the forward
+and once in the recomputation, and the random states behind both are compared. Where there are such
+hooks, the random states are Python's and NumPy's too, and so are sums over the saved tensors: what
+a hook draws from a generator of its own is noticed.
+
+Where the caller has saved-tensor hooks of his own around the forward (``save_on_cpu``), these keep
+what they are given, as in a resident model, and nothing is recomputed.
+"""
+
+import gc
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakMethod, ref
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
+
+from poros.errors import RematerializationError, UnsupportedModelError
+from poros.kernels.adapters import note_last
+from poros.kernels.autocast import cached_cast, require_current
+from poros.kernels.unformed import forget, values_of
+from poros.slots.schedule import Phase
+from poros.stream.args import PLAIN
+from poros.stream.body import LayerBody
+from poros.stream.condition import Condition
+from poros.stream.layer_index import Adapter
+from poros.stream.rng import RngStash
+from poros.stream.side_outputs import is_shared_mapping
+from poros.stream.start import Start
+from poros.stream.state import AmbientState
+from poros.stream.unchanged import require_unchanged
+from poros.stream.within import SavedTensorHooks
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+class _Saved:
+    """Stands in the graph for the saved tensor of this number."""
+
+    __slots__ = ("__weakref__", "number", "version", "witness")
+
+    def __init__(self, number: int, tensor: torch.Tensor, is_watched: bool) -> None:
+        self.number = number
+        self.version = _version(tensor)
+        self.witness = _witness(tensor) if is_watched else None
+
+    def is_edited(self) -> bool:
+        """Whether code of the user inside the layer has edited the tensor since."""
+        return self.witness is not None and self.witness._version != self.version
+
+
+class _InSlot(NamedTuple):
+    """Stands in the graph for a saved tensor that lies in a slot, wherever that is by then."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_InSlot":
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def within(self, slab: torch.Tensor) -> torch.Tensor:
+        return slab.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class _Packed(NamedTuple):
+    """Stands in the graph for a saved tensor that the caller's own hooks keep."""
+
+    kept: Any
+    sums: torch.Tensor
+
+
+class RecomputedCall:
+    """One call of one layer, from its forward until its graph is gone.
+
+    Args:
+        layer: The layer.
+        args: Its arguments; mutable ones are copied, and the layer gets the copies' originals.
+        kwargs: Likewise.
+        condition: What decides what it computes, as it is now.
+        adapters: Places whose proxy leaves are to be there instead of the parameters.
+
+    Raises:
+        UnsupportedModelError: If an argument may be written to by the side.
+    """
+
+    def __init__(
+        self,
+        layer: LayerBody,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        condition: Condition,
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
+        self.layer = layer
+        self._adapters = adapters
+        self._condition = condition
+        self._module = layer.module()  # lives as long as its graph, as the parameters do
+        self._args = tuple(
+            _copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
+        )
+        self._kwargs = {
+            key: _copied(value, f"argument {key!r} of {layer.name}")
+            for key, value in kwargs.items()
+        }
+        self._ambient = AmbientState.capture(layer.device, condition.training)
+        # Code of the user inside the layer may draw from anywhere.
+        self._is_watched = condition.has_hooks
+        self._start = Start.capture(layer.device) if self._is_watched else self._ambient.rng
+        self._sums: list[torch.Tensor] = []
+        self._saved: list[ref[_Saved]] = []
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+        self._task: int | None = None
+        self._values: dict[int, tuple[torch.Tensor, int]] = {}
+        self._through: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The layer's result, in the caller's graph.
+
+        Args:
+            args: The arguments that ``self`` was made of.
+            kwargs: Likewise.
+
+        Streams:
+            As ``LayerBody.visit``.
+
+        Raises:
+            RematerializationError: If the layer edits its arguments or its adapters in place.
+        """
+        layer, contents = self.layer, self._condition.contents
+        self._offloaded = layer.offload(args[0]) if args and _is_tensor(args[0]) else None
+        if self._offloaded is not None:
+            self._args = (None, *self._args[1:])
+        self._given = [
+            each for each in tree_leaves((self._args, _plain(self._kwargs))) if _is_tensor(each)
+        ]
+        self._versions = _versions(self._given)
+        first = torch._C._autograd._get_sequence_nr()
+        with (
+            layer.visit(Phase.FORWARD, self._adapters) as slot,
+            SavedTensorHooks(self._pack, self._unpack),
+        ):
+            self._memory = slot.untyped_storage().data_ptr()
+            with _noting_nodes(first, self._is_watched) as beside:
+                result = layer.run(args, kwargs)
+        if self._versions != _versions(self._given):
+            raise RematerializationError(
+                f"{layer.name}: expected its arguments to be left alone, found one edited in "
+                "place by the layer itself; the recomputation would edit it again"
+            )
+        self._condition.require_adapters_unedited(layer.name)
+        # What the layer has changed now it will change again.
+        contents.attributes.disregard(self._condition.attributes)
+        contents.note_names()
+        self._end = self._start.capture(layer.device)
+        # Now, not before: bitsandbytes casts a bias for good at its first use.
+        self._staying = layer.staying(self._condition.frozen)
+        outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
+        note_last(outputs)
+        begin = _weakly(self._begin)
+        for output in outputs:
+            output.grad_fn.register_prehook(begin)
+        readers, casts = _walk(outputs, first, is_watched=self._is_watched)
+        for node in {*readers, *beside}:
+            node.register_prehook(partial(_hold, layer, self._memory, _kept_by(node)))
+            if not _is_of_others(node) or type(node) in layer.context.frugal:
+                continue
+            if not self._keeps(node):
+                layer.context.frugal.add(type(node))
+            else:
+                layer.context.fall_back(
+                    f"activations kept by {type(node)._forward_cls.__qualname__}",
+                    "it keeps tensors in attributes of its context, which are not recomputed: "
+                    "those of all layers are there at once. With ctx.save_for_backward they are "
+                    "not",
+                )
+        if self._through is not None:
+            layer.context.fall_back(
+                "saved tensors kept by hooks of the caller",
+                "saved-tensor hooks around the forward (save_on_cpu?) keep what layers save, so "
+                "nothing is recomputed, and copies of their weights are kept as well. Without "
+                "these hooks both are left away",
+            )
+        reused = [
+            (cast, parameter) for parameter in casts if (cast := cached_cast(parameter)) is not None
+        ]
+        require_current(layer.name, [(cast.detach(), now.detach()) for cast, now in reused])
+        return result
+
+    def _begin(self, _: object) -> None:
+        """The backward begins: hooks on what the layer gave have run, those inside have not."""
+        task = torch._C._current_graph_task_id()
+        if self._saved and task != self._task and not torch.is_grad_enabled():
+            self._values = {}
+            self._values = self._recompute()
+            self._task = task
+
+    def _keeps(self, node: Any) -> bool:
+        """Whether a function of others holds activations by itself."""
+        known = {each.data_ptr() for each in self._module.parameters()} if self._module else set()
+        return any(
+            _is_tensor(held)
+            and held.is_floating_point()
+            and not _lies_in(held, self._memory)
+            and held.data_ptr() not in known
+            for held in tree_leaves(list(vars(node).values()))
+        )
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        is_in_slot = _lies_in(tensor, self._memory)
+        if self._through is not None:
+            # A copy, because what the hooks do with it is unknown.
+            kept = self._undrawn(self._through[0], tensor.clone() if is_in_slot else tensor)
+            return _Packed(kept, _sums(tensor))
+        if is_in_slot:
+            return _InSlot.of(tensor)
+        if self._is_watched:
+            self._sums.append(_sums(tensor))
+        saved = _Saved(len(self._saved), tensor, self._is_watched)
+        self._saved.append(ref(saved))
+        self._forms.append((tensor.shape, tensor.dtype))
+        return saved
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if isinstance(kept, _Packed) and self._through is not None:
+            found: torch.Tensor = self._undrawn(self._through[1], kept.kept)
+            if not torch.equal(_sums(found), kept.sums):
+                raise RematerializationError(
+                    f"{self.layer.name}: expected saved-tensor hooks around the forward to give "
+                    "back what they were given, found other values. A resident model saves other "
+                    "tensors, so what such hooks change cannot be had exactly; use hooks that "
+                    "change nothing, or call poros.restore(model) and train this one resident"
+                )
+            return found
+        task = torch._C._current_graph_task_id()
+        if torch.is_grad_enabled() and task >= 0:
+            raise RematerializationError(
+                f"{self.layer.name}: expected a backward without create_graph, found one that asks "
+                "for gradients of gradients, which recomputation does not give"
+            )
+        if isinstance(kept, _InSlot):
+            return kept.within(self.layer.weights.lease(Phase.BACKWARD))
+        if task != self._task or kept.number not in self._values:
+            self._values = {}
+            self._values = self._recompute()
+            self._task = task
+        tensor, version = self._values.pop(kept.number)
+        if _version(tensor) != version or kept.is_edited():
+            raise RematerializationError(
+                f"{self.layer.name}: expected what its backward needs to be left alone, found a "
+                f"tensor of shape {tuple(tensor.shape)} that was edited in place after an operator "
+                "had saved it; autograd refuses that in a resident model. Edit a copy"
+            )
+        return tensor
+
+    def _undrawn(self, hook: Callable[[Any], Any], value: Any) -> Any:
+        """What the hook makes of ``value``; a resident model calls it for other tensors."""
+        before = RngStash.capture(self.layer.device)
+        made = hook(value)
+        if not before.equals(RngStash.capture(self.layer.device)):
+            raise RematerializationError(
+                f"{self.layer.name}: expected saved-tensor hooks that draw no random numbers, "
+                "found one that does; it would draw others than in a resident model"
+            )
+        return made
+
+    def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
+        """Run the layer once more; what its operators save, by number, and its version then."""
+        layer, contents = self.layer, self._condition.contents
+        require_unchanged(layer, self._condition, self._staying)
+        if self._versions != _versions(self._given):
+            raise RematerializationError(
+                f"{layer.name}: its input or another tensor it was given was edited in place "
+                "between forward and backward, so the forward cannot be recomputed; edit it after "
+                "backward"
+            )
+        values: dict[int, tuple[torch.Tensor, int]] = {}
+        forms: list[tuple[torch.Size, torch.dtype]] = []
+        sums: list[torch.Tensor] = []
+
+        def store(tensor: torch.Tensor) -> None:
+            tensor = values_of(tensor)
+            if _lies_in(tensor, memory):
+                return
+            number = len(forms)
+            forms.append((tensor.shape, tensor.dtype))
+            if self._is_watched:
+                sums.append(_sums(tensor))
+            if number < len(self._saved) and self._saved[number]() is not None:
+                values[number] = tensor.detach(), _version(tensor)
+
+        args = self._args
+        if self._offloaded is not None:
+            args = (self._offloaded.fetch(), *args[1:])
+        args, kwargs = _fresh(args), _fresh(self._kwargs)
+        tally = layer.context.tally
+        is_unwatched = not (self._condition.has_hooks or layer.is_compiled)
+        try:
+            if tally is not None:
+                # A mode that sees operators would see tensors without values.
+                tally.begin(is_unwatched and not torch._C._len_torch_dispatch_stack())
+            with (
+                layer.context.watching_graph() or nullcontext(),
+                layer.visit(Phase.BACKWARD, self._adapters) as slot,
+                self._ambient.but_random(contents.modules()),
+                self._start.replay(),
+                torch.enable_grad(),
+                SavedTensorHooks(store, _refuse_backward),
+            ):
+                memory = slot.untyped_storage().data_ptr()
+                result = layer.run(args, kwargs)
+                ends_alike = self._end.equals(self._start.capture(layer.device))  # type: ignore[arg-type]
+            if tally is not None:
+                tally.settle()
+        finally:
+            if tally is not None:
+                tally.end()
+        forget(tree_leaves(result))
+        if not ends_alike:
+            raise RematerializationError(
+                f"{layer.name}: the recomputation drew other random numbers than the forward; "
+                "the layer draws depending on state that is not its input"
+            )
+        if forms != self._forms:
+            raise RematerializationError(
+                f"{layer.name}: expected the recomputation to save the tensors that the forward "
+                f"saved, found {_first_difference(self._forms, forms)}; the layer depends on state "
+                "that is not its input"
+            )
+        if sums and not torch.equal(torch.cat(sums), torch.cat(self._sums)):
+            raise RematerializationError(
+                f"{layer.name}: expected the recomputation to save the values that the forward "
+                "saved, found others; a hook inside the layer depends on state that is not its "
+                "input (a generator of its own, a counter?)"
+            )
+        # What hooks write down in it meanwhile belongs to the layer, as in its forward.
+        noted = partial(contents.attributes.disregard, self._condition.attributes)
+        layer.weights.lease(Phase.BACKWARD, noted if self._condition.hooks else None)
+        return values
+
+
+def _kept_by(node: Any) -> Sequence[Any] | None:
+    """Where a node keeps tensors of a slot; None if that is unknown."""
+    kind = getattr(type(node), "_forward_cls", None)
+    if kind is None or not kind.__module__.startswith("bitsandbytes."):
+        return None
+    return getattr(node, "tensors", ()), getattr(node, "state", None)
+
+
+def _hold(layer: LayerBody, memory: int, kept: Sequence[Any] | None, _: object) -> None:
+    """Before a node that keeps tensors of the slot at ``memory`` as it likes."""
+    slab = layer.weights.lease(Phase.BACKWARD)
+    if slab.untyped_storage().data_ptr() == memory:
+        return
+    if kept is None:
+        raise RematerializationError(
+            f"{layer.name}: expected its block to stay where it was between forward and backward, "
+            "found it moved to make room, and a function or a hook within that may have kept its "
+            "old weights. Run the backward before a forward of another shape"
+        )
+    tensors, state = kept
+    states = [vars(each) for each in (state, getattr(state, "state2", None)) if each is not None]
+    for tensor in tree_leaves([tensors, *(list(each.values()) for each in states)]):
+        if _is_tensor(tensor) and _lies_in(tensor, memory):
+            tensor.data = _InSlot.of(tensor).within(slab)
+
+
+def _walk(
+    outputs: Sequence[torch.Tensor], first: int, *, is_watched: bool
+) -> tuple[list[Any], list[Any]]:
+    """The nodes of a layer that may keep a slot's tensor as they like; parameters cast before.
+
+    The former are of functions of others in Python, such as bitsandbytes' 4-bit matmul, and all
+    where code of the user may have saved-tensor hooks of its own inside the layer; of the latter it
+    uses a cast of autocast's, or somebody's, from before it was called.
+
+    Args:
+        outputs: Of a layer, with their graph.
+        first: Nodes below this number are not of the layer.
+        is_watched: Whether code of the user may run inside the layer.
+    """
+    readers, casts, seen = [], [], set()
+    queue: list[Any] = [output.grad_fn for output in outputs]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node._sequence_nr() < first:
+            if node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable"):
+                casts.append(node.next_functions[0][0].variable)
+            continue
+        queue += [following for following, _ in node.next_functions]
+        if is_watched or _is_of_others(node):
+            readers.append(node)
+    return readers, casts
+
+
+@contextmanager
+def _noting_nodes(first: int, is_watched: bool) -> Iterator[list[Any]]:
+    """The nodes as in ``_walk`` that code in the body makes, its outputs' and others; or none.
+
+    What a hook computes beside a layer does not lead into the layer's outputs. What is young is
+    found by the garbage collector, which must not run meanwhile.
+    """
+    found: list[Any] = []
+    if not is_watched:
+        yield found
+        return
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield found
+        found += [
+            each
+            for each in gc.get_objects(generation=0)
+            if _is_of_others(each) and each._sequence_nr() >= first
+        ]
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _is_of_others(node: Any) -> bool:
+    """Whether a node may keep tensors otherwise than by ``save_for_backward``."""
+    kind: Any = type(node)
+    return issubclass(kind, BackwardCFunction) and not str(kind._forward_cls.__module__).startswith(
+        "poros."
+    )
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the bits of ``tensor``, by its last dimension and by all the others; int64, flat.
+
+    Equal for equal bits in any order of summation; of values that have changed places, others.
+    """
+    if tensor.layout is not torch.strided:
+        return torch.empty(0, dtype=torch.int64, device=tensor.device)
+    bits = tensor.detach()
+    bits = torch.view_as_real(bits) if bits.is_complex() else bits
+    bits = bits.view(_INTEGERS[bits.element_size()])
+    rows = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
+    return torch.cat([rows.sum(dimension, dtype=torch.int64) for dimension in (0, 1)])
+
+
+def _weakly(method: Any) -> Callable[[Any], None]:
+    """``method``, as long as its object lives."""
+    found = WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        living = found()
+        if living is not None:
+            living(argument)
+
+    return call
+
+
+def _refuse_backward(_: object) -> NoReturn:
+    raise RematerializationError(
+        "expected no backward inside a layer's forward, found one while it was recomputed (a hook?)"
+    )
+
+
+def _first_difference(expected: Sequence[Any], found: Sequence[Any]) -> str:
+    for number, (old, new) in enumerate(zip(expected, found, strict=False)):
+        if old != new:
+            return (
+                f"tensor {number} of {tuple(new[0])}, {new[1]} instead of {tuple(old[0])}, {old[1]}"
+            )
+    return f"{len(found)} tensors instead of {len(expected)}"
+
+
+def _lies_in(tensor: torch.Tensor, memory: int) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == memory
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _witness(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor without values that counts the edits of ``tensor``."""
+    if tensor.is_inference() or tensor.layout is not torch.strided:
+        return None
+    found = tensor.detach()
+    found.data = found.new_empty(0)
+    return found
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(_version, tensors))
+
+
+def _copied(value: Any, where: str) -> Any:
+    """``value`` with lists and mappings of its own, over the same tensors."""
+    if isinstance(value, (torch.Tensor, *PLAIN)):
+        return value
+    if isinstance(value, tuple | list):
+        parts = [_copied(part, f"{where}[{i}]") for i, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if type(value) is dict or is_shared_mapping(value):
+        return type(value)({key: _copied(each, f"{where}[{key!r}]") for key, each in value.items()})
+    raise UnsupportedModelError(
+        f"{where}: expected tensors, tuples, lists and dictionaries of them or plain values, found "
+        f"a {type(value).__qualname__}. What a layer writes to such an object by the side it would "
+        "write twice, so streaming it is refused"
+    )
+
+
+def _fresh(value: Any) -> Any:
+    return _copied(value, "")
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with dictionaries instead of mappings that pytrees do not know."""
+    if isinstance(value, UserDict | dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,248 @@
+"""A layer's modules, taken stock of once and checked at each call.
+
+PEFT adds and removes modules between steps, so what was found at ``prepare`` cannot be relied upon;
+walking them at each call would cost more than the layer's own dispatch. Comparing the flat list
+of children is exact and cheap: two equal lists of modules hold the same objects. Adapters of some
+kinds come as parameters or buffers of modules that are there already, so tensors are compared too,
+in any order: PEFT takes fused experts out and puts them back as it runs. Most of the dictionaries
+looked at are empty, so they are passed over without a step of Python for each.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from poros.errors import PreparedModelError
+from poros.kernels.forwards import Forward
+from poros.stream.adapters import AdapterPlace, adapter_places, is_adapter_module
+from poros.stream.attributes import Attributes
+
+_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+_POINTER: Callable[[Any], int] = torch.Tensor.data_ptr
+_FORM = attrgetter("dtype", "shape")
+_REQUIRES = attrgetter("requires_grad")
+_TRAIN = attrgetter("train")
+
+
+class Adapter(NamedTuple):
+    """One place of a trainable parameter in a layer, and the leaf that stands in for it there.
+
+    The proxy leaf shares storage and version counter with the parameter. Gradients are taken with
+    respect to it, so that hooks on the parameter run once, when autograd accumulates the result.
+    """
+
+    owner: dict[str, Any]
+    key: str
+    parameter: nn.Parameter
+    proxy: torch.Tensor
+
+
+class Adapters:
+    """The trainable parameters of one layer, and what is derived from them once.
+
+    Args:
+        places: Each place of each of them.
+        frozen: Places of tensors of adapters that are not trained, active or not.
+
+    Attributes:
+        places, frozen: Likewise.
+        parameters: Each once. Likewise their ``proxies``.
+        ids: Of the parameters.
+        where: Where these lie, and in which form; so do the parameters.
+    """
+
+    def __init__(self, places: list[Adapter], frozen: list[AdapterPlace]) -> None:
+        self.places = places
+        self.frozen = frozen
+        distinct = {id(adapter.parameter): adapter for adapter in places}
+        self.parameters = [adapter.parameter for adapter in distinct.values()]
+        self.proxies = [adapter.proxy for adapter in distinct.values()]
+        self.ids = list(distinct)
+        self.where = places_of(self.proxies)
+
+    def are_as_they_were(self) -> bool:
+        """Whether all still require gradients, at the same addresses and in the same form."""
+        return (
+            all(map(_REQUIRES, self.parameters))
+            and places_of(self.parameters) == self.where
+            and places_of(self.proxies) == self.where
+        )
+
+
+class LayerIndex:
+    """The modules of one layer at one time, and what is looked up in them at every call.
+
+    Holds the layer itself weakly: the layer holds this.
+
+    Args:
+        layer: The layer.
+        frozen: Ids of the tensors that rest in the host store.
+    """
+
+    def __init__(self, layer: nn.Module, frozen: Collection[int]) -> None:
+        modules = list(layer.modules())
+        self._layer = weakref.ref(layer)
+        self._inner = modules[1:]
+        self._child_tables = [module._modules for module in modules]
+        self._children = _values(self._child_tables)
+        self._tensor_tables = [
+            table for module in modules for table in (module._parameters, module._buffers)
+        ]
+        self.note_names()
+        self.note_tensors()
+        self._hooks = [getattr(module, f"_{kind}") for module in self._inner for kind in _HOOKS]
+        # Those that run at every module: PyTorch counts them with those of modules.
+        self._hooks += [getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS]
+        self._dicts = [module.__dict__ for module in self._inner]
+        # Most owners hold nothing but frozen weights; no adapter ever appears in those.
+        self._owners = [
+            module._parameters
+            for module in modules
+            if not module._parameters
+            or any(id(parameter) not in frozen for parameter in module._parameters.values())
+        ]
+        self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
+        self._adapter_places: list[AdapterPlace] = []
+        self.attributes = Attributes(layer)
+        self._proxies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._frozen = frozen
+        self._adapters: Adapters | None = None
+        # What was in the owners when those were looked up, and what of it was not trainable.
+        self._entries: list[tuple[Any, ...]] = []
+        self._idle: list[torch.Tensor] = []
+
+    def is_current(self) -> bool:
+        """Whether the layer still consists of exactly these modules."""
+        return self._children == _values(self._child_tables)
+
+    def has_same_names(self) -> bool:
+        """Whether its tensors are called what they were called when that was noted."""
+        return self._names == _names(self._tensor_tables)
+
+    def has_same_tensors(self) -> bool:
+        """Whether it holds the tensors that were noted, and no others."""
+        now = list(map(id, _values(self._tensor_tables)))
+        return now == self._ids or set(now) == set(self._ids)
+
+    def note_tensors(self) -> None:
+        """Note which tensors there are now. They are kept alive, so that ids stay theirs."""
+        self._tensors = _values(self._tensor_tables)
+        self._ids = list(map(id, self._tensors))
+
+    def note_names(self) -> None:
+        """Note what they are called now: the layer itself may make some as it runs."""
+        self._names = _names(self._tensor_tables)
+
+    def modules(self) -> list[nn.Module]:
+        """The layer and all modules in it."""
+        layer = self._layer()
+        if layer is None:
+            raise PreparedModelError("expected a living layer, found one whose model was deleted")
+        return [layer, *self._inner]
+
+    def hooks(self) -> list[int]:
+        """Keys of the hooks that run inside the layer; equal lists mean the same hooks."""
+        return list(chain.from_iterable(filter(None, self._hooks)))
+
+    def has_fixed_graph(self) -> bool:
+        """Whether the layer's own code alone decides what graph a call of it makes."""
+        if any(self._hooks):
+            return False
+        forwards = map(type, map(dict.get, self._dicts, repeat("forward")))
+        return all(map(issubclass, set(forwards), repeat((NoneType, Forward))))
+
+    def is_in_mode(self, mode: bool) -> bool:
+        """Whether the layer and all in it have this mode, and no module sets it in its own way."""
+        return (
+            self.modules()[0].training is mode
+            and self.is_current()
+            and all(map(is_, map(_TRAIN, set(map(type, self._inner))), repeat(nn.Module.train)))
+            and all(map(is_, map(dict.get, self._dicts, repeat("training")), repeat(mode)))
+            and not any(map(dict.__contains__, self._dicts, repeat("train")))
+        )
+
+    def adapters(self) -> Adapters:
+        """The trainable parameters now. PEFT changes them without changing modules.
+
+        The same object as before as long as they are the same.
+        """
+        if self._adapters is None or not self._are_current(self._adapters):
+            if self._adapters is None or not self._has_same_entries():
+                # Kinds that hold tensors in a ParameterDict come and go by its keys alone.
+                self._adapter_places = adapter_places(self.modules()[0], self._frozen)
+            entries = [(owner, *item) for owner in self._owners for item in owner.items()]
+            # Whether a frozen tensor is still frozen is looked at by poros.stream.frozen.
+            parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+                (owner, key, value)
+                for owner, key, value in entries
+                if value is not None and id(value) not in self._frozen
+            ]
+            self._entries = list(zip(*entries, strict=True)) or [(), (), ()]
+            self._idle = [value for *_, value in parameters if not value.requires_grad]
+            self._adapters = Adapters(
+                [
+                    Adapter(owner, key, parameter, self._stand_in(parameter))
+                    for owner, key, parameter in parameters
+                    if parameter.requires_grad
+                ],
+                [
+                    place
+                    for place in self._adapter_places
+                    if (held := place.owner.get(place.key)) is not None and not held.requires_grad
+                ],
+            )
+        return self._adapters
+
+    def _are_current(self, adapters: Adapters) -> bool:
+        return (
+            self._has_same_entries()
+            and adapters.are_as_they_were()
+            and not any(map(_REQUIRES, self._idle))
+        )
+
+    def _has_same_entries(self) -> bool:
+        owners, keys, values = self._entries
+        # As many entries as there were, each where it was: so there is no other. An entry that is
+        # gone is not one that is None.
+        now = map(dict.get, owners, keys, repeat(self))
+        return sum(map(len, self._owners)) == len(values) and all(map(is_, now, values))
+
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        known = self._proxies.get(id(parameter))
+        if known is not None and known[0] is parameter and shares_memory(*known):
+            return known[1]
+        proxy = nn.Parameter(parameter.detach())
+        self._proxies[id(parameter)] = (parameter, proxy)
+        return proxy
+
+
+def places_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """Where they lie, and in which form. Looked up in C: this runs at every visit."""
+    return list(map(_POINTER, tensors)), list(map(_FORM, tensors))
+
+
+def shares_memory(parameter: nn.Parameter, proxy: torch.Tensor) -> bool:
+    """Whether ``proxy`` still is the same bits as ``parameter``, in the same form."""
+    return (
+        proxy.data_ptr() == parameter.data_ptr()
+        and proxy.dtype == parameter.dtype
+        and proxy.shape == parameter.shape
+    )
+
+
+def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str], list[bool]]:
+    """How many keys each of these dictionaries has, which there are, and where nothing is held."""
+    is_empty = list(map(is_, _values(tables), repeat(None)))
+    return list(map(len, tables)), set(chain.from_iterable(filter(None, tables))), is_empty
+
+
+def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
+    """What these dictionaries hold, one after the other."""
+    return list(chain.from_iterable(map(dict.values, filter(None, tables))))

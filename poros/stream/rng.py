@@ -1,0 +1,66 @@
+"""The random state a layer was run with, and running it again with the same one.
+
+Dropout draws from the CPU generator or from the device's. A layer recomputed in backward must draw
+the same masks as in forward, and must leave no trace: the generators end where the resident run
+leaves them. (Poros technical report, Algorithm 1, lines 3-6 and 13-17.)
+"""
+
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from poros.stream.within import Within
+
+
+@dataclass(frozen=True, slots=True)
+class RngStash:
+    """States of the CPU generator and of one device's generator."""
+
+    cpu: torch.Tensor
+    device_state: torch.Tensor | None
+    device: torch.device
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "RngStash":
+        """The states now. Copies; nothing advances and the host does not wait for the device."""
+        on_gpu = device.type == "cuda"
+        return cls(
+            torch.default_generator.get_state(),
+            _generator(device).get_state() if on_gpu else None,
+            device,
+        )
+
+    def replay(self) -> AbstractContextManager[object]:
+        """Run the body from these states; afterwards the generators are as they were before it."""
+
+        def fill(stack: ExitStack) -> None:
+            stack.callback(RngStash.capture(self.device)._set)
+            self._set()
+
+        return Within(fill)
+
+    def equals(self, other: "RngStash") -> bool:
+        """Whether both hold the same states, bit for bit."""
+        if not torch.equal(self.cpu, other.cpu):
+            return False
+        if self.device_state is None or other.device_state is None:
+            return self.device_state is other.device_state
+        return torch.equal(self.device_state, other.device_state)
+
+    def restore(self) -> None:
+        """Have these states from now on."""
+        self._set()
+
+    def _set(self) -> None:
+        torch.default_generator.set_state(self.cpu)
+        if self.device_state is not None:
+            _generator(self.device).set_state(self.device_state)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """A GPU's own. PyTorch's functions for its state take a detour several times as long."""
+    if not torch.cuda.is_initialized():
+        torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]

@@ -1,0 +1,364 @@
+"""Visits of a block: its bytes in a slot, its tensors in place, and all of it undone at the end.
+
+``BlockVisit`` is for whatever reads frozen tensors: a layer, and anything else whose tensors stand
+in the host store. ``Visits`` knows which one goes on.
+
+Note: Interruptions
+    Ctrl-C may strike between any two steps of Python, those of a ``finally`` too, and once more
+    while the first is on its way out. So a visit is noted before it changes anything and crossed
+    off after all of it is undone. What is still noted when its frame goes, or at the latest when
+    the next visit begins, is undone then. Undoing twice is undoing once.
+
+    What is noted may also be a visit that goes on, further up the stack (a hook inside a layer that
+    runs another one). It is undone all the same, since its slot may be needed now; it finds out at
+    its end and raises, so that nothing it computed is used.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch.autograd import Variable
+
+from poros.errors import PreparedModelError, SlotStateError
+from poros.labels import labelled, short_name
+from poros.slots.manager import BlockManager
+from poros.slots.ring import Slot
+from poros.slots.schedule import Phase
+from poros.stream.frozen import LayerBindings
+from poros.stream.layer_index import Adapter
+
+
+class _Note:
+    """One visit that has begun. Compared by identity."""
+
+    __slots__ = ("undo",)
+
+    def __init__(self, undo: Callable[[], None]) -> None:
+        self.undo = undo
+
+
+class _Keeper:
+    """Dies with the frame of a visit, however that was left."""
+
+    __slots__ = ("_note", "_visits")
+
+    def __init__(self, visits: "Visits", note: _Note) -> None:
+        self._visits = visits
+        self._note = note
+
+    def __del__(self) -> None:
+        self._visits.end(self._note)
+
+
+class Visits:
+    """The visits of one prepared model: at most one at a time."""
+
+    def __init__(self) -> None:
+        self._open: list[_Note] = []
+
+    def end_all(self) -> None:
+        """Undo what an interruption has left behind. Costs nothing if there is nothing."""
+        while self._open:
+            self.end(self._open[-1])
+
+    def end(self, note: _Note) -> None:
+        """Undo one visit, unless that was done; to its end even if it is interrupted."""
+        interruption: KeyboardInterrupt | None = None
+        while note in self._open:
+            try:
+                note.undo()
+                self._open = [other for other in self._open if other is not note]
+            except KeyboardInterrupt as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
+
+    def open(self, undo: Callable[[], None]) -> _Note:
+        """Begin a visit that whoever asks for it ends; or the next visit that begins does."""
+        note = _Note(undo)
+        self._open.append(note)
+        return note
+
+    def is_open(self, note: _Note) -> bool:
+        """Whether that visit goes on."""
+        return note in self._open
+
+    def require_open(self, name: str, note: _Note) -> None:
+        """Raise ``SlotStateError`` if another visit began before this one, of ``name``, ended."""
+        if note not in self._open:
+            raise SlotStateError(
+                f"{name}: expected one layer to run at a time, found another one that ran "
+                "before it had ended (a forward or a backward inside a hook of it?)"
+            )
+
+    @contextmanager
+    def begin(self, name: str, undo: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Run the body as a visit, then ``undo`` what it has changed. ``end_all`` comes before.
+
+        Args:
+            name: The layer's qualified name.
+            undo: Undoes a visit that has come anywhere, undone or not.
+
+        Yields:
+            What raises if this is no longer the visit that goes on. Called at the end as well.
+
+        Raises:
+            SlotStateError: If another visit began before this one ended.
+        """
+        note = _Note(undo)
+        require_alone = partial(self.require_open, name, note)
+        keeper = _Keeper(self, note)
+        try:
+            try:
+                self._open.append(note)
+                yield require_alone
+                require_alone()
+            finally:
+                self.end(note)
+        finally:
+            # An interruption may strike as the first clean-up begins.
+            self.end(note)
+            del keeper
+
+
+class _Row:
+    """Visits in a row, of which the last may go on. It ends with the frame of the row at last."""
+
+    __slots__ = ("_visits", "note", "phase")
+
+    def __init__(self, visits: Visits) -> None:
+        self._visits = visits
+        self.note: _Note | None = None
+        self.phase: Phase | None = None
+
+    def end(self) -> None:
+        if self.note is not None:
+            self._visits.end(self.note)
+            self.note = None
+
+    def __del__(self) -> None:
+        self.end()
+
+
+class BlockVisit:
+    """Visits of one block by one of its readers, one after the other.
+
+    Args:
+        manager: Brings the block to its slot.
+        visits: Of the model.
+        block: Index in execution order.
+        name: Qualified name of the reader.
+        bindings: The reader's tensors: at rest on the host, during a visit views of the slot.
+        when_ready: Called with the bindings once the block is there.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        visits: Visits,
+        block: int,
+        name: str,
+        bindings: LayerBindings,
+        when_ready: Callable[[LayerBindings], None] | None = None,
+    ) -> None:
+        self.block = block
+        self.bindings = bindings
+        self._manager = manager
+        self._visits = visits
+        self._name = name
+        self._label = short_name(name)
+        self._is_bound = True
+        self._when_ready = when_ready
+        self._row: _Row | None = None
+        self._lease: tuple[_Note, torch.Tensor] | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the block has a slot of its own, which is never written again."""
+        return self._manager.is_pinned(self.block)
+
+    def bind(self, bindings: LayerBindings) -> None:
+        """Take other views: the block has moved to another slot."""
+        self._is_bound = True
+        self.bindings = bindings
+
+    def unbind(self) -> None:
+        """Let go of the slot. Until ``bind`` a visit raises ``PreparedModelError``."""
+        self._is_bound = False
+        self.bindings = self.bindings.without_device_tensors()
+
+    @contextmanager
+    def hold(self, phase: Phase, adapters: Sequence[Adapter] = ()) -> Iterator[torch.Tensor]:
+        """Hold the block in its slot, with device tensors and proxy leaves in place; its bytes.
+
+        Args:
+            phase: What the visit belongs to.
+            adapters: Places whose proxy leaves are to be there instead of the parameters.
+
+        Streams:
+            The compute stream waits for the block's copy; at the end an event is recorded behind
+            which the slot may be overwritten. The host does not wait.
+
+        Raises:
+            PreparedModelError: If a frozen tensor was changed at rest, or by the body.
+            SlotStateError: If another visit began before this one ended.
+        """
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        if not self._is_bound:
+            raise self._unbound()
+        # The bindings of now: a visit that is undone later is undone as it began.
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
+        with self._visits.begin(self._name, undo) as require_alone:
+            slot = self._acquire(phase)
+            version = slot.buffer._version
+            self.bindings.swap_in()
+            for adapter in adapters:
+                adapter.owner[adapter.key] = adapter.proxy
+            with labelled(phase.value, self._label):
+                yield slot.buffer
+            require_alone()
+            self.bindings.require_device_tensors()
+            if slot.buffer._version != version:
+                raise PreparedModelError(
+                    f"{self._name}: expected its frozen tensors to be read only, found one written "
+                    "by its own forward (a running statistic?); the write would be lost with the "
+                    "slot"
+                )
+
+    def lease(self, phase: Phase, at_end: Callable[[], None] | None = None) -> torch.Tensor:
+        """Hold the block in its slot until another visit begins, then call ``at_end``; its bytes.
+
+        Within a backward it ends with that at the latest.
+
+        Streams and errors are those of ``hold``. If the block is leased already, nothing is done.
+        """
+        if self._lease is not None and self._visits.is_open(self._lease[0]):
+            return self._lease[1]
+        self._visits.end_all()
+        if not self._is_bound:
+            raise self._unbound()
+
+        def end() -> None:
+            self._lease = None
+            if at_end is not None:
+                at_end()
+            _let_go(self._manager, self.block)
+
+        note = self._visits.open(end)
+        slab = self._acquire(phase).buffer
+        self._lease = note, slab
+        if torch._C._current_graph_task_id() >= 0:
+            Variable._execution_engine.queue_callback(partial(self._visits.end, note))
+        return slab
+
+    @contextmanager
+    def occupy(self, phase: Phase) -> Iterator[None]:
+        """Hold the block in its slot for work that does not go by the reader's tensors.
+
+        As ``hold`` otherwise. In a row (``in_a_row``) it goes on until the row ends, or until
+        another visit begins: the next one of the row finds the block held, and as it was.
+        """
+        row = self._row
+        if row is not None and row.note is not None and row.phase is phase:
+            note = row.note
+            if self._visits.is_open(note):
+                yield from self._occupied(phase, note)
+                return
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        if not self._is_bound:
+            raise self._unbound()
+        undo = partial(_let_go, self._manager, self.block)
+        if row is None:
+            with self._visits.begin(self._name, undo) as require_alone:
+                self._acquire(phase)
+                with labelled(phase.value, self._label):
+                    yield
+                require_alone()
+            return
+        row.phase, row.note = None, self._visits.open(undo)
+        self._acquire(phase)
+        row.phase = phase
+        yield from self._occupied(phase, row.note)
+
+    def _occupied(self, phase: Phase, note: _Note) -> Iterator[None]:
+        with labelled(phase.value, self._label):
+            yield
+        self._visits.require_open(self._name, note)
+
+    @contextmanager
+    def in_a_row(self) -> Iterator[None]:
+        """Visits in the body come one behind the other, with nobody's code between them."""
+        row = self._row = _Row(self._visits)
+        try:
+            yield
+        finally:
+            self.leave_row()
+            row.end()
+
+    def leave_row(self) -> None:
+        """End the row there is, if any."""
+        row, self._row = self._row, None
+        if row is not None:
+            row.end()
+
+    def _acquire(self, phase: Phase) -> Slot:
+        slot = self._manager.acquire(self.block, phase)
+        if self._when_ready is not None:
+            self._when_ready(self.bindings)
+        return slot
+
+    @contextmanager
+    def expose(self, adapters: Sequence[Adapter]) -> Iterator[None]:
+        """Device tensors and proxy leaves in place, whatever the slot holds: to be recorded only.
+
+        As ``hold`` otherwise.
+        """
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        if not self._is_bound:
+            raise self._unbound()
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
+        with self._visits.begin(self._name, undo) as require_alone:
+            self.bindings.swap_in()
+            for adapter in adapters:
+                adapter.owner[adapter.key] = adapter.proxy
+            yield
+            require_alone()
+            self.bindings.require_device_tensors()
+
+    def _unbound(self) -> PreparedModelError:
+        return PreparedModelError(
+            f"{self._name}: expected a place on the device for its block, found none: making "
+            "room for it failed. Call poros.restore(model)"
+        )
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """The reader without its frozen tensors, for what reaches all the others."""
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        with self._visits.begin(self._name, self.bindings.swap_out):
+            self.bindings.hide()
+            yield
+
+
+def _end_visit(
+    manager: BlockManager,
+    block: int,
+    bindings: LayerBindings,
+    adapters: Sequence[Adapter],
+) -> None:
+    for adapter in adapters:
+        if adapter.owner.get(adapter.key) is adapter.proxy:
+            adapter.owner[adapter.key] = adapter.parameter
+    bindings.swap_out()
+    _let_go(manager, block)
+
+
+def _let_go(manager: BlockManager, block: int) -> None:
+    if manager.is_held(block):
+        manager.release(block)

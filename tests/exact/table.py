@@ -1,0 +1,253 @@
+"""Programs that a prepared model computes with the bits of a resident one, in the same order."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.exact import hazards as H
+from tests.exact import hooks
+from tests.exact import programs as P
+from tests.exact import provocations as V
+from tests.exact import regions as R
+from tests.exact import subjects as S
+from tests.exact.arms import Program, Subject
+from tests.snapshots import bf16, layers_of
+
+
+class Row(NamedTuple):
+    name: str
+    subject: Subject
+    program: Program
+    policy: dict[str, Any] = {}  # noqa: RUF012
+    replays: bool = True
+    """Whether visits of some layers may be replayed."""
+
+
+PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
+UNCHECKED: dict[str, Any] = {"self_check": "off"}
+"""The self-check itself runs hooks, restores PyTorch's random states alone, and takes gradients as
+reentrant checkpoints refuse."""
+PRECISIONS = {"bf16": S.PLAIN, "fp32": S.small(dtype=torch.float32, quantize=False)}
+ORDERED = {  # by when their gradients arrive within a region
+    "lora": S.FP32_DENSE,
+    "lora bias": S.dense_lora(lora_bias=True),
+    "dora": S.dense_lora(use_dora=True),
+    "dora, norms": S.dense_lora(use_dora=True, modules_to_save=["post_attention_layernorm"]),
+}
+IN_ORDER = {each.__name__: R.in_order(each) for each in R.REGIONS}
+HOOKED = {which: hooks.all_the_time(which) for which in hooks.HOOKS}
+STATES = {
+    "a middle state": P.loss_on_states(2),
+    "the last state": P.loss_on_states(3),
+    "the loss and the last state": P.loss_on_states(3, loss=True),
+    "the loss and a middle state": P.loss_on_states(1, loss=True),
+    "two middle states": P.loss_on_states(1, 2),
+    "everything": P.loss_on_states(0, 1, 2, 3, loss=True),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "lora bias": {"lora_bias": True},
+    "head saved": {"modules_to_save": ["lm_head"]},
+    "norms saved": {"modules_to_save": ["input_layernorm"]},
+}
+SHARED = S.small("gemma4_shared_kv", num_layers=4)
+FAMILIES = {
+    "gemma4_shared_kv": SHARED,
+    **{name: S.small(name, num_layers=4) for name in ("gemma4", "mixtral", "qwen3_moe")},
+}
+ROUTED = {name: S.small(name) for name in ("mixtral", "qwen3_moe")}
+CONTEXTS = {"nothing": nullcontext, "autocast": bf16}
+BACKENDS = {"nothing": nullcontext, "math only": P.only_math}
+MEETINGS = {  # of gradients of adapters, within a region or not
+    "a penalty": R.with_penalty(R.penalty),
+    "a penalty first": R.penalty_first,
+    "a penalty beside a backward of its own": R.retained,
+    "a penalty in full precision": R.with_penalty(R.powers),
+    "a penalty outside": R.penalty_outside,
+    "a backward of its own": R.beside_a_penalty,
+    "regions of their own": R.regions_of_their_own,
+    "a penalty outside of accelerate": R.penalty_by_accelerate,
+    "a penalty, no cache": R.with_penalty(R.penalty, R.uncached),
+    "forwards in one region": R.forwards_in_one_region,
+    "forwards in two regions": R.forwards_in_two_regions,
+    "backwards in one region": R.backwards_in_one_region,
+}
+SHARING = {  # adapters, or casts of them
+    "tied within layers": S.tied_within,
+    "tied across layers": S.tied_across,
+    "called twice": S.called_twice,
+    "one for two projections": S.shared_within,
+}
+MATH_STEP = P.one_step(forward=P.only_math)
+STEP_WITHOUT_CACHE = P.one_step(forward=R.uncached)
+
+
+def backwards() -> Iterator[Row]:
+    yield Row("a second backward", S.PLAIN, P.backward_twice)
+    yield Row("different losses", S.PLAIN, P.different_losses, replays=False)
+    for order in ((0, 1), (1, 0)):
+        yield Row(f"two forwards, backwards {order}", S.PLAIN, P.two_forwards(order))
+    yield Row("two forwards, one backward", S.PLAIN, H.sum_of_two)
+    yield Row("gradients of some parameters", S.PLAIN, P.some_parameters)
+    yield Row("partial backwards", S.PLAIN, H.retained_and_partial)
+    yield Row("updates within backward", S.PLAIN, H.step_within_backward)
+    yield Row("backward in another thread", S.PLAIN, H.from_another_thread)
+    yield Row("forward in another thread", S.PLAIN, H.forward_in_another_thread)
+    yield Row("a layer called outside of the model", S.PLAIN, P.layer_outside_of_the_model)
+    for error in (ZeroDivisionError, KeyboardInterrupt):
+        for where in ("forward", "backward", H.A_MATRIX):
+            name, program = f"{error.__name__} in {where[-20:]}", H.failing(where, error)
+            yield Row(name, S.PLAIN, program, UNCHECKED)
+    yield Row("an evaluation in between", S.PLAIN, H.evaluated_between)
+    yield Row("mkldnn off in between", S.FP32, H.setting_between)
+    yield Row("use_cache", S.PLAIN, H.with_cache)
+    yield Row("saved tensors looked at", S.PLAIN, H.inspected)
+    yield Row("zero_grad in between", S.two_adapters, P.one_step(between=lambda m: m.zero_grad()))
+
+
+def losses() -> Iterator[Row]:
+    """On what passes between the layers, and on what is inside them.
+
+    A state that feeds the next layer and a loss has a gradient of three terms: a resident run adds
+    the loss's, the residual path's, then the norm's.
+    """
+    for name, program in STATES.items():
+        yield Row(f"a loss on {name}", S.PLAIN, program, replays=False)
+    yield Row("losses on what layers give", S.PLAIN, P.loss_on_outputs)
+    yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
+    for name, subject in FAMILIES.items():
+        yield Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
+    yield Row("shared keys and values", SHARED, P.train, replays=False)
+    for name, subject in ROUTED.items():
+        yield Row(f"router logits of {name}", subject, P.routers_alone, replays=False)
+    for name in ("gemma4", "mixtral", "qwen2"):
+        subject = S.small(name, attn_implementation="eager")
+        for how, program in {
+            "": H.attentions(alone=False),
+            " alone": H.attentions(alone=True),
+            ", no gradients": H.attentions_without_gradients,
+        }.items():
+            yield Row(f"attentions of {name}{how}", subject, program, replays=False)
+    yield Row("given embeddings", S.PLAIN, P.given_embeddings)
+    yield Row("a penalty on embeddings", S.PLAIN, partial(P.given_embeddings, penalty=True))
+    yield Row("no trainable adapter", S.PLAIN, partial(P.given_embeddings, frozen=True))
+    yield Row("states of an encoder", S.decoder, P.read_an_encoder)
+    below = S.adapter_below_the_layers, P.train_below_the_layers
+    yield Row("an adapter below the layers", *below, replays=False)
+    for quantize in (True, False):
+        subject = S.adapters_on("q_proj", "v_proj", quantize=quantize)
+        for path in (*S.PROJECTIONS, "self_attn", "mlp", "input_layernorm"):
+            name = f"a loss on {path}, {'4 bits' if quantize else 'dense'}"
+            yield Row(f"{name}, alone", subject, H.inner_loss(path))
+            yield Row(f"{name}, as well", subject, H.inner_loss(path, alone=False, around=bf16))
+    subject = S.adapters_on("q_proj", "v_proj")
+    yield Row("an inner loss, PEFT", subject, H.inner_loss("mlp.down_proj"), PEFT)
+    for kind in (list, dict):
+        program = V.through(V.with_argument(lambda kwargs, kind=kind: kwargs.update(found=kind())))  # type: ignore[misc]
+        yield Row(f"a {kind.__name__} as argument", S.PLAIN, program)
+    program = V.with_argument(lambda kwargs: kwargs["shared_kv_states"].update(notes=[]))
+    yield Row("a list in shared states", SHARED, V.through(program), replays=False)
+
+
+def surroundings() -> Iterator[Row]:
+    """What surrounds a forward is replayed at its recomputation."""
+    for name, between in {
+        "eval": lambda model: model.eval(),
+        "train": lambda model: model.train(),
+        "eval of a layer": lambda model: layers_of(model)[1].eval(),
+        "a parameter frozen": P.freeze_one,
+    }.items():
+        yield Row(f"{name} in between", S.PLAIN, P.one_step(between=between))
+    yield Row("train behind a forward of eval", S.PLAIN, P.evaluate_then_train)
+    yield Row("flags behind a step", S.PLAIN, P.step_and_flags)
+    for precision, subject in PRECISIONS.items():
+        yield Row(f"autocast around backward, {precision}", subject, P.one_step(backward=bf16))
+        for name, context in CONTEXTS.items():
+            program = P.one_step(forward=bf16, backward=context)
+            yield Row(f"autocast, {name} around backward, {precision}", subject, program)
+    # With dropout there is one backend only.
+    for precision, subject in {"bf16": S.NO_DROPOUT, "fp32": S.FP32_NO_DROPOUT}.items():
+        for name, context in BACKENDS.items():
+            program = P.one_step(forward=P.only_math, backward=context)
+            yield Row(f"math attention, {name} around backward, {precision}", subject, program)
+    yield Row("inputs that require gradients", S.inputs_require_gradients, P.STEP)
+    yield Row("inputs that require them later", S.PLAIN, P.late_input_require_grads)
+    yield Row("much dropout", S.small(dropout=0.5), P.STEP)
+    yield Row("saved tensors copied", S.PLAIN, P.one_step(forward=P.copies_of_saved))
+    kept = H.saved_by(lambda each: each, lambda each: each)
+    yield Row("saved as they are", S.PLAIN, kept)
+    yield Row("saved on the host", S.PLAIN, R.on_the_host)
+    yield Row("the whole model checkpointed", S.PLAIN, H.whole_model_checkpointed)
+    for reentrant in (True, False):
+        name = f"a module checkpointed, {'reentrant' if reentrant else 'not reentrant'}"
+        policy = UNCHECKED if reentrant else {}
+        yield Row(name, S.PLAIN, H.checkpointed_inside(reentrant), policy)
+    for alone in (False, True):
+        name = f"saved as they are inside a layer, {'inner loss' if alone else 'loss'}"
+        yield Row(name, S.DENSE, H.saved_inside(alone=alone))
+
+
+def adapters() -> Iterator[Row]:
+    for layers in ([0], [1], [2], [0, 2]):
+        yield Row(f"adapters on layers {layers}", S.on_layers(layers), P.train)
+    for name, options in KINDS.items():
+        yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train)
+    for quantize in (True, False):
+        for targets in (["q_proj", "v_proj"], *([each] for each in S.PROJECTIONS)):
+            name = f"adapters on {', '.join(targets)}, {'4 bits' if quantize else 'dense'}"
+            yield Row(name, S.adapters_on(*targets, quantize=quantize), P.train)
+    yield Row("adapters of DoRA on v", S.adapters_on("v_proj", use_dora=True), P.train)
+    yield Row("PEFT's own modules", S.adapters_on("q_proj", "v_proj"), P.train, PEFT)
+    yield Row("adapters frozen by hand", S.partly_frozen, P.STEP)
+    for name, subject in SHARING.items():
+        yield Row(name, subject, P.train)
+        for where, program in {
+            "no cache": STEP_WITHOUT_CACHE,
+            "autocast": P.STEP_UNDER_AUTOCAST,
+            "a region of the model": R.own_region,
+            "forwards in one region": R.forwards_in_one_region,
+        }.items():
+            yield Row(f"{name}, {where}", subject, program)
+    # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
+    for name, subject in ORDERED.items():
+        for region, program in IN_ORDER.items():
+            yield Row(f"{name}, {region}", subject, program)
+    for name, program in MEETINGS.items():
+        yield Row(f"{name}, dense", S.FP32_DENSE, program)
+        yield Row(
+            f"{name}, 4 bits, in order", S.FP32_NO_DROPOUT, R.in_order(program), replays=False
+        )
+
+
+def hooked() -> Iterator[Row]:
+    yield Row("hooks on parameters", S.PLAIN, P.double_and_count)
+    yield Row("hooks on a layer", S.with_hooks_on_a_layer, P.STEP)
+    for which, program in HOOKED.items():
+        yield Row(f"hooks: {which}", S.PLAIN, program, replays=which in hooks.OUTSIDE)
+    program = hooks.notes_and_older_forwards
+    yield Row("notes of hooks and older forwards", S.PLAIN, program, replays=False)
+    for name, hook in {
+        "Python's": H.python_random,
+        "NumPy's": H.numpy_random,
+        "PyTorch's": H.torch_random,
+    }.items():
+        program = H.with_hook(hook, "input_layernorm")
+        yield Row(f"{name} generator in a hook", S.PLAIN, program, UNCHECKED)
+    inner = H.forward_without_gradients, H.forward_and_backward
+    yield Row("a forward inside a backward", S.PLAIN, H.in_backward(inner[0]))
+    yield Row("a step inside a backward", S.PLAIN, H.in_backward(inner[1]))
+    yield Row("trainable from outside", S.NO_DROPOUT, H.trainable_from_outside)
+    subject = S.adapters_on("q_proj", "v_proj", quantize=False)
+    for how in ("attribute", "closure"):
+        for where in ("within", "an inner loss", "beside", "beside, alone"):
+            program = H.function_of_others(how, where)
+            yield Row(f"a function of others, {how}, {where}", subject, program)
+    subject = S.adapters_on("q_proj", "v_proj")
+    yield Row("bitsandbytes beside a layer", subject, H.bitsandbytes_beside)
+
+
+ROWS = [*backwards(), *losses(), *surroundings(), *adapters(), *hooked()]

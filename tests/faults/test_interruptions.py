@@ -65,23 +65,11 @@ def evaluate_in_the_middle(model: Any, record: Record) -> None:
     evaluate(model, record, "after backward")
 
 
-def two_forwards_then_backwards_in_order(model: Any, record: Record) -> None:
-    losses = [loss_of(model, index) for index in range(2)]
-    for index, loss in enumerate(losses):
-        loss.backward()
-        record[f"loss {index}"] = loss
-
-
 def two_forwards_then_backwards_in_reverse(model: Any, record: Record) -> None:
     losses = [loss_of(model, index) for index in range(2)]
     for index, loss in reversed(list(enumerate(losses))):
         loss.backward()
         record[f"loss {index}"] = loss
-
-
-def one_backward_of_two_forwards(model: Any, record: Record) -> None:
-    record["loss"] = loss = loss_of(model, 0) + 2 * loss_of(model, 1)
-    loss.backward()
 
 
 def an_abandoned_forward(model: Any, record: Record) -> None:
@@ -99,9 +87,7 @@ def the_same_graph_twice(model: Any, record: Record) -> None:
 
 SCRIPTS = (
     evaluate_in_the_middle,
-    two_forwards_then_backwards_in_order,
     two_forwards_then_backwards_in_reverse,
-    one_backward_of_two_forwards,
     an_abandoned_forward,
     the_same_graph_twice,
 )

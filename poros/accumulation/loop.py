@@ -121,7 +121,7 @@ def _tails(
         while not group.is_over:
             number = len(found)
             spare, is_last = batches[number], number == len(batches) - 1
-            spare = copy_of(spare)
+            spare = copy_of(spare)  # which may fail, and then it is there as it is
             with group.tail(is_last), nullcontext() if is_last else ranks.no_sync():
                 value = step(batches[number])
             found.append(value)

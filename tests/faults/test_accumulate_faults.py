@@ -68,9 +68,9 @@ def descending(patch: Patch) -> None:
     """The order of sums."""
     genuine = Group.backward
 
-    def backward(self: Group, differentiate: Any = None) -> None:
+    def backward(self: Group) -> None:
         self._batches = [*reversed(self._batches[: self.num_done])]
-        genuine(self, differentiate)
+        genuine(self)
 
     patch.setattr(Group, "backward", backward)
 
@@ -91,7 +91,7 @@ def without_autocast(patch: Patch) -> None:
 
 
 def no_gradients_below(patch: Patch) -> None:
-    patch.setattr(MicroBatch, "backward_below", lambda self: None)
+    patch.setattr(MicroBatch, "backward_below", lambda self, way: None)
 
 
 FAULTS: dict[str, Callable[[Patch], None]] = {

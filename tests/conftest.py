@@ -8,6 +8,8 @@ import os
 
 # Read by tokenizers when it first works, so it is set before any test imports transformers.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# For processes that tests start, too: threads that wait for each other's core spin.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

@@ -69,7 +69,7 @@ def check(folder: Path, policy: dict[str, Any] | None = None, **options: Any) ->
     stats = poros.runtime(model).stats()
     print({key: stats[key] for key in ("num_groups", "num_replayed_visits", "fallbacks")})
     assert same_runs(found, expected)
-    assert poros.runtime(model).self_check["status"] == "passed"
+    assert poros.runtime(model).self_check["status"] in ("passed", "off")
     assert not [line for line in stats["fallbacks"] if line.startswith("micro-batches")]
     assert stats["num_groups"] == 8
     return stats
@@ -83,8 +83,11 @@ def test_equals_one_after_the_other(
 ) -> None:
     stats = check(tmp_path, {"cuda_graphs": graphs}, dtype=dtype, dropout=dropout)
     assert (stats["num_replayed_visits"] > 0) == graphs
-    # 4 layers, 2 slots.
-    assert stats["num_loads"] == 6 + 7 * 4
+
+
+def test_one_load_serves_all(tmp_path: Path) -> None:
+    # 4 layers, 2 slots; the check would load some again.
+    assert check(tmp_path, {"self_check": "off"})["num_loads"] == 6 + 7 * 4
 
 
 POLICIES: list[dict[str, Any]] = [

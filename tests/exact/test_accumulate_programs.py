@@ -395,7 +395,7 @@ ALONE = {
     "draws in the backward of the norm": Program(noisy_norm),
     "tied adapters": Program(tied, "several places"),
     "hooks on adapters": Program(hooked, "hooks on parameters"),
-    "a cast outside the layers": Program(of_batch(cast_outside), UnsupportedModelError),
+    "a cast outside the layers": Program(of_batch(cast_outside), "uses parameters of layers"),
 }
 PROGRAMS = {**FORMS, **STATES, **GRADIENTS, **ALONE}
 

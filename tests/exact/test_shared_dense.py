@@ -8,12 +8,13 @@ import torch
 
 import poros
 from poros.api import prepare_with
+from poros.gates.adversary import AdversarialStreams
 from poros.gates.tape import TapeRecorder
 from poros.kernels import dense_layer, dequantize
 from poros.kernels.dense_layer import DenseLayer
 from poros.stream.body import LayerBody
 from tests.exact.adapter_arms import adapted
-from tests.exact.arms import Bases
+from tests.exact.arms import Bases, on_tapes
 from tests.exact.together import num_groups, reasons, same, train
 from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
 
@@ -83,7 +84,7 @@ def without_sharing(bases: Bases) -> int:
 
 def test_without_it_each_micro_batch_makes_them(bases: Bases, monkeypatch: Patch) -> None:
     counted = Counted(monkeypatch)
-    train(prepare_plain(build(bases), slots=2, self_check="off"))
+    train(on_tapes(build(bases), slots=2))
     assert counted.num_shared == 0
     # At least for one product of each layer and micro-batch, whose gradient is ours on a CPU too.
     assert counted.num_single >= 12 * NUM_LAYERS
@@ -196,9 +197,14 @@ def before_the_block_is_there(patch: Patch) -> None:
 def test_a_fault_shows(
     fault: Any, bases: Bases, expected: list[torch.Tensor], monkeypatch: Patch
 ) -> None:
+    """Where a recomputation makes a graph: on a CPU that of a forward is bitsandbytes' own."""
     fault(monkeypatch)
-    prepare = AdversarialPrepare()
-    assert not same(train(prepare(build(bases), slots=2, share_dense=True)), expected)
+    policy = poros.StreamingPolicy(
+        **AS_PLAIN, slots=2, device="cpu", share_dense=True, self_check="off"
+    )
+    model, streams = build(bases), AdversarialStreams()
+    prepare_with(model, policy, streams=streams, recorder=TapeRecorder())
+    assert not same(train(model), expected)
 
 
 def test_the_self_check_sees_a_fault(bases: Bases, monkeypatch: Patch) -> None:

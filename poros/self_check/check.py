@@ -31,6 +31,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +48,11 @@ from poros.self_check.evidence import (
     drawn_states,
     first_difference,
     forward_values,
+    named,
     tensors_in,
 )
 from poros.self_check.proof import Incoming, Kernels, Outcome, Runs, is_gradient
-from poros.stream.boundary import streamed_layer
+from poros.stream.boundary import is_streamed, streamed_layer
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +144,11 @@ class SelfCheck:
         return self._unchecked.get(index, _gone)() is not None
 
     def watch(self, index: int, run: Callable[[], Any], arguments: tuple[Any, Any]) -> Any:
-        """Run one layer's forward as it is streamed, and check it behind, apart from its graph."""
+        """Run one layer's forward as it is streamed, and check it behind, apart from its graph.
+
+        Where code of the user may run inside the layer, which may keep what it sees, it is checked
+        as its backward begins: by then the loss has been made of what the layer itself has given.
+        """
         reference = self._unchecked.get(index)
         layer = reference() if reference is not None else None
         if layer is None:
@@ -152,9 +158,23 @@ class SelfCheck:
         if not needs_gradient and (index in self._without_gradient or not layer.training):
             return run()
         self._without_gradient.discard(index)
+        is_open = streamed_layer(layer).condition().has_hooks
         evidence, result = Evidence.collect(layer, inputs, run, arguments, self._device)
-        self._check_apart(index, evidence, needs_gradient)
+        ends = [each for _, each in named("", result) if each.requires_grad]
+        if is_open and ends:
+            # Emptied by the check: the graph may live on, with the loss.
+            ends[0].register_hook(partial(self._check_late, index, [evidence]))
+        else:
+            self._check_apart(index, evidence, needs_gradient)
         return result
+
+    def _check_late(self, index: int, held: list[Evidence], _: torch.Tensor) -> None:
+        """The hook on what a layer gave."""
+        evidence = held.pop() if held else None
+        if evidence is None or index not in self._unchecked or not evidence.is_intact():
+            return
+        if is_streamed(evidence.layer):  # not restored since
+            self._check_apart(index, evidence, needs_gradient=True)
 
     def _check_apart(self, index: int, evidence: Evidence, needs_gradient: bool) -> None:
         evidence.rng_backward = drawn_states(self._device)
@@ -294,7 +314,7 @@ class SelfCheck:
         if disturbed is not None:
             return _DISTURBED.format(disturbed)
         evidence.again = again.forward
-        streamed = again.values | forward_values(evidence.outputs, evidence.rng_end)
+        streamed = again.values | evidence.given()
         return self._explained(index, evidence, incoming, resident, streamed)
 
     def _explained(

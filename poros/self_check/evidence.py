@@ -3,17 +3,19 @@
 Everything here is read from the call itself and from PyTorch and transformers, not from what the
 recomputation captured: a state that the recomputation forgets is then missing on one side only.
 
-A layer is checked behind its forward, when no gradient has arrived yet: gradients are drawn.
+Gradients are drawn, since a layer is checked behind its forward, or before its backward begins.
 """
 
 import copy
+import random
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -40,11 +42,15 @@ class Evidence:
     inputs: list[torch.Tensor]
     are_leaves: list[bool]
     """Of the inputs: whether autocast, where it keeps casts, keeps theirs."""
+    input_versions: list[int]
+    """How often each was edited in place, as PyTorch counts."""
     trained: dict[str, nn.Parameter]
     """All that was trained in the layer, whatever the recomputation saw of it."""
     recorded: list[str]
     """What transformers recorded inside layers at the time, what layers return aside."""
     rng: list[torch.Tensor]
+    other_rng: tuple[Any, Any]
+    """The states of Python's generator and of NumPy's."""
     autocast: list[tuple[str, bool, torch.dtype]]
     has_cast_cache: bool
     """Whether autocast keeps its casts of parameters, and so sums what they are used for."""
@@ -52,6 +58,7 @@ class Evidence:
     training: list[bool]
     outputs: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     """Value, and whether it needs a gradient, by name."""
+    output_versions: list[int] = field(default_factory=list)
     rng_end: list[torch.Tensor] = field(default_factory=list)
     rng_backward: list[torch.Tensor] = field(default_factory=list)
     """When its backward began."""
@@ -79,9 +86,11 @@ class Evidence:
             kwargs={**kwargs, **{key: type(kwargs[key])(held) for key, held in before.items()}},
             inputs=list(inputs),
             are_leaves=[tensor.is_leaf for tensor in inputs],
+            input_versions=_versions(inputs),
             trained={name: each for name, each in layer.named_parameters() if each.requires_grad},
             recorded=recorded,
             rng=random_states(device),
+            other_rng=(random.getstate(), np.random.get_state()),
             autocast=[
                 (
                     device_type,
@@ -100,7 +109,19 @@ class Evidence:
         record = {key: collector[key][length:] for key, length in lengths.items()}
         named = named_outputs(result, written(kwargs, before), record)
         evidence.outputs = {name: (tensor.detach(), tensor.requires_grad) for name, tensor in named}
+        evidence.output_versions = _versions(tensor for tensor, _ in evidence.outputs.values())
         return evidence, result
+
+    def is_intact(self) -> bool:
+        """Whether the inputs still are those of the forward; if not, its backward refuses."""
+        return self.input_versions == _versions(self.inputs)
+
+    def given(self) -> dict[str, Any]:
+        """What the forward gave, but for outputs that someone has edited in place since."""
+        now = _versions(tensor for tensor, _ in self.outputs.values())
+        versions = zip(self.outputs.items(), self.output_versions, now, strict=True)
+        left = {name: each for (name, each), before, after in versions if before == after}
+        return forward_values(left, self.rng_end)
 
     def state(self, device: torch.device) -> AbstractContextManager[object]:
         """What surrounded the forward, with gradients enabled; all as it was afterwards."""
@@ -108,6 +129,10 @@ class Evidence:
         def fill(stack: ExitStack) -> None:
             stack.callback(_set_random_states, random_states(device), device)
             _set_random_states(self.rng, device)
+            stack.callback(random.setstate, random.getstate())
+            stack.callback(np.random.set_state, np.random.get_state())
+            random.setstate(self.other_rng[0])
+            np.random.set_state(self.other_rng[1])
             for device_type, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(device_type):
                     region = torch.autocast(device_type, dtype, enabled, self.has_cast_cache)
@@ -151,7 +176,7 @@ class Evidence:
 
     def recomputed_difference(self) -> str | None:
         """Where what the backward recomputed is not what the forward gave."""
-        return first_difference(forward_values(self.outputs, self.rng_end), self.again)
+        return first_difference(self.given(), self.again)
 
     def drawn_gradients(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Gradients for the outputs that need one, normal, from a generator of their own."""
@@ -167,6 +192,10 @@ def tensors_in(arguments: Any) -> list[torch.Tensor]:
     """The distinct tensors among the arguments of a layer, but for those in caches."""
     found = {id(tensor): tensor for _, tensor in named("", arguments)}
     return list(found.values())
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:

@@ -451,7 +451,7 @@ def _is_of_others(node: Any) -> bool:
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the bits of ``tensor``, by its last dimension and by all the others; int64, flat.
+    """Of the bits of ``tensor``: sums of rows, and of columns, added up by place; (2,), int64.
 
     Equal for equal bits in any order of summation; of values that have changed places, others.
     """
@@ -461,7 +461,12 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     bits = torch.view_as_real(bits) if bits.is_complex() else bits
     bits = bits.view(_INTEGERS[bits.element_size()])
     rows = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
-    return torch.cat([rows.sum(dimension, dtype=torch.int64) for dimension in (0, 1)])
+    places = (rows.shape[1], rows.stride(0), rows.storage_offset())
+    if rows.stride(1) == 1 and not any(each * rows.element_size() % 8 for each in places):
+        rows = rows.view(torch.int64)  # added up without a copy of it
+    sums = [rows.sum(dimension, dtype=torch.int64) for dimension in (0, 1)]
+    weights = [torch.arange(1, 2 * len(each), 2, device=each.device) for each in sums]
+    return torch.stack([(a * b).sum() for a, b in zip(sums, weights, strict=True)])
 
 
 def _weakly(method: Any) -> Callable[[Any], None]:

@@ -34,9 +34,9 @@ CORE = tuple(
     for folder, names in {
         "": "streams",
         "slots": "manager ring schedule",
-        "layer": "adapters args arrival attributes audit body call casts early frozen handover "
-        "layer_index offload refused_calls remat retained rng settings side_outputs state staying "
-        "streamed visit within",
+        "stream": "adapters args attributes body boundary condition frozen general layer_index "
+        "offload refused_calls rng settings side_outputs start state staying unchanged visit within",
+        "replay": "call captures casts early_casts facts forms order recording remat routing uses",
         "model": "measuring runtime sizing",
     }.items()
     for name in names.split()

@@ -205,10 +205,3 @@ def test_a_fault_shows(
     model, streams = build(bases), AdversarialStreams()
     prepare_with(model, policy, streams=streams, recorder=TapeRecorder())
     assert not same(train(model), expected)
-
-
-def test_the_self_check_sees_a_fault(bases: Bases, monkeypatch: Patch) -> None:
-    never_filled_again(monkeypatch)
-    model = prepare_plain(build(bases), slots=2, share_dense=True)
-    with pytest.raises(poros.ParityError):
-        train(model)

@@ -181,7 +181,7 @@ def test_every_point_of_order_is_mutated() -> None:
     assert len({str(mutation) for mutation in CONTEXT_MUTATIONS}) == len(CONTEXT_MUTATIONS)
     # Nobody else orders streams; who starts to, belongs into ``mutants.MANAGED``. A measured rate
     # is no part of training.
-    others = {f"poros.{name}" for name in ("layer.offload", "head.rows", "head.slices")}
+    others = {f"poros.{name}" for name in ("stream.offload", "head.rows", "head.slices")}
     others.add("poros.planning.speeds")
     assert OFFLOAD_MUTATIONS and ROWS_MUTATIONS and SLICES_MUTATIONS
     assert mutants.modules_that_order_streams() == set(mutants.MANAGED) | others

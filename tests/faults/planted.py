@@ -184,7 +184,7 @@ FAULTS = {
         how.detach_what_is_beside,
         cell=Cell("mixtral"),
         gate=FIRST_GRADIENT,
-        self_check=r"layers\.0: recorded router_logits\[0\] needs a gradient: resident has True",
+        self_check=r"layers\.3: recorded router_logits\[0\] needs a gradient: resident has True",
     ),
     "adapter skipped, recorded": Fault(how.recorded(how.skip_an_adapter), gate=FIRST_GRADIENT),
     "wrong gradients, recorded": Fault(how.recorded(how.spoil_gradients), gate=FIRST_GRADIENT),

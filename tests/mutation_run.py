@@ -35,7 +35,8 @@ CORE = tuple(
         "": "streams",
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
-        "offload refused_calls rng settings side_outputs start state staying unchanged visit within",
+        "offload refused_calls rng settings side_outputs start state staying unchanged visit "
+        "within",
         "replay": "call captures casts early_casts facts forms order recording remat routing uses",
         "model": "measuring runtime sizing",
     }.items()

@@ -4,12 +4,14 @@ Whatever it strikes: the model is as at rest when the next step has begun, and t
 """
 
 import gc
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,6 +175,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 CPU = torch.device("cpu")
 SURROUNDINGS: Any = SimpleNamespace(
     rng=random_states(CPU),
+    other_rng=(random.getstate(), np.random.get_state()),
     rng_backward=random_states(CPU),
     autocast=[],
     has_cast_cache=True,

@@ -137,8 +137,11 @@ class Captures:
         call = self._taken_apart(layer, args, kwargs, condition)
         if call is None or not call.needs_gradient:
             return None
+        form = self._recomputable(call)
+        if form is None:
+            return None
         kept = call.offload_input()  # before the forward, which the copy overlaps with
-        results = self._forward(call)
+        results = self._forward(call, form)
         return None if results is None else rematerialize(call, results, kept)
 
     def kept(
@@ -208,14 +211,16 @@ class Captures:
             self.eager[ARGUMENTS] += 1
             return None
 
-    def _forward(self, call: LayerCall) -> list[torch.Tensor] | None:
-        """The results of a forward that is recomputed; None if its own graph is to stay."""
+    def _recomputable(self, call: LayerCall) -> Form | None:
+        """The form of a call that is replayed now or later; None if its own graph is to stay."""
         form = call.form = self._form_of(call, "recomputed")
-        if form is None:
-            return None
-        if form.refusal is not None:
+        if form is not None and form.refusal is not None:
             self.eager[form.refusal] += 1
             return None
+        return form
+
+    def _forward(self, call: LayerCall, form: Form) -> list[torch.Tensor] | None:
+        """The results of a forward that is recomputed; None if its own graph is to stay."""
         results = self._replay_forward(call, form)
         return self._try_forward(call, form) if results is None else results
 
@@ -226,7 +231,8 @@ class Captures:
         # The device computes it twice then: less than the host takes to run it once.
         is_second = form.in_flight() is not None
         if is_second:
-            return self._forward(call)
+            recomputed = self._recomputable(call)
+            return None if recomputed is None else self._forward(call, recomputed)
         if self._held.would_lose(form):
             form.drop_graph()
             self._num_wasted[call.layer.index] += 1

@@ -340,13 +340,6 @@ class LayerBody:
             finally:
                 self._known, self._is_in_a_row = None, False
 
-    def leave_row(self) -> None:
-        """End a row that an interruption may have left behind."""
-        self._known, self._is_in_a_row = None, False
-        self.weights.leave_row()
-        if self.context.dense is not None:
-            self.context.dense.serve_nobody()
-
     def staying(self, adapters: Sequence[AdapterPlace]) -> StayingState:
         """What stays on the device, and what lies in the places of frozen ``adapters``, now."""
         return self._staying.state(adapters)

@@ -60,7 +60,7 @@ class _Saved:
 
     def __init__(self, number: int, tensor: torch.Tensor, is_watched: bool) -> None:
         self.number = number
-        self.version = _version(tensor)
+        self.version = _version(tensor) if is_watched else 0
         self.witness = _witness(tensor) if is_watched else None
 
     def is_edited(self) -> bool:

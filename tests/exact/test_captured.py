@@ -281,3 +281,24 @@ def test_nothing_is_recorded_within_a_backward(bases: Bases) -> None:
     for _ in range(6):
         checkpoint(loss, embedded, use_reentrant=True).backward()
     assert set(places) <= {-1} and recorder.num_recorded > 0
+
+
+def test_an_input_waits_on_the_host_once_where_nothing_is_replayed(
+    bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from poros.stream.offload import ActivationOffloader
+
+    model = adapted(bases)
+    recorded(model, self_check="off", offload_boundaries=True)
+    genuine, indices = ActivationOffloader.offload, list[int]()
+
+    def offload(self: Any, tensor: torch.Tensor, name: str, index: int) -> Any:
+        indices.append(index)
+        return genuine(self, tensor, name, index)
+
+    monkeypatch.setattr(ActivationOffloader, "offload", offload)
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, given, result: None)
+    tokens = torch.arange(12)[None]
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert indices == [0, 1]

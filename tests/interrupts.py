@@ -1,7 +1,7 @@
-"""Ctrl-C where it is wanted: at one step of Python after another, and once more on its way out."""
+"""Ctrl-C where it is wanted: at one step of Python after another."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,18 +11,17 @@ _OURS = tuple(f"{_ROOT}/{each}/" for each in ("poros", "loaders", "gates", "test
 
 
 class Interrupts:
-    """Runs something and interrupts it at chosen steps, as the handler of a signal would.
+    """Runs something and interrupts it at a chosen step, as the handler of a signal would.
 
     Args:
-        at: Numbers of steps, counted from 1.
+        at: Number of the step, counted from 1; None counts only.
         files: Ends of the names of source files whose steps count.
         fine: Whether to count the steps of the interpreter instead of lines.
     """
 
-    def __init__(self, at: Collection[int], files: tuple[str, ...], fine: bool = False) -> None:
+    def __init__(self, at: int | None, files: tuple[str, ...], fine: bool = False) -> None:
         self.num_steps = 0
-        self.num_raised = 0
-        self._at = frozenset(at)
+        self._at = at
         self._files = files
         self._kind = "opcode" if fine else "line"
 
@@ -30,7 +29,6 @@ class Interrupts:
         """Whether ``action`` was interrupted."""
         # What is interrupted as it is collected is reported there, by code that would be traced.
         report, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        sys.setprofile(self._trace_again)
         if self._kind == "opcode":
             # Python 3.12 looks for a frame that wants these events when tracing is switched on, and
             # until it has seen one gives none.
@@ -42,7 +40,6 @@ class Interrupts:
             return True
         finally:
             sys.settrace(None)
-            sys.setprofile(None)
             sys.unraisablehook = report
         return False
 
@@ -66,16 +63,9 @@ class Interrupts:
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == self._kind:
             self.num_steps += 1
-            if self.num_steps in self._at:
-                self.num_raised += 1
+            if self.num_steps == self._at:
                 raise KeyboardInterrupt
         return self._step
-
-    def _trace_again(self, frame: FrameType, event: str, argument: Any) -> None:
-        # A trace function that has raised is taken off; frames that are entered next are not seen.
-        if event == "call" and self.num_raised and self.num_raised < len(self._at):
-            frame.f_trace = self._enter(frame, event, argument)
-            sys.settrace(self._enter)
 
 
 def _in_a_generator(action: Callable[[], Any]) -> Iterator[Any]:

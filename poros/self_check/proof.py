@@ -228,9 +228,15 @@ class Runs:
         """Have ``block`` loaded anew, over bytes that cannot pass for its own."""
         self._visits.end_all()
         manager = self._manager
+
+        def evict() -> None:
+            if manager.is_held(block):
+                manager.evict(block)
+
+        # As a visit: if it is interrupted, the next one forgets these bytes.
+        self._visits.open(evict)
         manager.acquire(block, Phase.INFERENCE).buffer.fill_(_POISON)
-        manager.release(block)
-        manager.evict(block)
+        self._visits.end_all()
 
     def _gradients(
         self,

@@ -172,16 +172,22 @@ class BlockManager:
             self._note("release", block)
 
     def evict(self, block: int) -> None:
-        """Forget ``block``: the next access loads it anew.
+        """Forget ``block``, held or not: the next access loads it anew.
+
+        Streams:
+            As ``release`` if it is held.
 
         Raises:
-            SlotStateError: If the block is not in its slot, or in use, or on its way.
+            SlotStateError: If the block is not in its slot, or on its way.
             ValueError: If ``block`` is out of range.
         """
         self._require_in_range(block)
         slot = self._ring.slot(block)
-        if slot.block != block or slot.state is not SlotState.READY:
-            raise _bad_state("evict", block, slot, "ready with this block")
+        if slot.block != block or slot.state not in (SlotState.READY, SlotState.IN_USE):
+            raise _bad_state("evict", block, slot, "in use or ready with this block")
+        if slot.state is SlotState.IN_USE:
+            slot.released = self._streams.record()
+            self._note("release", block)
         slot.state, slot.block = SlotState.FREE, None
         self._note("evict", block)
 

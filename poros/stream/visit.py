@@ -4,10 +4,9 @@
 in the host store. ``Visits`` knows which one goes on.
 
 Note: Interruptions
-    Ctrl-C may strike between any two steps of Python, those of a ``finally`` too, and once more
-    while the first is on its way out. So a visit is noted before it changes anything and crossed
-    off after all of it is undone. What is still noted when its frame goes, or at the latest when
-    the next visit begins, is undone then. Undoing twice is undoing once.
+    Ctrl-C may strike between any two steps of Python, those of a ``finally`` too. So a visit is
+    noted before it changes anything and crossed off after all of it is undone; what is still noted
+    when the next visit begins is undone then. Undoing twice is undoing once.
 
     What is noted may also be a visit that goes on, further up the stack (a hook inside a layer that
     runs another one). It is undone all the same, since its slot may be needed now; it finds out at
@@ -17,6 +16,7 @@ Note: Interruptions
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -39,19 +39,6 @@ class _Note:
         self.undo = undo
 
 
-class _Keeper:
-    """Dies with the frame of a visit, however that was left."""
-
-    __slots__ = ("_note", "_visits")
-
-    def __init__(self, visits: "Visits", note: _Note) -> None:
-        self._visits = visits
-        self._note = note
-
-    def __del__(self) -> None:
-        self._visits.end(self._note)
-
-
 class Visits:
     """The visits of one prepared model: at most one at a time."""
 
@@ -64,16 +51,10 @@ class Visits:
             self.end(self._open[-1])
 
     def end(self, note: _Note) -> None:
-        """Undo one visit, unless that was done; to its end even if it is interrupted."""
-        interruption: KeyboardInterrupt | None = None
-        while note in self._open:
-            try:
-                note.undo()
-                self._open = [other for other in self._open if other is not note]
-            except KeyboardInterrupt as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption
+        """Undo one visit, unless that was done. Interrupted, it is done by ``end_all``."""
+        if note in self._open:
+            note.undo()
+            self._open.remove(note)
 
     def open(self, undo: Callable[[], None]) -> _Note:
         """Begin a visit that whoever asks for it ends; or the next visit that begins does."""
@@ -107,39 +88,20 @@ class Visits:
         Raises:
             SlotStateError: If another visit began before this one ended.
         """
-        note = _Note(undo)
+        note = self.open(undo)
         require_alone = partial(self.require_open, name, note)
-        keeper = _Keeper(self, note)
         try:
-            try:
-                self._open.append(note)
-                yield require_alone
-                require_alone()
-            finally:
-                self.end(note)
+            yield require_alone
+            require_alone()
         finally:
-            # An interruption may strike as the first clean-up begins.
             self.end(note)
-            del keeper
 
 
-class _Row:
-    """Visits in a row, of which the last may go on. It ends with the frame of the row at last."""
+class _Row(NamedTuple):
+    """The visit that a row of visits shares."""
 
-    __slots__ = ("_visits", "note", "phase")
-
-    def __init__(self, visits: Visits) -> None:
-        self._visits = visits
-        self.note: _Note | None = None
-        self.phase: Phase | None = None
-
-    def end(self) -> None:
-        if self.note is not None:
-            self._visits.end(self.note)
-            self.note = None
-
-    def __del__(self) -> None:
-        self.end()
+    note: _Note
+    phase: Phase
 
 
 class BlockVisit:
@@ -171,6 +133,7 @@ class BlockVisit:
         self._label = short_name(name)
         self._is_bound = True
         self._when_ready = when_ready
+        self._is_in_row = False
         self._row: _Row | None = None
         self._lease: tuple[_Note, torch.Tensor] | None = None
 
@@ -262,27 +225,25 @@ class BlockVisit:
         another visit begins: the next one of the row finds the block held, and as it was.
         """
         row = self._row
-        if row is not None and row.note is not None and row.phase is phase:
-            note = row.note
-            if self._visits.is_open(note):
-                yield from self._occupied(phase, note)
-                return
+        if row is not None and row.phase is phase and self._visits.is_open(row.note):
+            yield from self._occupied(phase, row.note)
+            return
         self._visits.end_all()
         self.bindings.require_at_rest()
         if not self._is_bound:
             raise self._unbound()
         undo = partial(_let_go, self._manager, self.block)
-        if row is None:
+        if not self._is_in_row:
             with self._visits.begin(self._name, undo) as require_alone:
                 self._acquire(phase)
                 with labelled(phase.value, self._label):
                     yield
                 require_alone()
             return
-        row.phase, row.note = None, self._visits.open(undo)
+        note = self._visits.open(undo)
         self._acquire(phase)
-        row.phase = phase
-        yield from self._occupied(phase, row.note)
+        self._row = _Row(note, phase)
+        yield from self._occupied(phase, note)
 
     def _occupied(self, phase: Phase, note: _Note) -> Iterator[None]:
         with labelled(phase.value, self._label):
@@ -292,18 +253,17 @@ class BlockVisit:
     @contextmanager
     def in_a_row(self) -> Iterator[None]:
         """Visits in the body come one behind the other, with nobody's code between them."""
-        row = self._row = _Row(self._visits)
+        self._is_in_row = True
         try:
             yield
         finally:
             self.leave_row()
-            row.end()
 
     def leave_row(self) -> None:
         """End the row there is, if any."""
-        row, self._row = self._row, None
+        row, self._row, self._is_in_row = self._row, None, False
         if row is not None:
-            row.end()
+            self._visits.end(row.note)
 
     def _acquire(self, phase: Phase) -> Slot:
         slot = self._manager.acquire(self.block, phase)

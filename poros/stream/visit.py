@@ -5,7 +5,7 @@ in the host store. ``Visits`` knows which one goes on.
 
 Note: Interruptions
     Ctrl-C may strike between any two steps of Python, those of a ``finally`` too. So a visit is
-    noted before it changes anything and crossed off after all of it is undone; what is still noted
+    noted before it changes anything and crossed off after all of it is undone; what is noted even so
     when the next visit begins is undone then. Undoing twice is undoing once.
 
     What is noted may also be a visit that goes on, further up the stack (a hook inside a layer that
@@ -51,9 +51,14 @@ class Visits:
             self.end(self._open[-1])
 
     def end(self, note: _Note) -> None:
-        """Undo one visit, unless that was done. Interrupted, it is done by ``end_all``."""
+        """Undo one visit, unless that was done; to its end even if it is interrupted."""
         if note in self._open:
-            note.undo()
+            try:
+                note.undo()
+            except KeyboardInterrupt:
+                note.undo()
+                self._open.remove(note)
+                raise
             self._open.remove(note)
 
     def open(self, undo: Callable[[], None]) -> _Note:
@@ -91,9 +96,13 @@ class Visits:
         note = self.open(undo)
         require_alone = partial(self.require_open, name, note)
         try:
-            yield require_alone
-            require_alone()
+            try:
+                yield require_alone
+                require_alone()
+            finally:
+                self.end(note)
         finally:
+            # An interruption may strike as the first clean-up begins.
             self.end(note)
 
 

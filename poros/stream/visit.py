@@ -5,7 +5,7 @@ in the host store. ``Visits`` knows which one goes on.
 
 Note: Interruptions
     Ctrl-C may strike between any two steps of Python, those of a ``finally`` too. So a visit is
-    noted before it changes anything and crossed off after all of it is undone; what is noted even so
+    noted before it changes anything and crossed off after all of it is undone; what is still noted
     when the next visit begins is undone then. Undoing twice is undoing once.
 
     What is noted may also be a visit that goes on, further up the stack (a hook inside a layer that

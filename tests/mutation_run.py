@@ -37,7 +37,7 @@ CORE = tuple(
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
         "offload refused_calls rng settings side_outputs start state staying unchanged visit "
         "within",
-        "replay": "call captures casts early_casts facts forms order recording remat routing uses",
+        "replay": "call captures casts facts forms recording remat routing uses",
         "model": "measuring runtime sizing",
     }.items()
     for name in names.split()

@@ -28,6 +28,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,11 +50,10 @@ from poros.replay.forms import (
 from poros.replay.proof import different_ones, varies, with_steady_attention
 from poros.replay.recording import Recordings
 from poros.replay.remat import rematerialize
-from poros.replay.uses import GraphAudit
+from poros.replay.uses import Observation, walk
 from poros.replay.watched import is_seen, obstacle_around
 from poros.saying import Slowly
 from poros.slots.schedule import Phase
-from poros.stream.args import tree_flatten
 from poros.stream.rng import RngStash
 
 if TYPE_CHECKING:
@@ -122,133 +122,109 @@ class Captures:
         self._num_visits: Counter[int] = Counter()
         self._num_wasted: Counter[int] = Counter()
         self._held = HeldGraphs()
-        self._audits: dict[int, tuple[Any, GraphAudit]] = {}
 
     # ------------------------------------------------------------------ forwards
 
-    def recomputed(
+    def call(
         self,
-        layer: "LayerBody",
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: "Condition",
-    ) -> Any:
-        """The result of a call that backward recomputes; None if its own graph is to stay."""
-        call = self._taken_apart(layer, args, kwargs, condition)
-        if call is None or not call.needs_gradient:
-            return None
-        form = self._recomputable(call)
-        if form is None:
-            return None
-        kept = call.offload_input()  # before the forward, which the copy overlaps with
-        results = self._forward(call, form)
-        return None if results is None else rematerialize(call, results, kept)
-
-    def kept(
-        self,
-        layer: "LayerBody",
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: "Condition",
-    ) -> Any:
-        """The result of a call whose graph is kept; None if it is to run in the graph around it.
-
-        The few visits beside which a recording is proved run as those of a recomputed layer.
-        """
-        call = self._taken_apart(layer, args, kwargs, condition)
-        if call is None or not call.needs_gradient:
-            return None
-        results = self._kept(call)
-        return None if results is None else rematerialize(call, results, call.tensors)
-
-    def inference(
-        self,
+        kind: Kind,
         layer: "LayerBody",
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         condition: "Condition",
         run: Callable[[], Any],
     ) -> Any:
-        """The result of a call through which no gradient passes; ``run`` is its forward."""
-        call = self._taken_apart(layer, args, kwargs, condition)
-        form = None if call is None else self._form_of(call, "inference")
-        if call is None or form is None:
-            return run()
-        replayed = _proved(form.forward)
-        if replayed is not None and form.facts is not None:
-            with layer.occupy(Phase.INFERENCE):
-                results = replayed.run(call.tensors, self.memory)
-            self.num_replays += 1
-            form.num_replays += 1
-            call.take_over(form.facts)
-            return call.unpack_results(results)
-        returned = run()
-        found: list[torch.Tensor] = []
-        try:
-            template = tree_flatten(returned, f"result of {layer.name}", found)
-        except UnsupportedModelError as error:
-            self._refuse(layer, form, str(error))
-            return returned
-        call.note_inference(template, found)
-        self._prove_forward(call, form, found, Phase.INFERENCE)
-        return returned
+        """The result of a call of a layer, which ``run`` gives if it is not replayed.
 
-    def _taken_apart(
-        self,
-        layer: "LayerBody",
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: "Condition",
-    ) -> LayerCall | None:
-        """The call, if tensors in tuples and plain values are all that it is given."""
-        contents, audit = self._audits.get(layer.index, (None, None))
-        if audit is None or contents is not condition.contents:
-            audit = GraphAudit(layer.name)
-            self._audits[layer.index] = condition.contents, audit
+        Args:
+            kind: Of call.
+            layer: The layer.
+            args: Its arguments.
+            kwargs: Likewise.
+            condition: What decides what it computes, now.
+            run: Its forward, in the graph around it.
+        """
         try:
-            return LayerCall(layer, args, kwargs, condition, audit, self)
+            call = LayerCall(layer, args, kwargs, condition)
         except UnsupportedModelError:
             self.eager[ARGUMENTS] += 1
-            return None
-
-    def _recomputable(self, call: LayerCall) -> Form | None:
-        """The form of a call that is replayed now or later; None if its own graph is to stay."""
-        form = call.form = self._form_of(call, "recomputed")
-        if form is not None and form.refusal is not None:
-            self.eager[form.refusal] += 1
-            return None
-        return form
-
-    def _forward(self, call: LayerCall, form: Form) -> list[torch.Tensor] | None:
-        """The results of a forward that is recomputed; None if its own graph is to stay."""
-        results = self._replay_forward(call, form)
-        return self._try_forward(call, form) if results is None else results
-
-    def _kept(self, call: LayerCall) -> list[torch.Tensor] | None:
-        form = self._form_of(call, "kept")
+            return run()
+        if kind != "inference" and not call.needs_gradient:
+            return run()
+        form = self._form_of(call, kind)
+        if form is not None and form.kind == "kept":
+            if form.in_flight() is not None:
+                # The device computes it twice then: less than the host takes to run it once.
+                form = self._form_of(call, "recomputed")
+            elif self._held.would_lose(form):
+                form.drop_graph()
+                self._num_wasted[layer.index] += 1
         if form is None:
-            return None
-        # The device computes it twice then: less than the host takes to run it once.
-        is_second = form.in_flight() is not None
-        if is_second:
-            recomputed = self._recomputable(call)
-            return None if recomputed is None else self._forward(call, recomputed)
-        if self._held.would_lose(form):
-            form.drop_graph()
-            self._num_wasted[call.layer.index] += 1
-        results = self._replay_forward(call, form)
-        if results is None:
-            least = _LEAST_VISITS + self._num_wasted[call.layer.index]
-            if form.refusal is not None or form.num_visits < least - 1:
-                # Nothing is recorded of it yet, so nothing has to be known of it.
-                self.eager[form.refusal or NEW] += 1
-                form.num_visits += 1
-                return None
-            results = self._try_forward(call, form)
-        if results is not None:
-            call.form = form
+            return run()
+        if form.forward is None or form.facts is None:
+            return self._observed(call, form, run)
+        return self._replayed(call, form, form.forward, form.facts, run)
+
+    def _observed(self, call: LayerCall, form: Form, run: Callable[[], Any]) -> Any:
+        """Run a call of a form that is not recorded; its backward shows what is to be known."""
+        first = torch._C._autograd._get_sequence_nr()
+        returned = run()
+        self._note_visit(form)
+        if form.refusal is not None or form.facts is not None:
+            return returned
+        try:
+            facts = CallFacts(call, returned)
+            if form.kind == "inference":
+                form.facts = facts
+                return returned
+            results = call.taken_apart(returned)[1]
+            uses = walk(results, call.tensors, call.parameters, call.has_casts, first)
+        except UnsupportedModelError as error:
+            self._refuse(call.layer, form, str(error))
+            return returned
+        learn = partial(form.learn, facts)
+        Observation(uses, len(call.tensors), results, self._device, learn)
+        return returned
+
+    def _replayed(
+        self,
+        call: LayerCall,
+        form: Form,
+        forward: Replayed,
+        facts: CallFacts,
+        run: Callable[[], Any],
+    ) -> Any:
+        """Replay a call whose forward is recorded."""
+        phase = Phase.INFERENCE if form.kind == "inference" else Phase.FORWARD
+        results: Any
+        if not forward.is_proved:
+            returned = run()
+            self._note_visit(form)
+            call.note_end()
+            with call.layer.occupy(phase), call.ambient.rng.replay():
+                results = forward.run(call.tensors, self.memory)
+                same_end = call.ends_with(RngStash.capture(self._device))
+            wanted = [each.detach() for each in call.taken_apart(returned)[1]]
+            different = different_ones(results, wanted, "result")
+            self._settle(call, form, forward, different if same_end else "random numbers")
+            return returned
+        # Before the forward, which the copy overlaps with.
+        kept = call.offload_input() if form.kind == "recomputed" else call.tensors
+        with call.layer.occupy(phase):
+            results = forward.run(call.tensors, self.memory)
+        call.note_end()
+        self.num_replays += 1
+        form.num_replays += 1
+        if form.kind == "inference":
+            return facts.result_of(results)
+        call.form, form.in_flight = form, weakref.ref(call)
+        if form.kind == "kept":
             self._held.add(call)
-        return results
+        return rematerialize(call, form, facts, results, kept, self)
+
+    def _note_visit(self, form: Form) -> None:
+        self.eager[form.refusal or NEW] += 1
+        form.num_visits += 1
 
     def _form_of(self, call: LayerCall, kind: Kind) -> Form | None:
         """The form of a call whose forward comes now; None if it is not to be replayed."""
@@ -257,7 +233,7 @@ class Captures:
         elif call.num_tokens > self._most_tokens:
             reason = "so many tokens that the device is busy anyway"
         else:
-            reason = call.obstacle(kind) or obstacle_around()
+            reason = call.obstacle() or obstacle_around()
         if reason is not None:
             self.eager[reason] += 1
             return None
@@ -282,91 +258,67 @@ class Captures:
             del forms[next(iter(forms))]
         return form
 
-    def _replay_forward(self, call: LayerCall, form: Form) -> list[torch.Tensor] | None:
-        replayed = _proved(form.forward)
-        if replayed is None or form.facts is None:
-            return None
-        with call.layer.occupy(Phase.FORWARD):
-            results: Any = replayed.run(call.tensors, self.memory)
-        self.num_replays += 1
-        form.num_replays += 1
-        form.in_flight = weakref.ref(call)
-        for result, (_, _, requires_grad) in zip(results, form.facts.forms, strict=True):
-            result.requires_grad_(requires_grad)
-        call.take_over(form.facts)
-        return results
-
-    def _try_forward(self, call: LayerCall, form: Form) -> list[torch.Tensor] | None:
-        try:
-            results = call.forward()
-        except (RematerializationError, UnsupportedModelError) as error:
-            call.ambient.rng.restore()
-            self._refuse(call.layer, form, "it can run in the graph around it alone", str(error))
-            return None
-        self._prove_forward(call, form, results, Phase.FORWARD)
-        return results
-
-    def _prove_forward(self, call: LayerCall, form: Form, results: Tensors, phase: Phase) -> None:
-        """An eager forward has run; replay beside it what has been recorded since."""
-        self.eager[form.refusal or NEW] += 1
-        form.num_visits += 1
-        adapters = () if phase is Phase.INFERENCE else call.adapters
-        if form.facts is None and form.num_visits >= _LEAST_VISITS:
-            form.facts = CallFacts(call, adapters)
-        if form.forward is None or form.forward.is_proved:
-            return
-        with call.layer.occupy(phase), call.ambient.rng.replay():
-            found = form.forward.run(call.tensors, self.memory)
-            same_end = call.ends_with(RngStash.capture(self._device))
-        form.in_flight = weakref.ref(call)
-        different = different_ones(found, [each.detach() for each in results], "result")
-        self._settle(call, form, form.forward, different if same_end else "random numbers")
-
     # ----------------------------------------------------------------- backwards
 
-    def backward(self, call: LayerCall, tensors: Tensors, gradients: Gradients) -> Gradients | None:
-        """Replay the gradients of a call, with its recomputation; not within a visit.
+    def backward(
+        self,
+        call: LayerCall,
+        form: Form,
+        facts: CallFacts,
+        tensors: Tensors,
+        gradients: Gradients,
+    ) -> Gradients:
+        """The gradients of a call, for each use of a source; not within a visit.
 
         Args:
-            call: The call.
+            call: The call, whose forward was replayed.
+            form: What was recorded of such calls by then.
+            facts: What was known of them.
             tensors: What autograd has kept for it.
             gradients: Of its results.
-
-        Returns:
-            The gradients of what requires one; terms of what is used several times are with
-            ``call.repeated``. None if it has to run.
         """
-        form = call.form
-        if form is None or is_seen(call) or not form.is_there(call):
-            return None
-        replayed = _proved(form.backwards.get(Around.capture(gradients, self._device)))
-        if replayed is None:
-            return None
-        with call.layer.occupy(Phase.BACKWARD):
+        around = Around.capture(tuple(each is not None for each in gradients), self._device)
+        is_open = not is_seen(call)
+        replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
+        if replayed is not None and replayed.is_proved:
+            with call.layer.occupy(Phase.BACKWARD):
+                tensors = call.with_input(tensors)
+                found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
+            self.num_replays += 1
+            return found
+        with call.layer.visit(Phase.BACKWARD, facts.adapters):
             tensors = call.with_input(tensors)
-            found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
-        self.num_replays += 1
-        return call.without_terms(found)
+            inputs = facts.inputs(tensors)
+            with call.ambient.rng.replay():
+                # A mode that sees operators would see tensors without values.
+                results = facts.recompute(inputs, not torch._C._len_torch_dispatch_stack())
+                call.require_same_end()
+            found = facts.differentiate(results, inputs, gradients, around)
+        if is_open:
+            self._note_visit(form)
+            if form.refusal is None:
+                form.backwards.setdefault(around, None)
+        if replayed is not None:
+            self._prove_backward(call, form, facts, replayed, around, tensors, gradients, found)
+        return found
 
-    def prove_backward(
-        self, call: LayerCall, tensors: Tensors, gradients: Gradients, outgoing: Gradients
+    def _prove_backward(
+        self,
+        call: LayerCall,
+        form: Form,
+        facts: CallFacts,
+        replayed: Replayed,
+        around: Around,
+        tensors: Tensors,
+        gradients: Gradients,
+        wanted: Gradients,
     ) -> None:
-        """An eager backward has run, and its terms are still there; not within a visit."""
-        form = call.form
-        if form is None or form.facts is None or is_seen(call):
-            return
-        self.eager[form.refusal or NEW] += 1
-        if form.refusal is not None:
-            return
-        around = Around.capture(gradients, self._device)
-        replayed = form.backwards.setdefault(around, None)
-        if replayed is None or replayed.is_proved or not form.is_there(call):
-            return
-        wanted, proof = [*outgoing, *call.terms()], form.deterministic.get(around)
+        """A backward has run: compare its replay with it."""
+        proof = form.deterministic.get(around)
         if proof is not None:
-            own_visit = call.layer.visit(Phase.BACKWARD, form.facts.adapters)
+            own_visit = call.layer.visit(Phase.BACKWARD, facts.adapters)
             with own_visit, call.ambient.rng.replay():
-                wanted = with_steady_attention(form.facts, tensors, gradients, around)
+                wanted = with_steady_attention(facts, tensors, gradients, around)
         is_kept = proof is None and form.kind == "kept"
         try:
             with call.layer.occupy(Phase.BACKWARD):
@@ -375,7 +327,7 @@ class Captures:
         except RematerializationError:
             different = "random numbers"
         is_first = proof is None and around not in form.deterministic
-        if different and is_first and varies(call, form.facts, tensors):
+        if different and is_first and varies(call, facts, tensors):
             form.deterministic[around] = None  # to be recorded
             return
         form.deterministic.pop(around, None)
@@ -512,7 +464,3 @@ class Captures:
                 form.refuse("recorded for another place of its block")
         self._forms.clear()
         self._recorder.forget()
-
-
-def _proved(replayed: Replayed | None) -> Replayed | None:
-    return replayed if replayed is not None and replayed.is_proved else None

@@ -1,6 +1,6 @@
-"""What is known of a call of a layer once its forward has run, and making such a call again.
+"""What is known of a form of call of a layer once calls have run, and making such a call again.
 
-For those that record a call (``poros.replay.recording``): its tensors lie elsewhere then.
+For those that record it (``poros.replay.recording``): its tensors lie elsewhere then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,9 @@ from torch import nn
 
 from poros.graphs import Spec
 from poros.kernels.unformed import forget
-from poros.replay.routing import Repeated, differentiate
-from poros.stream.layer_index import Adapter
+from poros.replay.routing import differentiate
+from poros.replay.uses import Uses
+from poros.stream.args import tree_unflatten
 from poros.stream.state import enter_autocast
 from poros.stream.within import Within
 
@@ -27,30 +28,44 @@ Gradients = Sequence[torch.Tensor | None]
 class CallFacts:
     """Of one call, whose tensors it does not keep.
 
+    Args:
+        call: That has run in the graph around it.
+        returned: What it gave.
+
     Attributes:
-        adapters: Those that are exchanged for proxy leaves, of which a visit has to know.
+        adapters: Places of its adapters, with proxy leaves of its own, of which a visit has to
+            know.
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
-        uses: How its graph uses its tensors and adapters.
-        result: Its result, with places instead of tensors.
+        uses: How its graph uses its tensors and adapters; empty until a backward has shown it.
+
+    Raises:
+        UnsupportedModelError: If it returns more than tensors in tuples and plain values.
     """
 
-    def __init__(self, call: "LayerCall", adapters: Sequence[Adapter]) -> None:
+    def __init__(self, call: "LayerCall", returned: Any) -> None:
+        self._template, results = call.taken_apart(returned)
+        self.forms = [(each.shape, each.dtype, each.requires_grad) for each in results]
         self._call = call.without_tensors()
         # Of its own, so that its graph meets no other one in them.
         own = {id(each): nn.Parameter(each.detach()) for each in call.parameters}
         self._proxies = list(own.values())
-        self.adapters = [each._replace(proxy=own[id(each.parameter)]) for each in adapters]
+        self.adapters = [
+            each._replace(proxy=own[id(each.parameter)]) for each in call.condition.adapters
+        ]
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
-        self.forms = call.result_forms
-        self.uses = call.uses
-        self.result = call.result_template
+        self.uses = Uses((), ())
 
-    def is_of_adapter(self, number: int) -> bool:
-        """Whether that of the gradients that ``differentiate`` returns is an adapter's."""
-        place = number - sum(self._need_gradients)
-        return 0 <= place < len(self._proxies)
+    @property
+    def gives_casts(self) -> bool:
+        """Whether gradients of adapters that autocast casts are those of the casts."""
+        uses = self.uses
+        return self._call.shares_casts or uses.has_meeting_casts(len(self.specs))
+
+    def is_of_adapter(self, use: int) -> bool:
+        """Whether the gradient for that use is an adapter's."""
+        return self.uses.sources[use].number >= len(self.specs)
 
     def are_current(self, addresses: Any) -> bool:
         """Whether the layer would do now what it did, with its tensors at ``addresses``.
@@ -59,6 +74,10 @@ class CallFacts:
         """
         now = self._call.layer.condition()
         return self._call.is_current() and not now.has_hooks and now.addresses == addresses
+
+    def result_of(self, values: Sequence[Any]) -> Any:
+        """A layer's result in its own form, with ``values`` in the places of its tensors."""
+        return tree_unflatten(self._template, values)
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leaves over ``tensors``, which need gradients as those of the call did."""
@@ -99,7 +118,7 @@ class CallFacts:
         around: "Around",
         keeps_graph: bool = False,
     ) -> list[torch.Tensor | None]:
-        """The gradients of ``results``.
+        """The gradients of ``results``, one for each use of a source.
 
         Args:
             results: What the layer gave of ``inputs``.
@@ -107,17 +126,14 @@ class CallFacts:
             gradients: Of the results, as they arrive.
             around: What the backward runs under.
             keeps_graph: Whether the graph of the results stays.
-
-        Returns:
-            The gradients of the inputs and adapters that need one, then the terms of what is used
-            several times.
         """
-        sources = [*inputs, *self._proxies]
-        name = self._call.layer.name
-        repeated = {number: Repeated(name, places) for number, places in self.uses.several.items()}
         with _around(around):
-            outgoing = differentiate(results, gradients, sources, repeated, keeps_graph)
-        return [*outgoing, *(term for terms in repeated.values() for term in terms.take())]
+            return differentiate(
+                *(self._call.layer.name, results, gradients, inputs, self._proxies, self.uses),
+                has_casts=self._call.has_casts,
+                through_casts=self.gives_casts,
+                keeps_graph=keeps_graph,
+            )
 
     @contextmanager
     def recording(self, draws_anew: bool = False) -> Iterator[None]:

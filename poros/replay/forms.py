@@ -20,6 +20,7 @@ from poros.stream.state import AutocastState, autocast_of
 if TYPE_CHECKING:
     from poros.replay.call import LayerCall
     from poros.replay.facts import CallFacts
+    from poros.replay.uses import Uses
     from poros.stream.condition import Condition
 
 CHECK = "a check"
@@ -38,8 +39,8 @@ class Around(NamedTuple):
     settings: Settings
 
     @classmethod
-    def capture(cls, gradients: Sequence[torch.Tensor | None], device: torch.device) -> "Around":
-        arriving = tuple(gradient is not None for gradient in gradients)
+    def capture(cls, arriving: tuple[bool, ...], device: torch.device) -> "Around":
+        """Of the backward that runs now."""
         return cls(arriving, autocast_of(device), Settings.capture())
 
 
@@ -130,7 +131,7 @@ class Form:
     num_replays: int = 0
     """Of its forward."""
     facts: "CallFacts | None" = None
-    """What an eager forward has found, for those that replay."""
+    """What calls that ran have shown, for those that replay."""
     forward: Replayed | None = None
     backwards: dict[Around, Replayed | None] = field(default_factory=dict)
     """None where one is wanted."""
@@ -167,6 +168,12 @@ class Form:
         """Whether what its recorded backward reads is still that of the forward of ``call``."""
         is_same = self.dense_address == call.layer.dense_address
         return is_same and (self.kind != "kept" or self.in_flight() is call)
+
+    def learn(self, facts: "CallFacts", uses: "Uses", around: Around) -> None:
+        """A call that ran has been differentiated, and has shown ``uses``."""
+        if self.facts is None and self.refusal is None:
+            facts.uses, self.facts = uses, facts
+            self.backwards.setdefault(around, None)
 
     def drop_graph(self) -> None:
         """Have the forward of a layer that keeps its graph recorded anew, with its backwards."""

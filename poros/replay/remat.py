@@ -1,4 +1,4 @@
-"""One decoder layer as one node of the graph: its backward recomputes it, or replays a recording.
+"""One decoder layer as one node of the graph: its forward and its backward are replayed.
 
 For a layer f with frozen weights W, adapters a, input h and random state s, forward computes
 
@@ -14,34 +14,34 @@ It is taken where visits are replayed from recordings (``poros.replay.captures``
 nothing unusual about them; all others keep the graph of their forward (``poros.stream.general``).
 
 Two choices differ from the report. Recomputation is per layer even if several layers travel as one
-block, because the smallest graph needs the least memory. And the forward runs *with* gradients
-enabled and drops its graph: a kernel that looks at the grad mode (a fused attention backend, a
-compiled layer) then takes the same path in the forward, in the recomputation and in a resident run.
-
-What may change between a forward and its backward: see ``poros.replay.call``.
+block, because the smallest graph needs the least memory. And the forward is recorded *with*
+gradients enabled: a kernel that looks at the grad mode (a fused attention backend) then takes the
+same path in the forward, in the recomputation and in a resident run.
 """
 
-from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from poros.errors import RematerializationError
-from poros.kernels.unformed import forget
 from poros.replay.call import LayerCall
-from poros.replay.routing import differentiate, hand_in, leaves
-from poros.slots.schedule import Phase
+from poros.replay.casts import RegionCasts
+from poros.replay.facts import CallFacts
+from poros.replay.forms import Form
+from poros.replay.routing import Terms, hand_in
+from poros.replay.uses import Source, Uses
 
-_REQUIRES = attrgetter("requires_grad")
+if TYPE_CHECKING:
+    from poros.replay.captures import Captures
 
 
 class RematerializeLayer(torch.autograd.Function):
-    """Runs a ``LayerCall`` keeping inputs only, and recomputes it in backward.
+    """Gives what the replayed forward of a ``LayerCall`` gave; its backward is replayed, or runs.
 
-    Inputs are the call, its tensors, then its adapter parameters: as inputs of the Function these
-    get their gradients from autograd itself, so hooks, clipping, accumulation and DDP see nothing
-    unusual.
+    Inputs are the call, its results, what is kept for backward, then what is used: as inputs of the
+    Function these get their gradients from autograd itself, so hooks, clipping, accumulation and
+    DDP see nothing unusual.
 
     Exactness:
         Outputs and gradients are bitwise equal to running the layer in the surrounding graph, if
@@ -49,27 +49,31 @@ class RematerializeLayer(torch.autograd.Function):
         in ``AmbientState``.
 
     Raises:
-        RematerializationError: In backward, for each change listed in ``poros.replay.call``.
+        RematerializationError: In backward, if something of that has changed since.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         call: LayerCall,
+        form: Form,
+        facts: CallFacts,
+        captures: "Captures",
+        terms: Mapping[Source, Terms],
         results: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
-        *tensors: torch.Tensor,
+        *given: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call = call
-        call.wanted = list(map(_REQUIRES, (*call.tensors, *call.proxies)))
+        ctx.call, ctx.form, ctx.facts = call, form, facts
+        ctx.captures, ctx.terms = captures, terms
         ctx.save_for_backward(*kept)
         outputs = tuple(result.detach() for result in results)
         ctx.mark_non_differentiable(
             *(
                 output
-                for output, result in zip(outputs, results, strict=True)
-                if not result.requires_grad
+                for output, (_, _, requires_grad) in zip(outputs, facts.forms, strict=True)
+                if not requires_grad
             )
         )
         return outputs
@@ -85,66 +89,48 @@ class RematerializeLayer(torch.autograd.Function):
             )
         tensors: Sequence[torch.Tensor] = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
-        captures = call.captures
-        outgoing = captures.backward(call, tensors, gradients)
-        if outgoing is None:
-            with call.layer.visit(Phase.BACKWARD, call.adapters):
-                tensors = call.with_input(tensors)
-                inputs = leaves(tensors)
-                outgoing = _differentiated(call, inputs, [*inputs, *call.proxies], gradients)
-            captures.prove_backward(call, tensors, gradients, outgoing)
+        found = ctx.captures.backward(call, ctx.form, ctx.facts, tensors, gradients)
         # As autograd lets go of saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
-            captures.release(call)
-        given = iter(outgoing)
-        return (None, None, None, *(next(given) if each else None for each in call.wanted))
+            ctx.captures.release(call)
+        uses: Uses = ctx.facts.uses
+        several = uses.several
+        for source, terms in ctx.terms.items():
+            terms.given = [found[use] for use in several[source]]
+        single = (
+            None if source in several else found[uses.sources.index(source)]
+            for source in uses.given
+        )
+        return (*[None] * 7, *single)
 
 
 def rematerialize(
-    call: LayerCall, results: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]
+    call: LayerCall,
+    form: Form,
+    facts: CallFacts,
+    results: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
+    captures: "Captures",
 ) -> Any:
     """Have the backward of ``call`` recompute it; the layer's result in its own form.
 
     Args:
         call: The call.
-        results: Of its forward, which tells in which order, and in which terms, gradients arrive.
+        form: What is recorded of such calls.
+        facts: What is known of such calls.
+        results: Of its forward.
         kept: Of its tensors, those that autograd is to keep.
+        captures: Replays its backward.
     """
-    casts = call.shared_casts
-    through_cast = casts.through if casts is not None and call.shares_casts() else None
-    given, call.repeated = hand_in(
-        call.layer.name, call.tensors, call.parameters, call.uses, through_cast
-    )
+    casts = RegionCasts() if facts.gives_casts else None
+    given, terms = hand_in(call.tensors, call.parameters, facts.uses, casts)
     if casts is not None:
-        casts.require_current()
-    outputs = RematerializeLayer.apply(call, results, kept, *given)
+        casts.require_current(call.layer.name)
+    outputs = RematerializeLayer.apply(*(call, form, facts, captures, terms, results, kept), *given)
     # Autograd keeps them from here on, and lets go of them after backward.
     call.tensors = ()
-    return call.unpack_results(outputs)
-
-
-def _differentiated(
-    call: LayerCall,
-    inputs: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-) -> Sequence[torch.Tensor | None]:
-    """Recompute the layer; the gradients of ``sources``, and terms where they are kept."""
-    tally = call.layer.context.tally
-    try:
-        if tally is not None:
-            # A mode that sees operators would see tensors without values.
-            tally.begin(not torch._C._len_torch_dispatch_stack())
-        results = call.recompute(inputs)
-        if tally is not None:
-            tally.settle()
-    finally:
-        if tally is not None:
-            tally.end()
-    forget(results)
-    # Outside of the replayed state: a resident run takes gradients in the caller's.
-    return differentiate(results, gradients, sources, call.repeated)
+    return facts.result_of(outputs)
 
 
 def _saved_tensors(ctx: Any, name: str) -> tuple[torch.Tensor, ...]:

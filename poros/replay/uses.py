@@ -1,133 +1,224 @@
-"""What a layer's graph must look like for its recomputation to be exact, checked where it shows.
+"""Where the graph of a layer uses what it is given, and in which order their gradients arrive.
+
+A resident run hands each adapter its gradient as soon as the last operator that uses it has been
+differentiated, and adds the terms of what is used several times one by one, in the order in which
+the operators come up. Hooks on parameters, which may draw noise, and the buckets of
+DistributedDataParallel depend on the former, bits on the latter. So a layer whose visits are
+replayed has to hand its gradients over in the same order, and has to know it beforehand: it is seen
+in a backward of the graph that a forward of the same form has left (``Observation``).
+
+Note: Casts
+    Autocast makes one cast of a parameter in a region and keeps it, so the gradients of all its
+    uses meet at that cast, in the low precision. A use through a cast therefore is one of the cast:
+    ``Source.is_cast``.
 
 Note: No strangers
     Nothing trainable may take part in a layer except through its inputs and its adapters: a
-    gradient for anything else would be lost without an error. Walking the graph of a forward finds
-    such a leaf. The same walk tells where each input and each adapter is used, and in which order a
-    resident run would hand over their gradients.
-
-Note: When it is walked
-    The graph of a layer without hooks is the same at every call of the same form, so one walk per
-    form is enough. Hooks, a forward that was set on a module's instance and adapters that no
-    operator used (experts without a token) may make another graph at any call, so there every
-    graph is walked.
+    recording would not hand on a gradient for anything else. The walk finds such a leaf.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from poros.errors import UnsupportedModelError
-from poros.kernels.adapters import note_last
-from poros.replay.early_casts import EarlyCasts
-from poros.replay.order import Path, Use, arrivals
+from poros.replay.forms import Around
 
-_MAX_FORMS = 32
-"""Forms that a layer is remembered in; more come only from a loop that changes it at each step."""
+CAST = "ToCopyBackward0"
 
 
-class Place(NamedTuple):
-    """One use of a source."""
+class Source(NamedTuple):
+    """A tensor that a layer was given, or one of its trained parameters."""
 
-    path: Path
-    """The way to the operator that uses it."""
-    edge: int | None
-    """Which of the gradients that the operator gives is the source's; None if the source is a
-    result itself."""
+    number: int
+    """Among its tensors, then its parameters."""
+    is_cast: bool = False
+    """Whether it is autocast's cast of that parameter."""
 
 
-def place_of(use: Use) -> Place:
-    """Where it is."""
-    return Place(use.path, None if use.node is None else use.edge)
+class Use(NamedTuple):
+    """One edge of a graph that ends in a source."""
+
+    source: Source
+    node: Any
+    """The operator that uses it."""
+    edge: int
+    """Which of the gradients that the operator gives is the source's."""
+    end: Any
+    """The node that the edge leads to."""
 
 
 class Uses(NamedTuple):
-    """How one graph of a layer uses its sources: its inputs, then its trainable parameters."""
+    """How one form of call of a layer uses its sources."""
 
+    sources: tuple[Source, ...]
+    """The source of each use, in the order of ``walk``."""
     order: tuple[int, ...]
-    """The numbers of the sources, one for each use, as their gradients arrive."""
-    several: Mapping[int, tuple[Place, ...]]
-    """Where those are used that are used more than once, in that order."""
-    casts: tuple[int, ...]
-    """The places in ``order`` of the uses through a cast."""
-    are_early: bool = False
-    """Whether a proxy leaf was cast before the cast that the graph shows."""
+    """The uses, as their gradients arrive. A source's last use stands where its gradient is
+    complete and its hooks run."""
+
+    @property
+    def given(self) -> tuple[Source, ...]:
+        """Each source once."""
+        return tuple(dict.fromkeys(self.sources))
+
+    @property
+    def several(self) -> dict[Source, list[int]]:
+        """The uses of what is used more than once, in the order in which the terms add up."""
+        found: dict[Source, list[int]] = {}
+        for use in self.order:
+            found.setdefault(self.sources[use], []).append(use)
+        return {source: uses for source, uses in found.items() if len(uses) > 1}
+
+    def has_meeting_casts(self, num_tensors: int) -> bool:
+        """Whether gradients of a parameter meet in the layer, one of them at a cast."""
+        of_parameters = [each for each in self.sources if each.number >= num_tensors]
+        counts = Counter(each.number for each in of_parameters)
+        return any(each.is_cast and counts[each.number] > 1 for each in of_parameters)
 
 
-class GraphAudit:
-    """The audit of one layer. Remembers what it has seen.
+def walk(
+    results: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    has_casts: bool,
+    first: int = 0,
+) -> list[Use]:
+    """All uses of sources in the graph of ``results``; in the same order in graphs of one form.
 
     Args:
-        name: The layer's qualified name.
+        results: What the layer gave.
+        tensors: What it was given, whatever graph is behind it.
+        parameters: Its trained parameters, or what stands in for them.
+        has_casts: Whether a cast of a parameter is autocast's, which ends the graph of the layer.
+        first: Nodes below this number are not of the layer.
+
+    Raises:
+        UnsupportedModelError: If something else is trained in it, or it returns what it was given.
+    """
+    ends = {}
+    for number, each in enumerate((*tensors, *parameters)):
+        if each.requires_grad:
+            node, place = get_gradient_edge(each)[:2]
+            ends[node, place] = Source(number)
+
+    def source_of(node: Any, place: int) -> Source | None:
+        source = ends.get((node, place))
+        if source is None and has_casts and node.name() == CAST:
+            behind = ends.get(node.next_functions[0])
+            if behind is not None and behind.number >= len(tensors):
+                source = Source(behind.number, is_cast=True)
+        return source
+
+    waiting: list[tuple[Any, int, Any, int]] = [
+        (None, number, *get_gradient_edge(result)[:2])
+        for number, result in enumerate(results)
+        if result.requires_grad
+    ]
+    waiting.reverse()
+    found: list[Use] = []
+    seen = set()
+    while waiting:
+        user, edge, node, place = waiting.pop()
+        source = source_of(node, place)
+        if source is not None:
+            if user is None:
+                raise UnsupportedModelError("it returns a tensor that it was given")
+            found.append(Use(source, user, edge, node))
+        elif hasattr(node, "variable") or node._sequence_nr() < first:
+            raise UnsupportedModelError("a tensor from elsewhere is trained in it")
+        elif node not in seen:
+            seen.add(node)
+            following = [(node, n, *each) for n, each in enumerate(node.next_functions) if each[0]]
+            waiting += reversed(following)
+    return found
+
+
+class Observation:
+    """Sees one backward of the graph of one call, and tells what it has seen.
+
+    It holds nothing of the graph, which holds it.
+
+    Args:
+        uses: Of the graph.
+        num_tensors: How many of the sources are no parameters.
+        results: What the layer gave.
+        device: Where it runs.
+        learn: Is called once, when a backward has taken all gradients there are, with the uses and
+            with what that backward ran under.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._uses: dict[Hashable, Uses] = {}
-        self.early = EarlyCasts()
-
-    def uses(
+    def __init__(
         self,
+        uses: Sequence[Use],
+        num_tensors: int,
         results: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        proxies: Sequence[torch.Tensor],
-        form: Hashable,
-        first_casts: Mapping[int, int] | None = None,
-    ) -> Uses:
-        """How the graph of ``results`` uses ``inputs`` and ``proxies``.
+        device: torch.device,
+        learn: Callable[[Uses, Around], None],
+    ) -> None:
+        self._sources = tuple(each.source for each in uses)
+        self._num_results = len(results)
+        self._device = device
+        self._learn = learn
+        self._task: int | None = None
+        self._begin()
+        for number, result in enumerate(results):
+            if result.requires_grad:
+                node, place = get_gradient_edge(result)[:2]
+                node.register_prehook(partial(self._arrived, number, place))
+        of_nodes: dict[Any, list[int]] = {}
+        for number, use in enumerate(uses):
+            of_nodes.setdefault(use.node, []).append(number)
+        for node, numbers in of_nodes.items():
+            node.register_hook(partial(self._ran, numbers))
+        # Nodes that outlive the graph: what is registered there is taken off.
+        self._handles = {
+            use.source: use.end.register_prehook(partial(self._complete, use.source))
+            for use in {use.source: use for use in uses}.values()
+            if use.source.number >= num_tensors
+        }
+        self._are_due = set(self._handles)
 
-        Args:
-            results: What the layer gave.
-            inputs: What it was given.
-            proxies: Its trainable parameters.
-            form: Equal forms of call have equal graphs; None if nothing is known of that.
-            first_casts: As ``arrivals`` takes them; not those of a known form.
+    def _begin(self) -> None:
+        """Forget what a backward before has shown: another one may take other gradients."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._events: list[int | Source] = []
+            self._arriving: set[int] = set()
 
-        Raises:
-            UnsupportedModelError: If a leaf is neither an input nor a proxy leaf.
-        """
-        ends = [tensor.requires_grad for tensor in (*inputs, *results)]
-        key = (tuple(ends), len(inputs), tuple(map(id, proxies)), form)
-        known = self._uses.get(key) if form is not None else None
-        if known is None:
-            known = self._walk(results, inputs, proxies, first_casts or {})
-            used = {number for number in known.order if number >= len(inputs)}
-            if form is not None and len(used) == len(proxies):
-                if len(self._uses) >= _MAX_FORMS:
-                    del self._uses[next(iter(self._uses))]
-                self._uses[key] = known
-        return known
+    def _arrived(self, number: int, place: int, gradients: Sequence[object]) -> None:
+        self._begin()
+        if gradients[place] is not None:
+            self._arriving.add(number)
 
-    def _walk(
-        self,
-        results: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        proxies: Sequence[torch.Tensor],
-        first_casts: Mapping[int, int],
-    ) -> Uses:
-        note_last(results)
-        numbers = {id(source): number for number, source in enumerate((*inputs, *proxies))}
-        order: list[int] = []
-        casts: list[int] = []
-        places: dict[int, list[Place]] = {}
-        are_early = False
-        for use in arrivals(results, (*inputs, *proxies), first_casts):
-            number = numbers.get(id(use.leaf))
-            if number is None:
-                raise self._stranger(use)
-            if use.is_cast:
-                casts.append(len(order))
-                made = use.node._sequence_nr()
-                are_early |= first_casts.get(id(use.leaf), made) != made
-            order.append(number)
-            places.setdefault(number, []).append(place_of(use))
-        several = {number: tuple(uses) for number, uses in places.items() if len(uses) > 1}
-        return Uses(tuple(order), several, tuple(casts), are_early)
+    def _ran(self, numbers: Sequence[int], *_: object) -> None:
+        self._begin()
+        self._events += numbers
+        self._tell()
 
-    def _stranger(self, use: Use) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{self._name}: expected only its inputs and its own adapters to be trainable, found a "
-            f"tensor of shape {tuple(use.leaf.shape)} from elsewhere in its graph (from a hook?); "
-            "its gradient would be lost"
-        )
+    def _complete(self, source: Source, _: object) -> None:
+        self._begin()
+        self._events.append(source)
+        self._handles.pop(source).remove()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Say it, as soon as it is all there."""
+        events = self._events
+        if len(events) < len(self._sources) + len(self._are_due) or self._sources == ():
+            return
+        last = {self._sources[each]: each for each in events if isinstance(each, int)}
+        order = []
+        for each in events:
+            if isinstance(each, Source):
+                order.append(last[each])
+            elif self._sources[each] not in self._are_due or last[self._sources[each]] != each:
+                order.append(each)
+        self._sources, sources = (), self._sources
+        arriving = tuple(number in self._arriving for number in range(self._num_results))
+        self._learn(Uses(sources, tuple(order)), Around.capture(arriving, self._device))

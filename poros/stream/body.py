@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -58,25 +58,16 @@ class Check(Protocol):
 class Replays(Protocol):
     """Calls of layers that are replayed from recordings (``poros.replay.captures``)."""
 
-    def recomputed(
-        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
-    ) -> Any:
-        """The result of a call that backward recomputes; None if it is to run otherwise."""
-
-    def kept(
-        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
-    ) -> Any:
-        """The result of a call whose graph is kept; None if it is to run otherwise."""
-
-    def inference(
+    def call(
         self,
+        kind: Literal["recomputed", "kept", "inference"],
         layer: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         condition: Condition,
         run: Callable[[], Any],
     ) -> Any:
-        """The result of a call through which no gradient passes; ``run`` is its forward."""
+        """The result of a call, which ``run`` gives if it is not replayed."""
 
 
 class ModelContext:

@@ -63,25 +63,26 @@ class StreamedLayer(LayerBody):
         if not condition.parameters:
             self._refuse_frozen_adapters()
         check, replays = self.context.check, self.context.captures
-        is_checked = check is not None and check.awaits(self.index)
-        if replays is not None and not is_checked:
-            result = replays.recomputed(self, args, kwargs, condition)
-            if result is not None:
-                return result
-        forward = partial(RecomputedCall(self, args, kwargs, condition).forward, args, kwargs)
-        return forward() if check is None else check.watch(self.index, forward, given)
+
+        def forward() -> Any:
+            return RecomputedCall(self, args, kwargs, condition).forward(args, kwargs)
+
+        if check is not None and check.awaits(self.index):
+            return check.watch(self.index, forward, given)
+        if replays is not None:
+            return replays.call("recomputed", self, args, kwargs, condition, forward)
+        return forward()
 
     def _keep_recorded(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
     ) -> Any:
         """The forward with its graph kept, in a recording if it has one."""
-        replays = self.context.captures
-        result = None
+        replays, keep = self.context.captures, partial(self._keep, args, kwargs)
         # The first time its bytes are checked.
-        if replays is not None and self._has_kept and not self.context.tied_adapters:
-            result = replays.kept(self, args, kwargs, condition)
-        self._has_kept = True
-        return self._keep(args, kwargs) if result is None else result
+        if replays is None or not self._has_kept:
+            self._has_kept = True
+            return keep()
+        return replays.call("kept", self, args, kwargs, condition, keep)
 
     def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
@@ -99,7 +100,7 @@ class StreamedLayer(LayerBody):
             or any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
         ):
             return run()
-        return replays.inference(self, args, kwargs, condition, run)
+        return replays.call("inference", self, args, kwargs, condition, run)
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward when no gradient passes through the layer."""

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import poros
-from poros.errors import UnsupportedModelError
-from poros.replay import early_casts
-from poros.replay.casts import SharedCasts, _Carried
-from poros.replay.routing import Repeated
+from poros.replay.casts import RegionCasts
+from poros.replay.routing import Terms
+from poros.replay.uses import Uses
 from poros.stream.body import LayerBody
 from tests.exact import hazards as H
 from tests.exact import hooks
@@ -37,7 +35,7 @@ from tests.exact.arms import (
     streamed,
 )
 from tests.exact.table import HOOKED, IN_ORDER, MATH_STEP, MEETINGS, ORDERED, ROWS, Row
-from tests.snapshots import bf16, changes, digest, layers_of
+from tests.snapshots import changes, digest, layers_of
 
 Patch = pytest.MonkeyPatch
 PARAMETERS = [pytest.param(row, id=row.name) for row in ROWS]
@@ -98,31 +96,28 @@ def test_attention_backends_and_inputs_are_left_as_they_were(residents: Resident
 
 def in_one_sum(patch: Patch) -> None:
     """The terms of an input's gradient are added before they are handed on."""
-    genuine = Repeated.take
+    genuine = Terms.take
 
-    def take(self: Repeated) -> Any:
+    def take(self: Terms) -> Any:
         first, *others = genuine(self)
         return [sum(others, first), *[None] * len(others)]
 
-    patch.setattr(Repeated, "take", take)
+    patch.setattr(Terms, "take", take)
 
 
 def no_shared_casts(patch: Patch) -> None:
-    patch.setattr(SharedCasts, "through", lambda self, parameter: parameter[...])
+    """What meets at a cast meets at the parameter, in full precision."""
+    patch.setattr(RegionCasts, "of", lambda self, parameter: parameter)
 
 
-def in_full(patch: Patch) -> None:
-    """What meets at a cast is added up in full precision, and what is no layer's is lost."""
+def as_they_are_used(patch: Patch) -> None:
+    """Gradients arrive in the order in which the graph was walked."""
+    genuine = Uses.__new__
 
-    def give(self: _Carried, inputs: object, outputs: object) -> Any:
-        pairs, self._pairs = self._pairs, []
-        return (torch.stack([full for _, full in pairs]).sum(0),) if pairs else None
+    def new(cls: type[Uses], sources: Any, order: Any) -> Uses:
+        return genuine(cls, sources, tuple(range(len(sources))))
 
-    patch.setattr(_Carried, "give", give)
-
-
-def no_watching(patch: Patch) -> None:
-    patch.setattr(early_casts.EarlyCasts, "are_possible", lambda *_: False)
+    patch.setattr(Uses, "__new__", new)
 
 
 FAULTS: list[tuple[Callable[[Patch], None], str, Subject, Program]] = [
@@ -133,10 +128,10 @@ FAULTS: list[tuple[Callable[[Patch], None], str, Subject, Program]] = [
         for name in ("several", "behind_a_penalty", "behind_an_evaluation", "beside_a_penalty")
     ),
     *(
-        (in_full, name, S.FP32_DENSE, MEETINGS[name])
+        (no_shared_casts, name, S.FP32_DENSE, MEETINGS[name])
         for name in ("a penalty", "a penalty first", "forwards in one region")
     ),
-    *((no_watching, name, ORDERED["dora"], IN_ORDER[name]) for name in ("region", "own_region")),
+    *((as_they_are_used, name, ORDERED["dora"], IN_ORDER[name]) for name in ("region", "half")),
 ]
 
 
@@ -169,65 +164,6 @@ def test_control_per_layer_inputs_without_a_gradient_differ(
     found = observe(streamed(S.adapter_below_the_layers(residents.bases), self_check="off"), P.STEP)
     gone = residents.facts(S.adapter_below_the_layers, P.STEP).keys() - found.keys()
     assert len(gone) == 2 and not any("layers." in name for name in gone)
-
-
-# Casts and watching, from near by.
-
-
-@pytest.mark.parametrize(("which", "expected"), [("lora", 3), ("dora", 9)])
-def test_only_layers_that_cast_early_are_watched_for_good(
-    which: str, expected: int, residents: Residents, monkeypatch: Patch
-) -> None:
-    watched: list[int] = []
-    genuine = early_casts.first_casts
-
-    def first_casts(tensors: Any) -> Any:
-        watched.extend([len(tensors)] if len(tensors) else [])
-        return genuine(tensors)
-
-    monkeypatch.setattr("poros.replay.call.first_casts", first_casts)
-    model = on_tapes(ORDERED[which](residents.bases))
-    P.loss_of(model).backward()
-    assert not watched
-    R.several(model)
-    assert len(watched) == expected
-
-
-def test_the_bits_of_a_nan_survive_the_cast() -> None:
-    """A gradient that has been through the low precision has lost them."""
-    strange = torch.tensor(0x7FA10000, dtype=torch.int32).view(torch.float32)
-    parameter = nn.Parameter(torch.ones(2, 3))
-    with bf16():
-        casts = [SharedCasts("a layer").through(parameter) for _ in range(2)]
-    for cast in casts:
-        parameter.grad = None
-        cast.backward(strange.expand(2, 3))
-        assert parameter.grad is not None
-        assert parameter.grad.view(torch.int32).eq(0x7FA10000).all()
-    with pytest.raises(UnsupportedModelError, match=r"a layer: .*NaN"):
-        torch.stack(casts).backward(strange.expand(2, 2, 3))
-
-
-def test_watching_leaves_tensors_as_they_were() -> None:
-    parameter, tensor = nn.Parameter(torch.ones(2, 3)), torch.ones(3, requires_grad=True)
-    kinds, dictionaries = (type(parameter), type(tensor)), (vars(parameter), vars(tensor))
-    with (
-        pytest.raises(ZeroDivisionError),
-        early_casts.first_casts([parameter, tensor]) as found,
-        bf16(),
-    ):
-        dropped = torch.nn.functional.linear(torch.ones(1, 3), parameter, None)
-        first = dropped.grad_fn._sequence_nr()  # type: ignore[union-attr]
-        del dropped
-        torch.nn.functional.linear(torch.ones(1, 3), parameter, None)
-        (tensor * parameter).sum()
-        assert found.keys() == {id(parameter)} and found[id(parameter)] < first
-        with torch.no_grad():
-            torch.nn.functional.linear(tensor, torch.ones(2, 3))
-        assert found.keys() == {id(parameter), id(tensor)}
-        raise ZeroDivisionError
-    assert (type(parameter), type(tensor)) == kinds
-    assert (vars(parameter), vars(tensor)) == dictionaries == ({}, {})
 
 
 def test_nothing_is_left_on_the_parameters(residents: Residents) -> None:

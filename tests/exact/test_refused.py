@@ -21,7 +21,7 @@ from poros.errors import (
     SlotStateError,
     UnsupportedModelError,
 )
-from poros.replay.casts import SharedCasts
+from poros.replay.casts import RegionCasts
 from poros.stream.boundary import is_streamed
 from poros.stream.frozen import LayerBindings
 from tests.exact import hazards as H
@@ -279,21 +279,24 @@ def test_an_interrupt_inside_a_visit(residents: Residents, monkeypatch: Patch) -
 
 def test_a_region_that_ends_with_the_model_makes_no_casts(bases: Bases, monkeypatch: Patch) -> None:
     """They would be kept until the region ends."""
-    made: set[str] = set()
-    genuine = SharedCasts.through
+    made: set[RegionCasts] = set()
+    genuine = RegionCasts.of
 
-    def through(self: SharedCasts, parameter: Any) -> torch.Tensor:
-        made.add(self._name)
+    def of(self: RegionCasts, parameter: Any) -> torch.Tensor:
+        made.add(self)
         return genuine(self, parameter)
 
-    monkeypatch.setattr(SharedCasts, "through", through)
+    monkeypatch.setattr(RegionCasts, "of", of)
     model = on_tapes(S.FP32_DENSE(bases))
     uncached = R.with_penalty(R.penalty, R.uncached)
     for program, count in ((R.penalty_by_accelerate, 0), (R.penalty_outside, 3), (uncached, 0)):
+        often(program)(model)
         made.clear()
         program(model)
         assert len(made) == count
     # A region around the model's own does not end with it.
     with bf16():
+        often(R.penalty_by_accelerate)(model)
+        made.clear()
         R.penalty_by_accelerate(model)
     assert len(made) == 3

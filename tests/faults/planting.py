@@ -13,13 +13,11 @@ from transformers.utils.output_capturing import _active_collector
 import poros
 from poros.gates.adversary import AdversarialStreams
 from poros.replay.remat import RematerializeLayer
-from poros.replay.uses import GraphAudit, Uses
 from poros.slots import manager as manager_module
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase, missing, predict
 from poros.stream.general import RecomputedCall
-from poros.stream.layer_index import Adapters, LayerIndex
 from poros.stream.rng import RngStash
 from poros.stream.side_outputs import shared_mappings
 from poros.stream.state import AmbientState
@@ -295,27 +293,13 @@ def recorded(plant: Plant) -> Plant:
     return on_tapes
 
 
-def skip_an_adapter(patch: Patch) -> None:
-    """The last trainable tensor of each layer is not seen, and the audit does not mind."""
-    genuine = LayerIndex.adapters
-
-    def adapters(self: LayerIndex) -> Adapters:
-        found = genuine(self)
-        return Adapters(found.places[:-1], found.frozen)
-
-    def uses(self: Any, results: Any, inputs: Any, proxies: Any, *_: Any) -> Uses:
-        return Uses(tuple(range(len(inputs), len(inputs) + len(proxies))), {}, ())
-
-    patch.setattr(LayerIndex, "adapters", adapters)
-    patch.setattr(GraphAudit, "uses", uses)
-
-
 def spoil_gradients(patch: Patch) -> None:
     genuine = RematerializeLayer.backward
 
     def backward(ctx: Any, *gradients: Any) -> Any:
-        first, *others = genuine(ctx, *gradients)
-        return (first, *(None if other is None else other * 1.0078125 for other in others))
+        return tuple(
+            None if each is None else each * 1.0078125 for each in genuine(ctx, *gradients)
+        )
 
     patch.setattr(RematerializeLayer, "backward", staticmethod(backward))
 

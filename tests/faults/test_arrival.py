@@ -13,16 +13,11 @@ from peft import VBLoRAConfig, get_peft_model
 from torch import nn
 
 import poros
-from poros.errors import RematerializationError
-from poros.replay.order import arrivals
-from poros.replay.routing import Repeated
-from poros.replay.uses import GraphAudit, Place, place_of
 from tests.adapted import Twice, lora, names_of
 from tests.exact.recorded import record_on_tapes
 from tests.snapshots import (
     assert_same_run,
     batches,
-    bf16,
     build,
     changes,
     digest,
@@ -107,32 +102,6 @@ def order_of_hooks(model: Model, around: Callable[[], Any] = no_context) -> list
     for each in handles:
         each.remove()
     return seen
-
-
-@pytest.mark.parametrize("around", [no_context, bf16])
-@pytest.mark.parametrize("which", ["qwen2", "mixtral", "lora_bias", "trained norms"])
-def test_the_order_is_told_from_the_graph_alone(which: str, around: Callable[[], Any]) -> None:
-    model = MODELS[which]()
-    names = names_of(model)
-    model.train()
-    with around():
-        loss = model(**batches()[1]).loss
-    last = {names[id(use.leaf)]: number for number, use in enumerate(arrivals([loss]))}
-    assert sorted(last, key=last.__getitem__) == order_of_hooks(model, around)
-
-
-def test_ties_leave_the_queue_as_those_of_the_engine_do() -> None:
-    """One operator with many leaves, and others that are ready beside it."""
-    for count in range(2, 12):
-        leaves = [torch.ones(2, requires_grad=True) for _ in range(count)]
-        total = torch.stack(leaves).sum() + torch.cat(leaves[::2]).sum() + leaves[-1].exp().sum()
-        seen: list[int] = []
-        for number, each in enumerate(leaves):
-            each.register_post_accumulate_grad_hook(lambda _, n=number, seen=seen: seen.append(n))
-        numbers = {id(each): number for number, each in enumerate(leaves)}
-        last = {numbers[id(use.leaf)]: n for n, use in enumerate(arrivals([total]))}
-        total.backward()
-        assert sorted(last, key=last.__getitem__) == seen and len(seen) == count
 
 
 @pytest.mark.parametrize(
@@ -290,39 +259,6 @@ def test_gradients_do_not_share_memory() -> None:
     assert changes(*found) == {}
 
 
-@pytest.mark.parametrize("kernels", ["fused", "peft"])
-def test_a_layer_is_walked_once_for_each_form(
-    kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    walked: list[str] = []
-    genuine = GraphAudit._walk
-
-    def walk(self: GraphAudit, *given: Any) -> Any:
-        walked.append(self._name)
-        return genuine(self, *given)
-
-    monkeypatch.setattr(GraphAudit, "_walk", walk)
-    record_on_tapes(monkeypatch, least_visits=100)
-    model = prepared(build(), adapter_kernels=kernels)
-    for _ in range(3):
-        losses_of(model, 2).backward()
-    assert len(walked) == 6  # with a mask it is another graph
-    model.eval()
-    losses_of(model, 2).backward()
-    # And so it is without dropout, unless that is inside an operator.
-    assert len(walked) == (12 if kernels == "peft" else 6)
-
-
-def test_the_audit_remembers_no_more_than_some_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    record_on_tapes(monkeypatch, least_visits=100)
-    model = prepared(build())
-    for number in range(40):
-        layers_of(model)[1].self_attn.q_proj.scaling["default"] = 1.0 + number
-        model(**batches()[0]).loss.backward()
-    audits = poros.runtime(model).context.captures._audits
-    assert [len(audit._uses) for _, (_, audit) in sorted(audits.items())] == [1, 32, 1]
-
-
 def test_a_gradient_of_an_earlier_backward_is_not_compared() -> None:
     """A backward that stops within the layers, and then one that starts below that point."""
     found = []
@@ -334,28 +270,3 @@ def test_a_gradient_of_an_earlier_backward_is_not_compared() -> None:
         out.hidden_states[2].float().square().mean().backward()
         found.append(outcome(model))
     assert changes(*found) == {}
-
-
-def places(result: torch.Tensor, leaf: torch.Tensor) -> list[Place]:
-    return [place_of(use) for use in arrivals([result]) if use.leaf is leaf]
-
-
-def test_a_leaf_that_is_used_less_often_in_the_recomputation_is_refused() -> None:
-    forward, recomputed = (torch.ones(2, requires_grad=True) for _ in range(2))
-    twice = places((forward * 2) * forward, forward)
-    assert len(twice) == 2
-    for result in (recomputed * 2, recomputed.exp() * recomputed + recomputed):
-        repeated = Repeated("layers.0", twice)
-        with pytest.raises(RematerializationError, match=r"layers\.0: .*used 2 times in the for"):
-            repeated.watch([result], [torch.ones(2)], recomputed)
-
-
-def test_a_leaf_that_is_used_as_often_elsewhere_gives_its_terms() -> None:
-    """Control: other ways to it, as many of them."""
-    forward, recomputed = (torch.full((2,), 3.0, requires_grad=True) for _ in range(2))
-    repeated = Repeated("layers.0", places((forward * 2) * forward, forward))
-    result = (recomputed.exp() * 1) + recomputed
-    repeated.watch([result], [torch.ones(2)], recomputed)
-    torch.autograd.grad(result, recomputed, torch.ones(2), allow_unused=True)
-    terms = [term.tolist() for term in repeated.take() if term is not None]
-    assert sorted(terms) == sorted([torch.ones(2).tolist(), recomputed.exp().tolist()])

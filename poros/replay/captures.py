@@ -182,8 +182,10 @@ class Captures:
         except UnsupportedModelError as error:
             self._refuse(call.layer, form, str(error))
             return returned
-        learn = partial(form.learn, facts)
-        Observation(uses, len(call.tensors), results, self._device, learn)
+        # A cast that was there before has its gradient when others want it.
+        if not any(use.source.is_cast and use.end._sequence_nr() < first for use in uses):
+            learn = partial(form.learn, facts)
+            Observation(uses, len(call.tensors), results, self._device, learn)
         return returned
 
     def _replayed(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from poros.errors import RematerializationError
 from poros.graphs import Spec
 from poros.kernels.unformed import forget
 from poros.replay.routing import differentiate
@@ -45,7 +46,7 @@ class CallFacts:
 
     def __init__(self, call: "LayerCall", returned: Any) -> None:
         self._template, results = call.taken_apart(returned)
-        self.forms = [(each.shape, each.dtype, each.requires_grad) for each in results]
+        self.forms = _forms(results)
         self._call = call.without_tensors()
         # Of its own, so that its graph meets no other one in them.
         own = {id(each): nn.Parameter(each.detach()) for each in call.parameters}
@@ -97,17 +98,26 @@ class CallFacts:
         Args:
             inputs: Leaves.
             leaves_out: Whether products may be left out whose values nobody needs.
+
+        Raises:
+            RematerializationError: If it gives tensors of another form than the forward.
         """
         tally = self._call.layer.context.tally
-        if tally is None:
-            return self.run(inputs)
         try:
-            tally.begin(leaves_out)
+            if tally is not None:
+                tally.begin(leaves_out)
             results = self.run(inputs)
-            tally.settle()
+            if tally is not None:
+                tally.settle()
         finally:
-            tally.end()
+            if tally is not None:
+                tally.end()
         forget(results)
+        if _forms(results) != self.forms:
+            raise RematerializationError(
+                f"{self._call.layer.name}: forward gave tensors of form {self.forms}, the "
+                f"recomputation {_forms(results)}; the layer depends on state that is not its input"
+            )
         return results
 
     def differentiate(
@@ -149,6 +159,10 @@ class CallFacts:
             if tally is not None:
                 stack.enter_context(tally.recording())
             yield
+
+
+def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:
+    return [(each.shape, each.dtype, each.requires_grad) for each in results]
 
 
 def _around(around: "Around") -> AbstractContextManager[Any]:

@@ -27,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from poros.errors import UnsupportedModelError
 from poros.replay.forms import Around
+from poros.stream.general import weakly
 
 CAST = "ToCopyBackward0"
 
@@ -141,7 +142,8 @@ def walk(
 class Observation:
     """Sees one backward of the graph of one call, and tells what it has seen.
 
-    It holds nothing of the graph, which holds it.
+    It holds nothing of the graph, which holds it. A cast that was there before the call has its
+    gradient when others want it, so a call with such a one shows nothing.
 
     Args:
         uses: Of the graph.
@@ -175,13 +177,17 @@ class Observation:
             of_nodes.setdefault(use.node, []).append(number)
         for node, numbers in of_nodes.items():
             node.register_hook(partial(self._ran, numbers))
-        # Nodes that outlive the graph: what is registered there is taken off.
+        # Nodes that outlive the graph: what is registered there goes with it.
+        complete = weakly(self._complete)
         self._handles = {
-            use.source: use.end.register_prehook(partial(self._complete, use.source))
+            use.source: use.end.register_prehook(partial(complete, use.source))
             for use in {use.source: use for use in uses}.values()
             if use.source.number >= num_tensors
         }
-        self._are_due = set(self._handles)
+
+    def __del__(self) -> None:
+        for each in self._handles.values():
+            each.remove()
 
     def _begin(self) -> None:
         """Forget what a backward before has shown: another one may take other gradients."""
@@ -204,20 +210,19 @@ class Observation:
     def _complete(self, source: Source, _: object) -> None:
         self._begin()
         self._events.append(source)
-        self._handles.pop(source).remove()
         self._tell()
 
     def _tell(self) -> None:
         """Say it, as soon as it is all there."""
         events = self._events
-        if len(events) < len(self._sources) + len(self._are_due) or self._sources == ():
+        if len(events) < len(self._sources) + len(self._handles) or not self._sources:
             return
         last = {self._sources[each]: each for each in events if isinstance(each, int)}
         order = []
         for each in events:
             if isinstance(each, Source):
                 order.append(last[each])
-            elif self._sources[each] not in self._are_due or last[self._sources[each]] != each:
+            elif self._sources[each] not in self._handles or last[self._sources[each]] != each:
                 order.append(each)
         self._sources, sources = (), self._sources
         arriving = tuple(number in self._arriving for number in range(self._num_results))

@@ -178,7 +178,7 @@ class RecomputedCall:
         self._staying = layer.staying(self._condition.frozen)
         outputs = [each for each in tree_leaves(result) if _is_tensor(each) and each.requires_grad]
         note_last(outputs)
-        begin = _weakly(self._begin)
+        begin = weakly(self._begin)
         for output in outputs:
             output.grad_fn.register_prehook(begin)
         readers, casts = _walk(outputs, first, is_watched=self._is_watched)
@@ -469,14 +469,14 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([(a * b).sum() for a, b in zip(sums, weights, strict=True)])
 
 
-def _weakly(method: Any) -> Callable[[Any], None]:
+def weakly(method: Any) -> Callable[..., None]:
     """``method``, as long as its object lives."""
     found = WeakMethod(method)
 
-    def call(argument: Any) -> None:
+    def call(*args: Any) -> None:
         living = found()
         if living is not None:
-            living(argument)
+            living(*args)
 
     return call
 

@@ -89,7 +89,8 @@ def test_a_recording_that_gives_other_bits_is_never_used(
 
     monkeypatch.setattr(TapeRecorder, "record", record)
     assert all(map(same_bits, train(model, 6, 1), expected))
-    assert captures.num_replays == 0 and recorder.num_replays > 0
+    # A forward is replayed as soon as its own recording is proved.
+    assert captures.num_replays == (0, 2)[which] and recorder.num_replays > 0
     assert any("other bits" in reason for reason in captures.eager)
 
 

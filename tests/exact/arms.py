@@ -185,7 +185,7 @@ def poisoned(model: Model, **policy: Any) -> Model:
             slot.buffer.fill_(POISON)
 
     manager.release = release  # type: ignore[method-assign]
-    manager.evict = lambda block: None  # type: ignore[method-assign]
+    manager.evict = lambda block: release(block) if manager.is_held(block) else None  # type: ignore[method-assign]
     return model
 
 

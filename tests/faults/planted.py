@@ -186,7 +186,6 @@ FAULTS = {
         gate=FIRST_GRADIENT,
         self_check=r"layers\.3: recorded router_logits\[0\] needs a gradient: resident has True",
     ),
-    "wrong gradients, recorded": Fault(how.recorded(how.spoil_gradients), gate=FIRST_GRADIENT),
     "input edited inside": Fault(
         user=how.edit_an_input_inside,
         gate="",

@@ -12,7 +12,6 @@ from transformers.utils.output_capturing import _active_collector
 
 import poros
 from poros.gates.adversary import AdversarialStreams
-from poros.replay.remat import RematerializeLayer
 from poros.slots import manager as manager_module
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
@@ -24,7 +23,6 @@ from poros.stream.state import AmbientState
 from poros.stream.visit import BlockVisit
 from poros.streams import Event
 from tests import mutants
-from tests.exact.recorded import record_on_tapes
 from tests.snapshots import layers_of
 
 Patch = pytest.MonkeyPatch
@@ -280,28 +278,6 @@ def detach_what_is_beside(patch: Patch) -> None:
         return result
 
     patch.setattr(RecomputedCall, "forward", forward)
-
-
-# Layers that are recorded and replayed.
-
-
-def recorded(plant: Plant) -> Plant:
-    def on_tapes(patch: Patch) -> None:
-        record_on_tapes(patch)
-        plant(patch)
-
-    return on_tapes
-
-
-def spoil_gradients(patch: Patch) -> None:
-    genuine = RematerializeLayer.backward
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return tuple(
-            None if each is None else each * 1.0078125 for each in genuine(ctx, *gradients)
-        )
-
-    patch.setattr(RematerializeLayer, "backward", staticmethod(backward))
 
 
 # What a user's own code does.

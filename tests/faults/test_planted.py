@@ -31,7 +31,6 @@ from tests.faults.planting import (
     detach_what_is_beside,
     lose_autocast,
     poison_what_is_released,
-    recorded,
     unguarded,
 )
 from tests.snapshots import batches, bits_of, changes, layers_of
@@ -122,12 +121,8 @@ def test_control_where_there_is_no_autocast_none_is_missed(monkeypatch: Patch) -
     assert gate(Fault(cell=Cell(dtype=AUTOCAST.dtype))).exact
 
 
-def test_control_where_layers_are_recorded_or_released_slots_poisoned_nothing_differs(
-    monkeypatch: Patch,
-) -> None:
+def test_control_where_released_slots_are_poisoned_nothing_differs() -> None:
     assert gate(Fault(spoil=poison_what_is_released)).num_differences == 0
-    recorded(lambda patch: None)(monkeypatch)
-    assert gate(Fault()).exact
 
 
 @having("gate")

@@ -237,6 +237,11 @@ def require_telling(name: str, expected: list[object]) -> None:
 SLOW = [
     *(f"cast at once, {each}" for each in ("torch.float32 dense", "torch.bfloat16 4 bits")),
     *(f"cast later, {each}" for each in ("torch.float32 4 bits", "torch.bfloat16 dense")),
+    *(f"one, then another: {each}" for each in ("rslora", "lora bias")),
+    # Under autocast or not, before or between: one of each.
+    *(f"the base as reference, {each}" for each in ("before", "between, autocast")),
+    "the base as reference, between, under grad, autocast",
+    *("another as reference, before", "switched in blocks of 1"),
 ]
 
 

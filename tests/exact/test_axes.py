@@ -38,7 +38,18 @@ def known() -> dict[Cell, Facts]:
     return {}
 
 
-@pytest.mark.parametrize("cell", [pytest.param(x, id=x.name()) for x in pairwise(all_cells())])
+FAST = pairwise(all_cells(), unrelated=("optimizer", "exchange"))
+"""Both change tensors between steps, and neither knows of the other."""
+REST = [cell for cell in pairwise(all_cells()) if cell not in FAST]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(pytest.param(cell, id=cell.name()) for cell in FAST),
+        *(pytest.param(cell, id=cell.name(), marks=pytest.mark.slow) for cell in REST),
+    ],
+)
 def test_a_cell_is_exact(cell: Cell, bases: Bases, known: dict[Cell, Facts]) -> None:
     assert difference(cell, bases, "cpu", known) is None
 

@@ -18,9 +18,9 @@ from poros.finetune.resuming import look_at
 from poros.finetune.run import Interrupted
 from poros.finetune.templates import NAMED
 from poros.recipes.recipe import Recipe
+from tests.children import run_forked
 from tests.finetune.breaking import Broken, at_step, break_at
 from tests.finetune.subjects import Trained, recipe_of, rows, run, write_model, write_rows
-from tests.loading.checkpoints import run_python
 
 NUM_STEPS, SAVE_EVERY = 7, 2
 
@@ -320,6 +320,6 @@ HINDERED = ["--hindered"]
     ],
 )
 def test_runs_that_are_killed(more: list[str], rounds: int) -> None:
-    ran = run_python(KILLED.format(rounds=rounds, more=more))
+    ran = run_forked(KILLED.format(rounds=rounds, more=more))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.splitlines()[-1] == f"{rounds} of {rounds}"

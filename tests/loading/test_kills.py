@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from poros.loaders.partial import MARK, make_partial
-from tests.loading.checkpoints import run_python
+from tests.children import run_forked
 from tests.loading.kills import Bench, Count
 from tests.loading.loaded import Kinds
 
@@ -26,7 +26,7 @@ for kind, count in run(12, 9, seed=0).items():
 
 
 def test_nothing_is_wrong_after_a_kill_or_a_cut() -> None:
-    ran = run_python(ROUNDS)
+    ran = run_forked(ROUNDS)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [
         "killed: write | 6 | 0",
@@ -105,5 +105,5 @@ print(rounds_of(Touches(Path(sys.argv[1])), "read", 1, random.Random(0), is_cut=
 
 def test_control_a_signal_is_counted(tmp_path: Path) -> None:
     """What the library does not do: touch a mapping of a file that has been cut off."""
-    ran = run_python(SIGNAL, str(tmp_path))
+    ran = run_forked(SIGNAL, str(tmp_path))
     assert ran.stdout == f"['ended with {-signal.SIGBUS}']\n", ran.stderr

@@ -101,7 +101,14 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+SLOW = ("two slots", "all kept")
+"""Which the other tests have."""
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in POLICIES],
+)
 def test_every_policy(policy: str, bases: Bases, expected: list[torch.Tensor]) -> None:
     model = prepare_plain(build(bases), share_dense=True, **POLICIES[policy])
     assert same(train(model), expected)

@@ -23,7 +23,7 @@ from poros.gates.reference import (
 from poros.model.sizing import Room
 from poros.streams import EagerStreams
 from tests.snapshots import layers_of
-from tests.support import AdversarialPrepare, prepare_plain
+from tests.support import AdversarialPrepare, make_model, prepare_plain
 
 NUM_LAYERS = 6
 SPEC = TrainingSpec(num_steps=2, accumulation=2)
@@ -34,7 +34,7 @@ SHAPE["cuda_graphs"] = False  # of a CPU
 
 def build(**options: Any) -> Any:
     wanted = {"num_layers": NUM_LAYERS, "hidden_size": 64, "dropout": 0.05, **options}
-    return tiny.make_model("qwen2", **wanted)
+    return make_model("qwen2", **wanted)
 
 
 @cache

@@ -21,7 +21,7 @@ from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, count, training_visits, walk
 from tests.slots import Slots
 from tests.snapshots import assert_same_run
-from tests.support import AdversarialPrepare
+from tests.support import AdversarialPrepare, make_model
 
 NUM_LAYERS = 6
 
@@ -60,7 +60,7 @@ class Cell(NamedTuple):
 
     def build(self) -> Any:
         sizes = {"num_layers": self.num_layers, "hidden_size": 64}
-        return tiny.make_model(self.architecture, dropout=0.05, dtype=self.dtype, **sizes)
+        return make_model(self.architecture, dropout=0.05, dtype=self.dtype, **sizes)
 
     def batches(self) -> list[dict[str, torch.Tensor]]:
         return tiny.make_batches(2 * self.accumulation, num_tokens=12)
@@ -102,7 +102,9 @@ def block_sizes_and_slots() -> Iterator[Any]:
     """Beyond one slot too many, further ones are the same walk: slow."""
     for block_size in (1, 2, 3, NUM_LAYERS):
         for slots in (2, 3, 4, NUM_LAYERS):
-            is_slow = slots > max(2, NUM_LAYERS // block_size + 1)
+            is_slow = slots > max(2, NUM_LAYERS // block_size + 1) or (slots == 4) != (
+                block_size == 1
+            )
             marks = [pytest.mark.slow] if is_slow else []
             yield pytest.param(block_size, slots, marks=marks)
 
@@ -115,7 +117,8 @@ def test_every_block_size_and_number_of_slots_is_exact(
 
 
 OTHERS: dict[str, tuple[Cell, dict[str, int]]] = {
-    **{name: (Cell(name, 4), {}) for name in tiny.ARCHITECTURES if name != "qwen2"},
+    # With states that pass beside layers; the tests of cells have the other architectures.
+    **{name: (Cell(name, 4), {}) for name in ("gemma4_shared_kv", "mixtral")},
     "accumulation": (Cell(accumulation=2), {"slots": 3}),
     "autocast": (Cell(dtype=torch.float32), {}),
     "autocast, unwatched": (Cell(dtype=torch.float32, watched=False), {}),
@@ -215,7 +218,7 @@ ACTIONS = (
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(st.data())
 def test_no_walk_reads_a_slot_that_does_not_hold_its_block(data: st.DataObject) -> None:
     block_size = data.draw(st.integers(1, 3), label="block_size")

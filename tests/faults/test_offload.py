@@ -20,7 +20,7 @@ from poros.stream.boundary import streamed_layer
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from tests.planning.cells import OperatorBytes
 from tests.snapshots import layers_of
-from tests.support import AdversarialPrepare, prepare_plain
+from tests.support import AdversarialPrepare, make_model, prepare_plain
 
 NUM_LAYERS = 5
 SPEC = TrainingSpec(num_steps=2, accumulation=2)
@@ -29,7 +29,7 @@ BATCHES = tiny.make_batches(4, num_tokens=12)
 
 def build(architecture: str = "qwen2", **options: Any) -> Any:
     wanted = {"num_layers": NUM_LAYERS, "hidden_size": 64, "dropout": 0.05, **options}
-    return tiny.make_model(architecture, **wanted)
+    return make_model(architecture, **wanted)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def hostile(model: Any, **overrides: Any) -> Any:
     return prepare_with(model, policy, streams=AdversarialStreams())
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize(
     "architecture",
     [

@@ -22,7 +22,7 @@ from poros.streams import CudaStreams
 from tests import mutants
 from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
 from tests.slots import Slots
-from tests.snapshots import build, run
+from tests.snapshots import build, resident_run, run
 from tests.support import AdversarialPrepare, same_bits
 
 Problem = str | None
@@ -31,7 +31,7 @@ Scenario = Callable[[AdversarialStreams, Trajectory], Problem]
 
 @pytest.fixture(scope="module")
 def resident() -> Trajectory:
-    return run(build())
+    return resident_run()
 
 
 def visit_blocks(streams: AdversarialStreams, _: Trajectory) -> Problem:

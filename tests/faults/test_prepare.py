@@ -25,6 +25,7 @@ from tests.snapshots import (
     changes,
     layers_of,
     picture,
+    resident_run,
     run,
 )
 from tests.support import AS_PLAIN, prepare_plain, same_bits
@@ -76,7 +77,7 @@ def test_prepare_again_with_another_policy_is_refused() -> None:
     ):
         prepare_plain(model, block_size=1)
     assert changes(before, picture(model)) == {}
-    assert_same_run(run(build()), run(model))
+    assert_same_run(resident_run(), run(model))
 
 
 def test_overrides_replace_fields_of_the_policy() -> None:
@@ -222,7 +223,7 @@ def test_disable_adapter_gives_the_resident_outputs() -> None:
 
 def test_two_prepared_models_do_not_influence_each_other() -> None:
     seeds = (0, 7)
-    expected = [run(build(seed=seed)) for seed in seeds]
+    expected = [resident_run(seed=seed) for seed in seeds]
     first, second = (prepare_plain(build(seed=seed), block_size=1 + seed % 2) for seed in seeds)
     batch = batches()[0]
     alone = [build(seed=seed)(**batch).loss for seed in seeds]
@@ -323,7 +324,7 @@ def test_slots_beyond_the_blocks_are_clamped_and_reported(caplog: pytest.LogCapt
     assert [record.getMessage() for record in caplog.records if "slots=9" in record.getMessage()]
     runtime = poros.runtime(model)
     assert runtime.num_slots == runtime.num_blocks == 3 and runtime.policy.slots == 9
-    assert_same_run(run(build()), run(model))
+    assert_same_run(resident_run(), run(model))
     assert runtime.stats()["num_loads"] == 3
 
 

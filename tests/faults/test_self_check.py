@@ -91,7 +91,14 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", RUNS)
+# What they have the others have too, or the tests of cells.
+SLOW = ("gemma3", "gemma4", "router losses", "accumulation", "no dropout", "dense")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in RUNS],
+)
 def test_a_run_with_the_check_ends_as_one_without(case: str) -> None:
     architecture, changed, policy, settings = RUNS[case]
     spec = TrainingSpec(num_steps=2, **settings)

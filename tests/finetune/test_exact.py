@@ -23,7 +23,13 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+SLOW = ("schedule-free", "lora+", "validation")
+"""What they have others have, or the tests below."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in RECIPES]
+)
 def test_streamed_equals_resident(
     kind: str, model: Path, data: Path, few: Path, tmp_path: Path
 ) -> None:
@@ -44,8 +50,9 @@ def test_smoothing_and_z_loss_read_no_logits(
         raise RuntimeError("expected nobody to read logits")
 
     monkeypatch.setattr(LazyLogits, "computed", refuse)
+    once: Any = {"memory__slots": 2, "training__steps": 1}
     losses = {
-        name: arm(model, data, tmp_path / name, "smoothed", memory__slots=2, **weights).losses[0]
+        name: arm(model, data, tmp_path / name, "smoothed", **once, **weights).losses[0]
         for name, weights in {
             "none": {"training__label_smoothing": 0, "training__z_loss": 0},
             "smoothing": {"training__z_loss": 0},

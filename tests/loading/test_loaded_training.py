@@ -34,7 +34,16 @@ from poros.loaders.load import load
 from poros.slots.schedule import count, training_visits, walk
 from poros.streams import EagerStreams
 from tests.loading.loaded import Kinds, budget_for, standard, tensors, wanted
-from tests.snapshots import assert_same_run, batches, bits_of, build, changes, picture, run
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    bits_of,
+    build,
+    changes,
+    picture,
+    resident_run,
+    run,
+)
 from tests.support import AdversarialPrepare, prepare_plain
 from tests.unit.driver import FakeDriver, install
 
@@ -435,7 +444,7 @@ def test_pageable_memory_shows_in_stats_and_training_stays_exact(
     stats = runtime.stats()
     assert stats["fallbacks"] == ["pageable host memory for blocks 1 to 2"]
     assert stats["pinned_num_bytes"] == runtime.host_slab(0).numel()
-    assert_same_run(run(build()), run(model))
+    assert_same_run(resident_run(), run(model))
     poros.restore(model)
     assert driver.locked == {} and driver.calls.count("unregister") == 1
 
@@ -451,7 +460,7 @@ def test_an_interrupted_check_leaves_the_model_unprepared(monkeypatch: pytest.Mo
         with pytest.raises(KeyboardInterrupt):
             prepare_plain(model)
     assert [type(module) for module in model.modules()] == classes
-    assert_same_run(run(build()), run(prepare_plain(model)))
+    assert_same_run(resident_run(), run(prepare_plain(model)))
 
 
 def test_every_dropped_cache_is_refused_afterwards() -> None:

@@ -330,7 +330,13 @@ def made(name: str, num_layers: int, device: str = "meta") -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("t5-small", "gpt2"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in list(SHARES)[2:]),
+    ],
+)
 def test_state_is_as_large_as_the_formula_says(name: str) -> None:
     num_layers, *shares = SHARES[name]
     for side, share in zip(("right", "left"), shares, strict=True):
@@ -505,7 +511,7 @@ def trainer(folder: Path, steps: int, **options: Any) -> transformers.Trainer:
 
 
 def test_a_trainer_learns_with_it(tmp_path: Path) -> None:
-    made = trainer(tmp_path, 200, save_strategy="no", flora={"momentum": 0.9})
+    made = trainer(tmp_path, 100, save_strategy="no", flora={"momentum": 0.9})
     start = made.evaluate(made.train_dataset)["eval_loss"]
     made.train()
     flora = made.optimizer.optimizer

@@ -13,7 +13,6 @@ import torch
 
 import poros
 from poros.errors import UnsupportedModelError
-from poros.gates import tiny
 from poros.gates.kinds import KINDS
 from poros.planning.meta_model import COUNTED_KINDS
 from tests.planning.cells import (
@@ -26,6 +25,7 @@ from tests.planning.cells import (
     planned,
     prepare,
 )
+from tests.support import make_model
 
 TOLERANCE = 0.03
 RISE_TOLERANCE = 0.05
@@ -183,7 +183,7 @@ def test_kinds_of_adapters_are_counted(kind: str, tmp_path: Path) -> None:
 )
 def test_kinds_that_are_not_counted_are_named(kind: str) -> None:
     options: dict[str, Any] = {"adapter": kind, "quantize": KINDS[kind].on_4bit}
-    model = tiny.make_model("qwen2", num_layers=2, hidden_size=32, **options)
+    model = make_model("qwen2", num_layers=2, hidden_size=32, **options)
     where = rf"found {kind} \(PEFT's \w+, \w+\); .*slots="
     with pytest.raises(UnsupportedModelError, match=where):
         poros.plan(model, seq_len=16)

@@ -21,13 +21,13 @@ from poros.planning.request import PlanRequest, Speeds
 from tests.exact.arms import narrow_slices
 from tests.lora_kinds import KINDS as TRAINED
 from tests.planning.cells import lora
-from tests.support import prepare_plain
+from tests.support import make_model, prepare_plain
 
 ARCHITECTURES = ["qwen2", "llama", "phi3", "gemma3", "gemma4", "mixtral", "qwen3_moe"]
 
 
 def base_of(architecture: str = "qwen2", **options: Any) -> Any:
-    return tiny.make_model(architecture, **{"num_layers": 3, "hidden_size": 64, **options}).unload()
+    return make_model(architecture, **{"num_layers": 3, "hidden_size": 64, **options}).unload()
 
 
 def config_of(architecture: str = "qwen2", num_layers: int = 2) -> Any:

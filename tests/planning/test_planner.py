@@ -17,13 +17,13 @@ from poros.planning.meta_model import Recipe
 from poros.planning.planner import Planner, plan
 from poros.planning.request import PlanRequest
 from tests.planning.cells import lora
-from tests.support import prepare_plain
+from tests.support import make_model, prepare_plain
 
 SHORT = PlanRequest(seq_len=16)
 
 
 def model_of(architecture: str = "qwen2") -> Any:
-    base = tiny.make_model(architecture, num_layers=4, hidden_size=64, dropout=0.0).unload()
+    base = make_model(architecture, num_layers=4, hidden_size=64, dropout=0.0).unload()
     return get_peft_model(base, lora())
 
 

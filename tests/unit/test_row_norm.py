@@ -104,6 +104,7 @@ def is_within(found: torch.Tensor, exact: torch.Tensor, of_square: torch.Tensor)
     return bool(((found.double() - exact).abs() <= bound).all())
 
 
+@pytest.mark.cover("pairs")
 @both_ways
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -124,6 +125,7 @@ def test_adapters_of_any_dtype(way: str, of_adapters: torch.dtype) -> None:
     assert is_within(found_norm(*given), exact_norm(*given), norm_bound(*given))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("of_adapters", [BF16, FP16, FP32])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("way", ["kernel"], indirect=True)

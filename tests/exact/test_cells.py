@@ -126,10 +126,11 @@ def cells() -> Iterator[Cell]:
     # Seven layers, so that the last block is a short one; all of them in one block at the end.
     for block_size in (1, 2, 3, 7):
         for slots in (2, 3, 7):
-            check = {} if slots == 2 else OFF
+            # Two slots are checked; with more, every read is watched.
+            streams, check = ("eager", {}) if slots == 2 else ("watched", OFF)
             is_slow = (block_size, slots) not in ((1, 3), (1, 7), (2, 2), (2, 3), (3, 2), (7, 3))
             policy = {"block_size": block_size, "slots": slots, **check}
-            yield Cell(SEVEN, policy=policy, is_slow=is_slow)
+            yield Cell(SEVEN, streams, policy, is_slow=is_slow)
 
     # Gemma 4 has an embedding for each layer in one matrix, and scales it; its other one is tied.
     for name in ("qwen2", "gemma4"):

@@ -136,7 +136,13 @@ def test_evaluation_and_generation_are_exact(name: str, mode: str, residents: Re
     assert residents.compare(subject, WITH_TRAINING[mode], self_check="strict") == {}
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma4_shared_kv", "mixtral"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma4", "qwen3_moe")),
+    ],
+)
 def test_they_are_under_adversarial_streams_and_leave_the_base(
     name: str, residents: Residents
 ) -> None:
@@ -149,7 +155,7 @@ def test_they_are_under_adversarial_streams_and_leave_the_base(
     assert changed and all("lora" in each for each in changed)
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", ["reference", "chunked"])
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])

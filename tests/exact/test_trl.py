@@ -33,7 +33,13 @@ SFT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SFT)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("defaults", "packing", "no autocast"),
+        *(pytest.param(e, marks=pytest.mark.slow) for e in ("accumulation", "no checkpointing")),
+    ],
+)
 def test_sft(kind: str, tmp_path: Path) -> None:
     arms = Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS)
     check(arms, **SFT[kind])
@@ -55,7 +61,7 @@ def test_visits_that_are_replayed(
         "sft": lambda: Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS),
         "dpo": lambda: Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
     }[kind]()
-    arms.num_steps = 8
+    arms.num_steps = 6
     check(arms, {"keep_last": keep_last, "slots": 2 + keep_last}, pad_to_multiple_of=16)
     assert sum(captures.num_replays for captures in made) > 0
 

@@ -19,7 +19,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows for recipes without a number of steps: one pass over them is a few."""
     folder = tmp_path_factory.mktemp("few")
     for form in ("messages", "preferences"):
-        write_rows(folder / f"{form}.jsonl", rows(form, 44))
+        write_rows(folder / f"{form}.jsonl", rows(form, 28))
     return folder
 
 

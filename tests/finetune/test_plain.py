@@ -19,7 +19,7 @@ COMMON = {
     "data__chat_template": "chatml",
     "data__max_length": 64,
     "data__pad_to": 16,
-    "training__accumulation": 4,
+    "training__accumulation": 2,
     "training__learning_rate": 1e-3,
     "training__steps": 3,
     "adapter__rank": 4,

@@ -77,7 +77,10 @@ def test_going_on_gives_the_same_bits(
     assert events(recipe) == list(range(1, NUM_STEPS + 1))
 
 
-@pytest.mark.parametrize("damage", ["cut", "unmarked", "changed"])
+@pytest.mark.parametrize(
+    "damage",
+    ["changed", *(pytest.param(each, marks=pytest.mark.slow) for each in ("cut", "unmarked"))],
+)
 def test_a_checkpoint_that_is_not_whole_is_passed_over(
     damage: str,
     options: dict[str, Any],

@@ -80,6 +80,12 @@ FAMILIES = {
     ),
 }
 
+FEW = [
+    pytest.param(name, marks=[] if name in ("gemma3", "gemma4", "qwen3_vl") else [pytest.mark.slow])
+    for name in FAMILIES
+]
+"""With a tower before the model, states that layers share, and a model within another."""
+
 Checkpoints = Callable[[str], Path]
 
 
@@ -151,7 +157,7 @@ MODES: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FEW)
 def test_streamed_equals_resident(name: str, checkpoints: Checkpoints) -> None:
     """Losses, gradients, adapters, moments and random states; the resident run has its tower."""
     family, path = FAMILIES[name], checkpoints(name)
@@ -177,7 +183,7 @@ def test_recorded_equals_resident(name: str, checkpoints: Checkpoints) -> None:
     assert captures.num_replays > 0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FEW)
 def test_head_in_slices_and_embedding_on_the_host(name: str, checkpoints: Checkpoints) -> None:
     """Wherever the head sits: the bits do not hang on the budget, nor on the tower."""
     policy: Any = {"stream_head": True, "stream_embedding": True}
@@ -197,7 +203,16 @@ def test_head_in_slices_and_embedding_on_the_host(name: str, checkpoints: Checkp
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("vision", ["keep", "drop"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma3", "qwen3_vl", "llama4"),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("gemma4", "mistral3", "qwen2_5_vl")
+        ),
+    ],
+)
 def test_the_adapter_elsewhere(
     name: str, vision: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
@@ -235,7 +250,7 @@ def test_the_adapter_elsewhere(
     assert config["architectures"] == [type(dense).__name__]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FEW)
 def test_plans_count_the_tower(name: str, checkpoints: Checkpoints) -> None:
     path, request = checkpoints(name), {"seq_len": 16, "library_num_bytes": 0}
     whole, text = (poros.plan(path, vision=vision, **request) for vision in ("keep", "drop"))

@@ -153,7 +153,13 @@ def test_a_plan_is_plain_values_and_a_table() -> None:
 # What layers cost on the meta device.
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each in ("llama", "mistral", "qwen3")))
+        for each in tiny.ARCHITECTURES
+    ],
+)
 def test_leaving_layers_out_changes_no_figure(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

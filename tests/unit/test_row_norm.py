@@ -219,11 +219,11 @@ def test_strides_of_any_order(way: str) -> None:
 
 
 @both_ways
-def test_a_hundred_times_the_same(way: str) -> None:
+def test_many_times_the_same(way: str) -> None:
     given = tensors((70, 600), 5, BF16)
     expected = found_norm(*given)
     assert all(
-        same_bits(found_norm(*given), expected) for _ in range(20 if way == "kernel" else 100)
+        same_bits(found_norm(*given), expected) for _ in range(3 if way == "kernel" else 100)
     )
 
 

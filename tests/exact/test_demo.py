@@ -48,7 +48,9 @@ SMALL = DemoSettings(
     max_shard_num_bytes=400_000,
 )
 # Enough where nothing has to be learned.
-SHORT = replace(SMALL, num_base_steps=4, num_steps=4)
+SHORT = replace(
+    SMALL, num_base_steps=4, num_steps=4, num_resident_steps=2, num_eval_rows=8, num_new_tokens=2
+)
 
 
 @pytest.fixture(scope="module")

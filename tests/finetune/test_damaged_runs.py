@@ -381,7 +381,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("free", [0, 40_000, 90_000, 110_000])
+@pytest.mark.parametrize(
+    "free", [0, 90_000, *(pytest.param(each, marks=pytest.mark.slow) for each in (40_000, 110_000))]
+)
 def test_a_disk_that_is_full_when_a_checkpoint_is_written(
     free: int, disk: Path, interrupted: Interrupted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

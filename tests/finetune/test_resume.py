@@ -34,7 +34,7 @@ def options_for(model: Path, data: Path, out: Path) -> dict[str, Any]:
         "adapter__rank": 4,
         "adapter__dropout": 0.1,
         "training__steps": NUM_STEPS,
-        "training__accumulation": 3,
+        "training__accumulation": 2,
         "training__optimizer": "schedule_free_adamw",
         "memory__slots": 2,
         "output__save_every": SAVE_EVERY,

@@ -144,7 +144,10 @@ def another(model: Any) -> None:
                 each.add_(0.05 * torch.randn(each.shape).to(each))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(each, marks=[pytest.mark.slow] * (n % 2)) for n, each in enumerate(KINDS)],
+)
 def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
     spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
     quantize = gates.KINDS[kind].on_4bit

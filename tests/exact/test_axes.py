@@ -194,7 +194,7 @@ def rows() -> Iterator[Row]:
         yield Row(f"edited: {way}", adapter, steps(between=edit(EDITS[way])), has_to_raise=True)
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("is_kept", [False, True], ids=["2 slots", "kept"])
 @pytest.mark.parametrize("is_recorded", [False, True], ids=["eager", "recorded"])
 @pytest.mark.parametrize("row", [pytest.param(x, id=f"{x.adapter}, {x.name}") for x in rows()])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,11 +19,17 @@ from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories
 from tests.exact.adapter_arms import adapted, differences, step
 from tests.exact.arms import Bases
 from tests.snapshots import layers_of
-from tests.support import make_model, prepare_plain
+from tests.support import make_base, make_model, prepare_plain
 
 
 def build(dropout: float) -> Any:
-    return make_model("qwen2", num_layers=2, hidden_size=64, dropout=dropout)
+    """With two adapters a layer: what is compiled takes its time."""
+    base = make_base("qwen2", num_layers=2, hidden_size=64, dropout=dropout)
+    torch.manual_seed(1)
+    options = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    return get_peft_model(
+        base, LoraConfig(r=8, task_type="CAUSAL_LM", lora_dropout=dropout, **options)
+    )
 
 
 def compile_layers(model: Any, **options: Any) -> Any:

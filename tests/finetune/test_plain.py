@@ -55,7 +55,7 @@ def streamed(recipe: Recipe, device: torch.device, run: object = None) -> Any:
     return poros.prepare(get_peft_model(base, adapter_config(recipe)), slots=2, **AS_PLAIN)
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded", "dpo"])
+@pytest.mark.parametrize("kind", ["packed", pytest.param("padded", marks=pytest.mark.slow), "dpo"])
 def test_streamed_equals_plain(
     kind: str, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,8 +100,8 @@ def cells() -> Iterator[Cell]:
             yield Cell(run, policy={"slots": 3, "keep_last": keep_last}, is_slow=is_slow)
     # Of five layers, Gemma 4 with shared states computes three; the last two reuse two of them.
     for name in tiny.ARCHITECTURES:
-        run = Run(architecture=name, num_layers=5)
-        twice = replace(run, accumulation=2)
+        run = Run(architecture=name, num_layers=5 if name == "gemma4_shared_kv" else 3)
+        twice = replace(run, num_layers=5, accumulation=2)
         # Others have the operators of qwen2, which the grid watches, and nothing beside them.
         yield Cell(run)
         yield Cell(run, "watched", OFF, is_slow=name not in (*SIDE_CHANNELS, "gemma3", "phi3"))

@@ -134,9 +134,7 @@ ROOMS = ({"slots": 2}, {"slots": 2, "block_size": 2}, {"slots": 4, "keep_last": 
 @pytest.mark.parametrize(
     ("edit", "options"),
     [
-        *((each, ROOMS[0]) for each in EDITS),
-        (through_data, ROOMS[1]),
-        (cast, ROOMS[2]),
+        *((edit, ROOMS[number % len(ROOMS)]) for number, edit in enumerate(EDITS)),
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )

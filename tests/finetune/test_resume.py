@@ -317,7 +317,7 @@ HINDERED = ["--hindered"]
     ("more", "rounds"),
     [
         ([], 1),
-        (HINDERED, 2),
+        pytest.param(HINDERED, 2, marks=pytest.mark.slow),
         *(pytest.param(["--kind", each], 10, marks=pytest.mark.slow) for each in ("padded", "dpo")),
         pytest.param(HINDERED, 20, marks=pytest.mark.slow),
     ],

@@ -102,7 +102,8 @@ SLOW = {
     *("many layers", "wide", "batch of three", "accumulation, batch of two", "blocks of two"),
     *("many boundaries", "offloaded", "head on the host", "two layers kept", "short"),
     *("llama", "gemma3", "mixtral in float32", "on fused experts in float32", "long"),
-    *("on many fused experts", "low rank, many layers", "low rank, long"),
+    *("on many fused experts", "low rank, many layers", "low rank, long", "blocks of three"),
+    *("batch of two", "four slots", "embedding on the host", "loss in slices", "mixtral"),
 }
 SMALL = {"num_layers": 4, "hidden_size": 64, "seq_len": 256, "vocab_size": 256}
 RISING = ("gradients", "boundaries", "kept graphs", "workspace")

@@ -107,7 +107,7 @@ def test_kept_layers_are_those_that_the_runtime_keeps(num_layers: int, block_siz
     model = make_model("qwen2", num_layers=num_layers, hidden_size=16, dropout=0.0)
     shapes = replace(SHAPES, layers=SHAPES.layers[:num_layers], layer_adapters=[5] * num_layers)
     cost = replace(COST, layers=COST.layers[:num_layers])
-    for keep_last in range(9):
+    for keep_last in (0, 1, 2, 3, 5, 8):
         options: dict[str, Any] = {"block_size": block_size, "keep_last": keep_last}
         found = plan(shapes, cost, **options, num_slots=3)
         # As it was asked for, and as the plan says that it was rounded.

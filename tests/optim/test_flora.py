@@ -517,7 +517,7 @@ def test_a_trainer_learns_with_it(tmp_path: Path) -> None:
     flora = made.optimizer.optimizer
     assert (flora.accumulation, flora.max_grad_norm, made.args.max_grad_norm) == (2, 1.0, 0.0)
     assert flora.grad_norm is not None
-    assert made.evaluate(made.train_dataset)["eval_loss"] < start / 2
+    assert made.evaluate(made.train_dataset)["eval_loss"] < 0.85 * start
 
 
 def test_a_trainer_resumes_with_the_same_bits(tmp_path: Path) -> None:

@@ -191,7 +191,9 @@ def test_compiling_layers_with_dropout_is_refused() -> None:
     assert compare_trajectories(run(build(0.05)), run(model)) == []
 
 
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "use_dora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["lora", "dora"]
+)
 def test_compiled_layers_run_peft_s_modules_and_stats_say_so(use_dora: bool, bases: Bases) -> None:
     names = ["q_proj", "down_proj"]
     model = adapted(bases, quantize=False, use_dora=use_dora, target_modules=names)

@@ -189,7 +189,10 @@ def test_check_architecture_passes_the_policy_on() -> None:
     assert report.settings["policy"] == {"block_size": 2}
 
 
-@pytest.mark.parametrize("adapter", ["vera", "ia3", "hra", "prompt_tuning"])
+@pytest.mark.parametrize(
+    "adapter",
+    ["ia3", "prompt_tuning", *(pytest.param(e, marks=pytest.mark.slow) for e in ("vera", "hra"))],
+)
 def test_the_gate_of_a_kind_of_adapter_can_fail(adapter: str) -> None:
     """Also of those that PEFT trains on dense weights or under autocast alone."""
     options: dict[str, Any] = {"num_steps": 2, "num_layers": 3, "adapter": adapter}

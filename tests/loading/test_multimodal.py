@@ -171,7 +171,7 @@ def test_streamed_equals_resident(name: str, checkpoints: Checkpoints) -> None:
         assert bool(reasons(model)) == (together and not family.goes_together)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_vl"])
 def test_recorded_equals_resident(name: str, checkpoints: Checkpoints) -> None:
     run: Any = {"sizes": (2, 2, 2), "lengths": (12,)}
     expected = train(resident(checkpoints(name)), together=False, **run)

@@ -272,7 +272,7 @@ CELLS = [
     for damage in damages
     for command in READ_BY.get(file, ("merge", "chat", "finetune"))
 ]
-# Of the others every eleventh, which is one of each command in turn.
+# Of the others every seventeenth, which is one of each command in turn.
 ALWAYS = {
     *((WEIGHTS, damage, "chat") for damage in ("cut off", "NaN", "missing", "one too many")),
     *((TOKENIZER, damage, "chat") for damage in ("pattern for ever", "large vocabulary")),
@@ -291,7 +291,7 @@ ALWAYS = {
 
 def marked(cell: tuple[str, str, str], number: int) -> Any:
     takes_all_its_time = "for ever" in cell[1] or cell[1] == "loops"
-    is_fast = cell in ALWAYS or (number % 11 == 0 and not takes_all_its_time)
+    is_fast = cell in ALWAYS or (number % 17 == 0 and not takes_all_its_time)
     marks = [] if is_fast else [pytest.mark.slow]
     return pytest.param(*cell, marks=marks, id=", ".join(cell))
 

@@ -100,7 +100,7 @@ CHECKED: dict[str, dict[str, Any]] = {
 # Whose parts others have.
 SLOW = {
     *("many layers", "wide", "batch of three", "accumulation, batch of two", "blocks of two"),
-    *("many boundaries", "offloaded", "head on the host", "two layers kept", "short"),
+    *("offloaded", "head on the host", "two layers kept", "short"),
     *("llama", "gemma3", "mixtral in float32", "on fused experts in float32", "long"),
     *("on many fused experts", "low rank, many layers", "low rank, long", "blocks of three"),
     *("batch of two", "four slots", "embedding on the host", "loss in slices", "mixtral"),

@@ -151,7 +151,7 @@ def test_a_plan_is_the_same_whatever_surrounds_it(surroundings: str) -> None:
 # What would make it fit.
 
 
-@pytest.mark.parametrize("share", [0.7, 0.9, 0.99])
+@pytest.mark.parametrize("share", [0.7, 0.99])
 def test_each_advice_makes_it_fit_and_hardly_a_larger_value_does(share: float) -> None:
     config = tiny.small_config("qwen2", num_layers=4, hidden_size=64, dropout=0.0)
     asked: dict[str, Any] = {"seq_len": 192, "batch_size": 5, "block_size": 2, "rank": 32}

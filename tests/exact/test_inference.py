@@ -130,7 +130,13 @@ GENERATION: dict[str, Program] = {
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each in ("llama", "mistral", "qwen3")))
+        for each in ARCHITECTURES
+    ],
+)
 def test_evaluation_and_generation_are_exact(name: str, mode: str, residents: Residents) -> None:
     subject = ARCHITECTURES[name]
     assert residents.compare(subject, WITH_TRAINING[mode], self_check="strict") == {}

@@ -125,7 +125,7 @@ def test_adversarial_streams_and_dora(use_dora: bool, bases: Bases) -> None:
     assert same(found, train(prepare_plain(adapted(bases, **options), **policy), together=False))
 
 
-@pytest.mark.parametrize("keep_last", [0, 4])
+@pytest.mark.parametrize("keep_last", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_recorded_visits(keep_last: int, bases: Bases) -> None:
     """Some micro-batches of a form share, and a single one of the same form does not."""
     run: Any = {"sizes": (4, 1, 4, 1, 4, 1, 4, 4, 1), "lengths": (12,)}

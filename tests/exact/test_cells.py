@@ -115,13 +115,15 @@ def cells() -> Iterator[Cell]:
             yield Cell(twice, policy=policy, is_slow=not has_short_block)
         if name != "qwen2":
             for policy in BUDGETS:
-                yield Cell(twice, "adversarial", policy, is_slow=True)
+                is_fast = name == "gemma4_shared_kv" and policy == BUDGETS[1]
+                yield Cell(twice, "adversarial", policy, is_slow=not is_fast)
         wide = replace(twice, num_layers=8, hidden_size=256, num_tokens=64, num_steps=20)
         for block_size, slots in ((1, 3), (2, 2)):
             yield Cell(wide, policy={"block_size": block_size, "slots": slots}, is_slow=True)
     yield Cell(AUTOCAST)
     yield Cell(replace(AUTOCAST, is_watched=True), "watched", OFF)
-    yield Cell(replace(AUTOCAST, is_watched=True), "watched", {**OFF, "keep_last": 2})
+    for policy in ({"keep_last": 2}, {"offload_boundaries": True}):
+        yield Cell(replace(AUTOCAST, is_watched=True), "watched", {**OFF, **policy})
     # Seven layers, so that the last block is a short one; all of them in one block at the end.
     for block_size in (1, 2, 3, 7):
         for slots in (2, 3, 7):

@@ -13,6 +13,7 @@ from poros.gates.tape import TapeRecorder
 from poros.kernels import dense_layer, dequantize
 from poros.kernels.dense_layer import DenseLayer
 from poros.stream.body import LayerBody
+from tests.covers import with_slow
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases, on_tapes
 from tests.exact.together import num_groups, reasons, same, train
@@ -105,10 +106,7 @@ SLOW = ("two slots", "all kept")
 """Which the other tests have."""
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in POLICIES],
-)
+@pytest.mark.parametrize("policy", with_slow(POLICIES, SLOW))
 def test_every_policy(policy: str, bases: Bases, expected: list[torch.Tensor]) -> None:
     model = prepare_plain(build(bases), share_dense=True, **POLICIES[policy])
     assert same(train(model), expected)

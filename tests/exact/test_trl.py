@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.head.host_matrix import HostMatrix
+from tests.covers import with_slow
 from tests.exact.recorded import record_on_tapes
 from tests.exact.trl_arms import COMPLETIONS, PREFERENCES, TEXTS, Arms, Prepare, check, trl
 from tests.support import prepare_plain
@@ -33,13 +34,7 @@ SFT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("defaults", "packing", "no autocast"),
-        *(pytest.param(e, marks=pytest.mark.slow) for e in ("accumulation", "no checkpointing")),
-    ],
-)
+@pytest.mark.parametrize("kind", with_slow(SFT, ("accumulation", "no checkpointing")))
 def test_sft(kind: str, tmp_path: Path) -> None:
     arms = Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS)
     check(arms, **SFT[kind])

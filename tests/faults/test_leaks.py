@@ -18,6 +18,7 @@ import poros
 from poros.gates import tiny
 from poros.replay.call import LayerCall
 from poros.stream.general import RecomputedCall
+from tests.covers import with_slow
 from tests.snapshots import batches, build
 from tests.support import prepare_plain
 
@@ -69,16 +70,10 @@ def evaluate(model: Model, number: int) -> None:
         model(**batches()[number % 2])
 
 
-FAST = ("qwen2", "gemma3", "gemma4_shared_kv", "mixtral")
+SLOW = ("llama", "mistral", "qwen3", "phi3", "gemma4", "qwen3_moe")
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
-        for name in tiny.ARCHITECTURES
-    ],
-)
+@pytest.mark.parametrize("architecture", with_slow(tiny.ARCHITECTURES, SLOW))
 def test_as_much_is_held_after_six_steps_as_after_three(architecture: str) -> None:
     options = {"num_layers": 4, "hidden_size": 32} if "shared" in architecture else {}
     model = prepare_plain(build(architecture, **options))

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from poros.head.logits import LazyLogits
+from tests.covers import with_slow
 from tests.finetune.arms import RECIPES, arm
 from tests.finetune.subjects import rows, write_model, write_rows
 
@@ -27,9 +28,7 @@ SLOW = ("schedule-free", "lora+", "validation")
 """What they have others have, or the tests below."""
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in RECIPES]
-)
+@pytest.mark.parametrize("kind", with_slow(RECIPES, SLOW))
 def test_streamed_equals_resident(
     kind: str, model: Path, data: Path, few: Path, tmp_path: Path
 ) -> None:

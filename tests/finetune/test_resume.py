@@ -19,6 +19,7 @@ from poros.finetune.run import Interrupted
 from poros.finetune.templates import NAMED
 from poros.recipes.recipe import Recipe
 from tests.children import run_forked
+from tests.covers import with_slow
 from tests.finetune.breaking import Broken, at_step, break_at
 from tests.finetune.subjects import Trained, recipe_of, rows, run, write_model, write_rows
 
@@ -77,10 +78,7 @@ def test_going_on_gives_the_same_bits(
     assert events(recipe) == list(range(1, NUM_STEPS + 1))
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["changed", *(pytest.param(each, marks=pytest.mark.slow) for each in ("cut", "unmarked"))],
-)
+@pytest.mark.parametrize("damage", with_slow(("changed", "cut", "unmarked"), ("cut", "unmarked")))
 def test_a_checkpoint_that_is_not_whole_is_passed_over(
     damage: str,
     options: dict[str, Any],

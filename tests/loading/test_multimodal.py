@@ -23,6 +23,7 @@ from poros.gates.tape import TapeRecorder
 from poros.loaders.checkpoint import Checkpoint
 from poros.merging.merge import merge
 from poros.model.targets import excluded_modules
+from tests.covers import with_slow
 from tests.exact.together import num_groups, own_loss, reasons, same, train
 from tests.loading.loaded import tensors
 from tests.support import AS_PLAIN, prepare_plain, same_bits
@@ -80,10 +81,7 @@ FAMILIES = {
     ),
 }
 
-FEW = [
-    pytest.param(name, marks=[] if name in ("gemma3", "gemma4", "qwen3_vl") else [pytest.mark.slow])
-    for name in FAMILIES
-]
+FEW = with_slow(FAMILIES, ("qwen2_5_vl", "mistral3", "llama4"))
 """With a tower before the model, states that layers share, and a model within another."""
 
 Checkpoints = Callable[[str], Path]
@@ -203,16 +201,7 @@ def test_head_in_slices_and_embedding_on_the_host(name: str, checkpoints: Checkp
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("vision", ["keep", "drop"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gemma3", "qwen3_vl", "llama4"),
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in ("gemma4", "mistral3", "qwen2_5_vl")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", with_slow(FAMILIES, ("gemma4", "mistral3", "qwen2_5_vl")))
 def test_the_adapter_elsewhere(
     name: str, vision: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ import poros
 from poros.optim import Flora, FloraCallback
 from poros.optim.flora import divergence_bound
 from poros.optim.projection import Projection, Stream, normal_quantiles
+from tests.covers import with_slow
 from tests.optim.whole import whole
 
 N, M, RANK = 24, 96, 8
@@ -330,13 +331,7 @@ def made(name: str, num_layers: int, device: str = "meta") -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("t5-small", "gpt2"),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in list(SHARES)[2:]),
-    ],
-)
+@pytest.mark.parametrize("name", with_slow(SHARES, list(SHARES)[2:]))
 def test_state_is_as_large_as_the_formula_says(name: str) -> None:
     num_layers, *shares = SHARES[name]
     for side, share in zip(("right", "left"), shares, strict=True):

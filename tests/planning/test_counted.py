@@ -4,7 +4,6 @@ Counted are slots, blocks that stay, everything outside the layers, the optimize
 comes and goes in a step (see ``cells``). Nothing of it comes from the plan or the way it counts.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import poros
 from poros.errors import UnsupportedModelError
 from poros.gates.kinds import KINDS
 from poros.planning.meta_model import COUNTED_KINDS
+from tests.covers import with_slow
 from tests.planning.cells import (
     USUAL,
     AllocatedBytes,
@@ -115,12 +115,7 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("poros.head.loss._MOST_WEIGHTS", 2**17)
 
 
-def in_time(cases: Iterable[str]) -> list[Any]:
-    marks = {case: [pytest.mark.slow] if case in SLOW else [] for case in cases}
-    return [pytest.param(case, marks=marks[case]) for case in marks]
-
-
-@pytest.mark.parametrize("case", in_time(CASES))
+@pytest.mark.parametrize("case", with_slow(CASES, SLOW & CASES.keys()))
 def test_planned_is_allocated(case: str, tmp_path: Path) -> None:
     cell = {**USUAL, **CASES[case]}
     model = make(tmp_path, cell)
@@ -193,7 +188,7 @@ def test_kinds_that_are_not_counted_are_named(kind: str) -> None:
         poros.plan(model.get_base_model().config, seq_len=16, lora=config, quantization=None)
 
 
-@pytest.mark.parametrize("case", in_time(CHECKED))
+@pytest.mark.parametrize("case", with_slow(CHECKED, SLOW & CHECKED.keys()))
 def test_the_checked_step_is_counted(case: str, tmp_path: Path) -> None:
     cell = {**USUAL, **CHECKED[case]}
     model = make(tmp_path, cell)

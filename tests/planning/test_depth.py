@@ -19,6 +19,7 @@ from poros.planning.cost_model import CostModel
 from poros.planning.meta_model import Recipe
 from poros.planning.request import PlanRequest
 from tests.command import poros_command
+from tests.covers import with_slow
 
 ALIKE = ("qwen2", "llama", "mistral", "phi3", "mixtral", "qwen3_moe", "starcoder2")
 FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"}
@@ -37,13 +38,7 @@ def recipe_of(name: str, num_layers: int = 9, **options: object) -> Recipe:
 SLOW = ("llama", "mistral", "qwen3_moe", "starcoder2", "gemma4")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name in (*ALIKE, "gemma3", "gemma4", "gemma4_shared_kv")
-    ],
-)
+@pytest.mark.parametrize("name", with_slow((*ALIKE, "gemma3", "gemma4", "gemma4_shared_kv"), SLOW))
 def test_four_layers_are_enough(name: str) -> None:
     recipe = recipe_of(name, num_layers=6)
     found, expected = CostModel(recipe), CostModel(replace(recipe, is_whole=True))

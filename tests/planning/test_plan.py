@@ -18,6 +18,7 @@ from poros.planning.formula import StepCost
 from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.planner import plan, render
 from poros.planning.request import PlanRequest, Speeds
+from tests.covers import with_slow
 from tests.exact.arms import narrow_slices
 from tests.lora_kinds import KINDS as TRAINED
 from tests.planning.cells import lora
@@ -154,11 +155,7 @@ def test_a_plan_is_plain_values_and_a_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(each, marks=[pytest.mark.slow] * (each in ("llama", "mistral", "qwen3")))
-        for each in tiny.ARCHITECTURES
-    ],
+    "architecture", with_slow(tiny.ARCHITECTURES, ("llama", "mistral", "qwen3"))
 )
 def test_leaving_layers_out_changes_no_figure(
     architecture: str, monkeypatch: pytest.MonkeyPatch

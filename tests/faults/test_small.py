@@ -27,7 +27,7 @@ from tests.snapshots import (
 )
 from tests.support import AdversarialPrepare, prepare_plain, same_bits
 
-NUM_LAYERS = 4
+NUM_LAYERS = 3
 
 
 def make(**options: Any) -> Any:
@@ -39,7 +39,7 @@ def norm_of(model: Any, layer: int = 1) -> Any:
     return layers_of(model)[layer].input_layernorm
 
 
-def bias_of(model: Any, layer: int = 3) -> Any:
+def bias_of(model: Any, layer: int = 2) -> Any:
     return layers_of(model)[layer].self_attn.q_proj.base_layer
 
 
@@ -128,7 +128,7 @@ def assert_same(expected: list[Any], found: list[Any]) -> None:
         assert same_bits(left, right)
 
 
-ROOMS = ({"slots": 2}, {"slots": 2, "block_size": 2}, {"slots": 4, "keep_last": 2})
+ROOMS = ({"slots": 2}, {"slots": 2, "block_size": 2}, {"slots": 3, "keep_last": 1})
 
 
 @pytest.mark.parametrize(

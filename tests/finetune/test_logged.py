@@ -50,9 +50,12 @@ def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
     assert num_tokens > 500
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("kind", ["sft, packed", "sft, padded"])
-@pytest.mark.parametrize("added", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "kind", ["sft, packed", pytest.param("sft, padded", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "added", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)]
+)
 def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(
     kind: str,
     added: float,

@@ -123,7 +123,7 @@ CELLS = [
 
 FAST = {
     *(Cell(*most, 2) for most in MOST),
-    *(Cell("gemma4_shared_kv", True, size) for size in (1, 9)),
+    Cell("gemma4_shared_kv", True, 9),
     *(Cell(*most, 2, "reopened") for most in (("qwen2", True), ("mixtral", False))),
     *(Cell(name, how, 1, "disk", 2) for name, how in (("gemma4_shared_kv", True), MOST[-1])),
     *(cell for cell in CELLS if cell.architecture == "qwen2" and cell.tier == "disk"),

@@ -19,19 +19,21 @@ from tests.loading.kills import Bench, Count
 from tests.loading.loaded import Kinds
 
 ROUNDS = """
+import sys
 from tests.loading.kills import run
-for kind, count in run(12, 9, seed=0).items():
+for kind, count in run(*map(int, sys.argv[1:]), seed=0).items():
     print(kind, count.rounds, len(count.wrong), *count.wrong, sep=" | ")
 """
 
 
-def test_nothing_is_wrong_after_a_kill_or_a_cut() -> None:
-    ran = run_forked(ROUNDS)
+@pytest.mark.parametrize("share", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_nothing_is_wrong_after_a_kill_or_a_cut(share: int) -> None:
+    ran = run_forked(ROUNDS, str(4 * share), str(3 * share))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [
-        "killed: write | 6 | 0",
-        *(f"killed: {kind} | 3 | 0" for kind in ("read", "save")),
-        *(f"cut off: {kind} | 3 | 0" for kind in ("read_checkpoint", "read", "save")),
+        f"killed: write | {2 * share} | 0",
+        *(f"killed: {kind} | {share} | 0" for kind in ("read", "save")),
+        *(f"cut off: {kind} | {share} | 0" for kind in ("read_checkpoint", "read", "save")),
     ]
 
 

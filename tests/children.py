@@ -1,4 +1,4 @@
-"""Processes of tests: forks of this one, which has imported what starting Python anew would."""
+"""Processes of tests: anew, or forks of this one, which has imported what they would."""
 
 import faulthandler
 import os
@@ -10,15 +10,33 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, in the checkout."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
 
 def run_forked(
     code: str, *arguments: str, timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a fork, as ``python -c`` does: its own arguments, output and exit code.
 
-    What was imported and set before stays so: for code that asks what it imports, or how much
-    address space it takes, start an interpreter.
+    What was imported and set before stays so: code that asks what it imports, or how much address
+    space it takes, is for ``run_python``. So is all of it where there is a GPU: no fork has that.
     """
+    if torch.cuda.is_available():
+        return run_python(code, *arguments)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
         sys.stdout.flush()

@@ -30,7 +30,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+
 HANG_S = 120.0
 START_S = 300.0
 ADDRESS_SPACE_NUM_BYTES = 16 * 2**30
@@ -89,8 +90,9 @@ def _watch(
     """One child until it ends; the number of the next program."""
     log = folder / "outcomes.jsonl"
     log.write_bytes(b"")
-    # A fork has imported what it needs.
-    child = multiprocessing.get_context("fork").Process(target=_child, args=options)
+    # A fork has imported what it needs; a GPU does not survive it.
+    how = "spawn" if torch.cuda.is_available() else "fork"
+    child: Any = multiprocessing.get_context(how).Process(target=_child, args=options)
     child.start()
     is_hung, num_read, since = False, 0, time.monotonic()
     while child.is_alive():
@@ -214,7 +216,6 @@ def _compared(model: Any, place: Path, base: str) -> dict[str, Any]:
 def _child(folder: Path, seed: int, first: int, last: int, controls: dict[int, str]) -> None:
     import warnings
 
-    import torch
     from transformers.utils import logging
 
     warnings.simplefilter("ignore")

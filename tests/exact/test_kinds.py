@@ -23,7 +23,7 @@ from poros.gates import kinds
 from poros.gates.registry import Record, Registry
 from poros.model.adapter_kinds import adapter_kinds
 from tests.exact.arms import Bases, Model, Residents
-from tests.lora_kinds import KINDS
+from tests.lora_kinds import KINDS, REPEATED
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, run
 from tests.support import prepare_plain, same_bits
 
@@ -91,7 +91,7 @@ def cases() -> Iterator[Case]:
         of_base = {"dtype": BF16, "quantize": kinds.KINDS[kind].on_4bit}
         yield Case(kind, with_kind(kind), of_base, {**autocast, "lr": 0.02})
     for name, options in KINDS.items():
-        yield Case(f"lora: {name}", with_lora(**options))
+        yield Case(f"lora: {name}", with_lora(**options), is_slow=name in REPEATED)
     for quantize in (True, False):
         said = "4 bits" if quantize else "dense"
         for number, name in enumerate(

@@ -24,7 +24,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SLOW = ("schedule-free", "lora+", "validation")
+SLOW = ("schedule-free", "lora+", "validation", "bfloat16 adapter")
 """What they have others have, or the tests below."""
 
 

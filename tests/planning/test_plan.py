@@ -21,6 +21,7 @@ from poros.planning.request import PlanRequest, Speeds
 from tests.covers import with_slow
 from tests.exact.arms import narrow_slices
 from tests.lora_kinds import KINDS as TRAINED
+from tests.lora_kinds import REPEATED
 from tests.planning.cells import lora
 from tests.support import make_model, prepare_plain
 
@@ -61,7 +62,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ADAPTERS)
+@pytest.mark.parametrize("case", with_slow(ADAPTERS, REPEATED))
 def test_adapters_planned_are_the_models(case: str) -> None:
     architecture, options = ADAPTERS[case]
     base = base_of(architecture)

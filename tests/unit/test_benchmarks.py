@@ -148,6 +148,7 @@ def test_poros_rows_say_what_was_moved(slots_table: Path) -> None:
         assert float(row["host_rss"]) > 0
 
 
+@pytest.mark.slow
 def test_a_budget_table_reaches_from_two_slots_to_all_layers_kept(tmp_path: Path) -> None:
     status, path = run_table("budget", tmp_path, "--points", "3")
     rows, page = report.read(path), path.with_suffix(".md").read_text()

@@ -8,8 +8,9 @@ A test whose parameters are crossed is marked `cover`. `make test` runs a cover 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,13 @@ def cover(points: Sequence[Sequence[Hashable]], size: int) -> set[int]:
         chosen.add(best)
         left = {place: rest for place, each in left.items() if (rest := each - new)}
     return chosen
+
+
+def with_slow(values: Iterable[Any], slow: Collection[Any]) -> list[Any]:
+    """Values for ``parametrize``, of which ``slow`` ones are left out of `make test`."""
+    values = list(values)
+    assert set(slow) <= set(values), "each is one of the values"
+    return [pytest.param(each, marks=[pytest.mark.slow] * (each in slow)) for each in values]
 
 
 def leave_out(items: Sequence[pytest.Item]) -> None:

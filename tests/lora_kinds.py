@@ -23,3 +23,5 @@ KINDS: dict[str, dict[str, Any]] = {
     "no dropout, embedding too": {"target_modules": ["q_proj", "embed_tokens"], "lora_dropout": 0},
     "some tokens": {"trainable_token_indices": list(range(3, 200))},
 }
+REPEATED = ("rslora", "dora", "head saved", "layers to transform", "excluded")
+"""What they have, others have too."""

@@ -66,6 +66,13 @@ class Slots:
         with self.visiting(block, phase):
             self.read(block)
 
+    def give_up(self, block: int) -> None:
+        """A visit that ends in the middle: what is held is forgotten, and loaded anew."""
+        self.manager.acquire(block, Phase.FORWARD)
+        self.read(block)
+        self.manager.evict(block)
+        self.visit(block, Phase.FORWARD)
+
     def train(self, num_steps: int = 1) -> None:
         for block, phase in training_visits(self.num_blocks, num_steps):
             self.visit(block, phase)

@@ -8,6 +8,7 @@ pictures of one model are equal when nothing was touched in between.
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
-from tests.support import prepare_plain
+from tests.support import make_model, prepare_plain
 
 NUM_LAYERS = 3
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -25,7 +26,7 @@ _SLOTS = ("_parameters", "_buffers", "_modules")
 def build(architecture: str = "qwen2", **changes: Any) -> Any:
     """A small model with LoRA; equal arguments give equal bytes."""
     options = {"num_layers": NUM_LAYERS, "hidden_size": 64, "dropout": 0.05, **changes}
-    model = tiny.make_model(architecture, **options)  # type: ignore[arg-type]
+    model = make_model(architecture, **options)  # type: ignore[arg-type]
     # The temporary folder it was loaded from is the one thing that two equal models do not share.
     for module in model.modules():
         if "name_or_path" in module.__dict__:
@@ -51,6 +52,12 @@ def layers_name(model: nn.Module) -> str:
 def run(model: nn.Module, num_steps: int = 2, **spec: Any) -> Trajectory:
     """A short training run that records everything."""
     return train(model, batches(), TrainingSpec(num_steps=num_steps, **spec))
+
+
+@cache
+def resident_run(**changes: Any) -> Trajectory:
+    """``run`` of a model of ``build`` that is not prepared."""
+    return run(build(**changes))
 
 
 def assert_same_run(expected: Trajectory, found: Trajectory) -> None:

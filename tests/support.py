@@ -3,7 +3,10 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +16,9 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
+from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams
+from poros.gates.kinds import attach
 from poros.slots.schedule import Action
 
 AS_PLAIN = {"loss": "reference", "adapter_kernels": "exact"}
@@ -61,6 +66,62 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in (left, right)
     ]
     return torch.equal(*as_bytes)
+
+
+def make_model(
+    architecture: str = "qwen2",
+    *,
+    num_layers: int = 6,
+    hidden_size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    dropout: float = 0.0,
+    seed: int = 0,
+    rank: int = 8,
+    adapter: str = "lora",
+    **loading: Any,
+) -> Any:
+    """``tiny.make_model``; its checkpoint is written once for all models of the same sizes."""
+    sizes = {"num_layers": num_layers, "hidden_size": hidden_size}
+    base = make_base(architecture, **sizes, dtype=dtype, dropout=dropout, seed=seed, **loading)
+    return attach(base, adapter, rank=rank, dropout=dropout, seed=seed + 1)
+
+
+def make_base(
+    architecture: str = "qwen2",
+    *,
+    num_layers: int = 6,
+    hidden_size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    dropout: float = 0.0,
+    seed: int = 0,
+    **loading: Any,
+) -> Any:
+    """The model of ``make_model``, without adapters."""
+    folder = _checkpoint(architecture, num_layers, hidden_size, dtype, dropout, seed)
+    base = tiny.load_base(folder, dtype=dtype, **loading)
+    base.name_or_path = base.config.name_or_path = ""
+    return base
+
+
+@cache
+def _checkpoint(
+    architecture: str,
+    num_layers: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    dropout: float,
+    seed: int,
+) -> str:
+    sizes = {"num_layers": num_layers, "hidden_size": hidden_size}
+    config = tiny.small_config(architecture, **sizes, dropout=dropout)
+    folder = TemporaryDirectory(prefix="poros-tiny-")
+    _FOLDERS.append(folder)
+    tiny.write_checkpoint(config, Path(folder.name), dtype=dtype, seed=seed)
+    return folder.name
+
+
+_FOLDERS: list[TemporaryDirectory[str]] = []
+"""Removed when the process ends."""
 
 
 def num_memory_files() -> int:

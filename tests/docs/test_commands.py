@@ -54,8 +54,20 @@ def blocks(page: Path) -> Iterator[Block]:
             found.append(line)
 
 
+def unlike(found: list[Block]) -> list[Block]:
+    """Without those all of whose lines others have had, but for the name of the output."""
+    seen: set[str] = set()
+    chosen = []
+    for block in found:
+        lines = {re.sub(r"runs/[\w-]+", "runs/mine", line) for line in block.lines}
+        if not lines <= seen:
+            chosen.append(block)
+        seen |= lines
+    return chosen
+
+
 ALL = [block for page in PAGES for block in blocks(page)]
-COMMANDS = [block for block in ALL if block.language == "sh"]
+COMMANDS = unlike([block for block in ALL if block.language == "sh"])
 SCRIPTS = [block for block in ALL if block.language == "python"]
 
 

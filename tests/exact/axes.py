@@ -345,11 +345,16 @@ def all_cells() -> list[Cell]:
     return [Cell(*values) for values in product(*axes)]
 
 
-def pairwise(cells: Sequence[Cell]) -> list[Cell]:
-    """Few of them in which each pair of values of two axes comes that comes in ``cells``."""
+def pairwise(cells: Sequence[Cell], unrelated: Sequence[str] = ()) -> list[Cell]:
+    """Few of them in which each pair of values of two axes comes that comes in ``cells``.
+
+    But for pairs of values of ``unrelated`` axes.
+    """
+    apart = {Cell._fields.index(name) for name in unrelated}
 
     def pairs(cell: Cell) -> set[Any]:
-        return set(combinations(enumerate(cell), 2))
+        found = set(combinations(enumerate(cell), 2))
+        return {(a, b) for a, b in found if not {a[0], b[0]} <= apart}
 
     left = set().union(*map(pairs, cells))
     chosen = []

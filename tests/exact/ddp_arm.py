@@ -1,13 +1,12 @@
-"""One rank of the DDP tests, run as a script: trains its cells resident and streamed, saves bits.
+"""One rank of the DDP tests: trains its cells resident and streamed, saves bits.
 
-Usage: python ddp_arm.py FOLDER CELL... with RANK, LOCAL_RANK and WORLD_SIZE in the environment,
-and DDP_BACKEND if it is not gloo: with nccl each rank has a GPU of its own.
+DDP_BACKEND is in the environment if it is not gloo: with nccl each rank has a GPU of its own.
 What a cell gives goes to FOLDER/CELL-ARM-RANK.pt.
 """
 
 import os
-import sys
-from contextlib import nullcontext
+import traceback
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
 
 import poros
@@ -23,7 +23,7 @@ from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
 from tests.exact.arms import slice_resident_loss
 from tests.support import prepare_plain
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 UNUSED = "second"
 
 Bits = dict[str, torch.Tensor]
@@ -74,7 +74,6 @@ CELLS = {
     "static_graph": Cell(accumulation=1, options={"static_graph": True}),
     "trainer": Cell(trainer=True),
     "together": Cell(
-        accumulation=4,
         no_sync=True,
         together=True,
         num_layers=5,
@@ -218,9 +217,8 @@ def run_trainer(model: Any, cell: Cell, folder: Path, trainer_class: Any = None)
     return {each.name: each.tensor for each in trajectory.entries()}
 
 
-def main(folder: Path, cells: list[str]) -> None:
+def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
     torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Before there is a process group: in one, transformers saves on the first rank only.
     device = device_of(rank)
     if device.type == "cuda":
@@ -275,17 +273,32 @@ def main(folder: Path, cells: list[str]) -> None:
             found["checked"] = torch.tensor(runtime.self_check["status"] in ("passed", "off"))
         torch.save(found, folder / f"{name}-{arm}-{rank}.pt")
     dist.barrier()
-    sys.stdout.flush()
+
+
+def run_rank(folder: Path, cells: list[str], rank: int, world: int) -> None:
+    """All that a process of a rank does; it ends in it."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        # Asked for by accelerate, not used: the ranks meet in a file.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    os.environ.update(environment)
+    os.chdir(folder)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of trainers before the fork
+    with (folder / f"{rank}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            with redirect_stdout(log), redirect_stderr(log):
+                main(folder, cells, rank, world)
+                status = 0
+        except BaseException:
+            traceback.print_exc(file=log)
+            status = 1
     # destroy_process_group hangs at times, whatever the model.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]), sys.argv[2:])
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    os._exit(status)

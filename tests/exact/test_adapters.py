@@ -1,8 +1,8 @@
 """Several adapters on one model, switched, added, deleted and loaded, before and after prepare.
 
 A scenario is a list of calls a user makes. It is run on a resident model, and again with
-``poros.prepare`` before its first call and half way through (in the slow tests before each of its
-calls); whatever the calls compute has the same bits.
+``poros.prepare`` before its first call or half way through (in the slow tests both, and before each
+of its calls); whatever the calls compute has the same bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -237,9 +237,16 @@ def require_telling(name: str, expected: list[object]) -> None:
 SLOW = [
     *(f"cast at once, {each}" for each in ("torch.float32 dense", "torch.bfloat16 4 bits")),
     *(f"cast later, {each}" for each in ("torch.float32 4 bits", "torch.bfloat16 dense")),
+    *(f"one, then another: {each}" for each in ("rslora", "lora bias")),
+    # Under autocast or not, before or between: one of each.
+    *(f"the base as reference, {each}" for each in ("before", "between, autocast")),
+    "the base as reference, between, under grad, autocast",
+    *("another as reference, before", "switched in blocks of 1"),
 ]
 
 
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("is_late", [False, True], ids=["before all calls", "half way"])
 @pytest.mark.parametrize(
     ("name", "calls", "subject", "policy"),
     [
@@ -248,10 +255,15 @@ SLOW = [
     ],
 )
 def test_a_scenario_is_exact(
-    name: str, calls: list[Call], subject: Subject, policy: dict[str, Any], bases: Bases
+    name: str,
+    calls: list[Call],
+    subject: Subject,
+    policy: dict[str, Any],
+    is_late: bool,
+    bases: Bases,
 ) -> None:
-    places = (0, len(calls) // 2)
-    require_telling(name, compare(calls, subject, bases, places, **policy))
+    place = len(calls) // 2 if is_late else 0
+    require_telling(name, compare(calls, subject, bases, [place], **policy))
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from poros.errors import (
 )
 from poros.gates import kinds as gates
 from poros.gates.reference import TrainingSpec, train
+from tests.covers import with_slow
 from tests.snapshots import (
     assert_same_run,
     batches,
@@ -144,7 +145,7 @@ def another(model: Any) -> None:
                 each.add_(0.05 * torch.randn(each.shape).to(each))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS, KINDS[1::2]))
 def test_another_adapter_of_any_kind_is_noticed(kind: str, sent: Sent) -> None:
     spec = TrainingSpec(num_steps=2, autocast_dtype=torch.bfloat16)
     quantize = gates.KINDS[kind].on_4bit

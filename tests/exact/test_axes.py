@@ -38,7 +38,18 @@ def known() -> dict[Cell, Facts]:
     return {}
 
 
-@pytest.mark.parametrize("cell", [pytest.param(x, id=x.name()) for x in pairwise(all_cells())])
+FAST = pairwise(all_cells(), unrelated=("optimizer", "exchange"))
+"""Both change tensors between steps, and neither knows of the other."""
+REST = [cell for cell in pairwise(all_cells()) if cell not in FAST]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *(pytest.param(cell, id=cell.name()) for cell in FAST),
+        *(pytest.param(cell, id=cell.name(), marks=pytest.mark.slow) for cell in REST),
+    ],
+)
 def test_a_cell_is_exact(cell: Cell, bases: Bases, known: dict[Cell, Facts]) -> None:
     assert difference(cell, bases, "cpu", known) is None
 
@@ -183,7 +194,7 @@ def rows() -> Iterator[Row]:
         yield Row(f"edited: {way}", adapter, steps(between=edit(EDITS[way])), has_to_raise=True)
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("is_kept", [False, True], ids=["2 slots", "kept"])
 @pytest.mark.parametrize("is_recorded", [False, True], ids=["eager", "recorded"])
 @pytest.mark.parametrize("row", [pytest.param(x, id=f"{x.adapter}, {x.name}") for x in rows()])

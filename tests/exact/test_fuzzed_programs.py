@@ -34,7 +34,7 @@ from poros.gates.fuzz.program import (
 )
 
 ALLOWED = ("equal", "refused", "raised")
-NUM_DRAWN = 16
+NUM_DRAWN = 8
 
 PENALIZED = (Forward(terms=(Term(),)),)
 

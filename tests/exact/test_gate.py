@@ -21,6 +21,7 @@ from poros.gates.parity import check_architecture, check_model_dir, run_parity
 from poros.gates.reference import QUANTITIES, TrainingSpec
 from poros.gates.report import ParityReport, render
 from poros.stream.boundary import detach_layer
+from tests.covers import with_slow
 from tests.exact.faulty import flip_nibble
 from tests.support import prepare_plain
 
@@ -189,7 +190,9 @@ def test_check_architecture_passes_the_policy_on() -> None:
     assert report.settings["policy"] == {"block_size": 2}
 
 
-@pytest.mark.parametrize("adapter", ["vera", "ia3", "hra", "prompt_tuning"])
+@pytest.mark.parametrize(
+    "adapter", with_slow(("ia3", "prompt_tuning", "vera", "hra"), ("vera", "hra"))
+)
 def test_the_gate_of_a_kind_of_adapter_can_fail(adapter: str) -> None:
     """Also of those that PEFT trains on dense weights or under autocast alone."""
     options: dict[str, Any] = {"num_steps": 2, "num_layers": 3, "adapter": adapter}

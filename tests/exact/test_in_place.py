@@ -19,7 +19,7 @@ from tests.exact.recorded import record_on_tapes
 from tests.exact.writing import DTYPES, PROGRAMS, Model, on
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -12,6 +12,7 @@ from poros.gates import tiny
 from poros.head.host_matrix import HostMatrix
 from poros.slots.schedule import Phase, count, walk
 from poros.stream.boundary import is_streamed
+from tests.covers import with_slow
 from tests.exact import programs as P
 from tests.exact import subjects as S
 from tests.exact.arms import (
@@ -119,6 +120,7 @@ def eager_evaluation(model: Model) -> object:
 WITH_TRAINING = {name: with_training(mode) for name, mode in MODES.items()}
 # Four layers: the fewest of which two can share the keys and values of the others.
 ARCHITECTURES = {name: S.small(name, num_layers=4) for name in tiny.ARCHITECTURES}
+SIDE_CHANNELS = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
 GENERATION: dict[str, Program] = {
     "without a cache": partial(generated, use_cache=False),
     "beams": partial(generated, num_beams=2),
@@ -130,13 +132,13 @@ GENERATION: dict[str, Program] = {
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", with_slow(ARCHITECTURES, ("llama", "mistral", "qwen3")))
 def test_evaluation_and_generation_are_exact(name: str, mode: str, residents: Residents) -> None:
     subject = ARCHITECTURES[name]
     assert residents.compare(subject, WITH_TRAINING[mode], self_check="strict") == {}
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", with_slow(SIDE_CHANNELS, ("gemma4", "qwen3_moe")))
 def test_they_are_under_adversarial_streams_and_leave_the_base(
     name: str, residents: Residents
 ) -> None:
@@ -149,7 +151,7 @@ def test_they_are_under_adversarial_streams_and_leave_the_base(
     assert changed and all("lora" in each for each in changed)
 
 
-@pytest.mark.cover("pairs")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", ["reference", "chunked"])
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])

@@ -23,7 +23,7 @@ from poros.gates import kinds
 from poros.gates.registry import Record, Registry
 from poros.model.adapter_kinds import adapter_kinds
 from tests.exact.arms import Bases, Model, Residents
-from tests.lora_kinds import KINDS
+from tests.lora_kinds import KINDS, REPEATED
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, run
 from tests.support import prepare_plain, same_bits
 
@@ -91,7 +91,7 @@ def cases() -> Iterator[Case]:
         of_base = {"dtype": BF16, "quantize": kinds.KINDS[kind].on_4bit}
         yield Case(kind, with_kind(kind), of_base, {**autocast, "lr": 0.02})
     for name, options in KINDS.items():
-        yield Case(f"lora: {name}", with_lora(**options))
+        yield Case(f"lora: {name}", with_lora(**options), is_slow=name in REPEATED)
     for quantize in (True, False):
         said = "4 bits" if quantize else "dense"
         for number, name in enumerate(
@@ -101,20 +101,20 @@ def cases() -> Iterator[Case]:
             yield Case(f"lora: {name} in bf16, {said}", attach, of_base, is_slow=True)
             for dtype in (FP32, BF16) if name != "rslora" else ():
                 of_base = {"dtype": dtype, "quantize": quantize}
-                # One dtype with 4 bits and the other dense, in turns; the rest is slow.
-                is_slow = (number % 2 == quantize) == (dtype is FP32)
+                # One of the four of each, in turns; the rest is slow.
+                is_slow = number % 4 != 2 * quantize + (dtype is FP32)
                 full_name = f"lora: {name} under autocast, {dtype}, {said}"
                 yield Case(full_name, attach, of_base, autocast, is_slow=is_slow)
     for architecture, num_modules in {"llama": 7, "phi3": 4, "gemma3": 7}.items():
         name, of_base = f"all linear of {architecture}", {"architecture": architecture}
         count = NUM_LAYERS * num_modules
-        yield Case(name, with_lora(**ALL_LINEAR), of_base, num_modules=count)
+        is_slow = architecture == "llama"  # whose modules are those of gemma3
+        yield Case(name, with_lora(**ALL_LINEAR), of_base, is_slow=is_slow, num_modules=count)
     for init in ("pissa", "pissa_niter_4", "olora"):
         for quantize in (False, True) if init == "olora" else (False,):
             attach = with_lora(init_lora_weights=init)
-            yield Case(
-                f"{init}, {'4 bits' if quantize else 'dense'}", attach, {"quantize": quantize}
-            )
+            name, of_base = f"{init}, {'4 bits' if quantize else 'dense'}", {"quantize": quantize}
+            yield Case(name, attach, of_base, is_slow=init == "pissa_niter_4")
 
 
 def as_parameter(case: Case) -> Any:

@@ -13,6 +13,7 @@ from poros.gates.tape import TapeRecorder
 from poros.kernels import dense_layer, dequantize
 from poros.kernels.dense_layer import DenseLayer
 from poros.stream.body import LayerBody
+from tests.covers import with_slow
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases, on_tapes
 from tests.exact.together import num_groups, reasons, same, train
@@ -103,7 +104,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+SLOW = ("two slots", "all kept")
+"""Which the other tests have."""
+
+
+@pytest.mark.parametrize("policy", with_slow(POLICIES, SLOW))
 def test_every_policy(policy: str, bases: Bases, expected: list[torch.Tensor]) -> None:
     model = prepare_plain(build(bases), share_dense=True, **POLICIES[policy])
     assert same(train(model), expected)
@@ -120,7 +125,7 @@ def test_adversarial_streams_and_dora(use_dora: bool, bases: Bases) -> None:
     assert same(found, train(prepare_plain(adapted(bases, **options), **policy), together=False))
 
 
-@pytest.mark.parametrize("keep_last", [0, 4])
+@pytest.mark.parametrize("keep_last", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_recorded_visits(keep_last: int, bases: Bases) -> None:
     """Some micro-batches of a form share, and a single one of the same form does not."""
     run: Any = {"sizes": (4, 1, 4, 1, 4, 1, 4, 4, 1), "lengths": (12,)}

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.head.host_matrix import HostMatrix
+from tests.covers import with_slow
 from tests.exact.recorded import record_on_tapes
 from tests.exact.trl_arms import COMPLETIONS, PREFERENCES, TEXTS, Arms, Prepare, check, trl
 from tests.support import prepare_plain
@@ -33,7 +34,7 @@ SFT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SFT)
+@pytest.mark.parametrize("kind", with_slow(SFT, ("accumulation", "no checkpointing")))
 def test_sft(kind: str, tmp_path: Path) -> None:
     arms = Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS)
     check(arms, **SFT[kind])
@@ -55,7 +56,7 @@ def test_visits_that_are_replayed(
         "sft": lambda: Arms(tmp_path, trl.SFTTrainer, trl.SFTConfig, TEXTS),
         "dpo": lambda: Arms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES),
     }[kind]()
-    arms.num_steps = 8
+    arms.num_steps = 6
     check(arms, {"keep_last": keep_last, "slots": 2 + keep_last}, pad_to_multiple_of=16)
     assert sum(captures.num_replays for captures in made) > 0
 

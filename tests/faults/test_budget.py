@@ -1,5 +1,6 @@
 """One number decides slots and kept layers, at the first step, and changes no bit."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,25 +23,27 @@ from poros.gates.reference import (
 from poros.model.sizing import Room
 from poros.streams import EagerStreams
 from tests.snapshots import layers_of
-from tests.support import AdversarialPrepare, prepare_plain
+from tests.support import AdversarialPrepare, make_model, prepare_plain
 
 NUM_LAYERS = 6
-SPEC = TrainingSpec(num_steps=3, accumulation=2)
-BATCHES = tiny.make_batches(6, num_tokens=16, padded=False)
+SPEC = TrainingSpec(num_steps=2, accumulation=2)
+BATCHES = tiny.make_batches(4, num_tokens=16, padded=False)
 SHAPE: dict[str, Any] = {"batch_size": 2, "seq_len": 16, "accumulation": 2, "loss": "reference"}
 SHAPE["cuda_graphs"] = False  # of a CPU
 
 
 def build(**options: Any) -> Any:
     wanted = {"num_layers": NUM_LAYERS, "hidden_size": 64, "dropout": 0.05, **options}
-    return tiny.make_model("qwen2", **wanted)
+    return make_model("qwen2", **wanted)
 
 
+@cache
 def floor() -> int:
     plans = (poros.plan(build(), **SHAPE, offload_boundaries=each) for each in (False, True))
     return min(each.total_num_bytes for each in plans)
 
 
+@cache
 def full() -> int:
     return poros.plan(build(), **SHAPE, num_slots=NUM_LAYERS, keep_last=NUM_LAYERS).total_num_bytes
 
@@ -50,7 +53,7 @@ def resident() -> Trajectory:
     return train(build(), BATCHES, SPEC)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_budgets_change_no_bit(share: float, resident: Trajectory) -> None:
     budget = int(floor() + share * (full() - floor()))
     model = prepare_plain(build(), device="cpu", vram_budget=budget)
@@ -67,7 +70,7 @@ def test_budgets_change_no_bit(share: float, resident: Trajectory) -> None:
         assert (runtime.num_streamed_blocks, runtime.plan.keep_last) == (0, NUM_LAYERS)
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_budgets_change_no_bit_under_adversarial_streams(
     share: float, resident: Trajectory
 ) -> None:
@@ -236,7 +239,7 @@ def test_a_device_that_runs_out_says_what_a_step_needs(is_backward: bool) -> Non
 
 def test_boundaries_are_offloaded_when_nothing_else_fits() -> None:
     shape = {**SHAPE, "seq_len": 128}
-    batches = tiny.make_batches(6, num_tokens=128, padded=False)
+    batches = tiny.make_batches(4, num_tokens=128, padded=False)
     least = poros.plan(build(), **shape, offload_boundaries=True).total_num_bytes
     assert least < poros.plan(build(), **shape, offload_boundaries=False).total_num_bytes
     expected = train(build(), batches, SPEC)
@@ -317,6 +320,12 @@ def groups(model: Any, number: int = 4) -> tuple[list[torch.Tensor], list[torch.
     return losses, [each.grad for each in model.parameters() if each.grad is not None]
 
 
+@cache
+def needed(number: int, **options: Any) -> int:
+    plan = poros.plan(build(), **options, self_check=False, micro_batches=number)
+    return plan.total_num_bytes
+
+
 @pytest.mark.parametrize(("share", "expected"), [(1.0, 1), (0.6, 2), (0.0, 0)])
 def test_as_many_micro_batches_go_together_as_the_budget_has_room_for(
     share: float, expected: int
@@ -330,11 +339,7 @@ def test_as_many_micro_batches_go_together_as_the_budget_has_room_for(
         "keep_last": 0,
         "share_dense": False,
     }
-    least, most = (
-        poros.plan(build(), **options, self_check=False, micro_batches=number).total_num_bytes
-        for number in (1, 4)
-    )
-    budget = int(least + share * (most - least))
+    budget = int(needed(1, **options) + share * (needed(4, **options) - needed(1, **options)))
     losses, gradients = groups(build().train())
     chosen: Any = {"offload_boundaries": False, "self_check": "off", "slots": 2, "keep_last": 0}
     model = prepare_plain(build().train(), device="cpu", vram_budget=f"{budget}B", **chosen)

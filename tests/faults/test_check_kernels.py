@@ -7,16 +7,16 @@ import torch
 
 import poros
 from poros.errors import ParityError, VRAMBudgetError
-from poros.gates import tiny
 from poros.kernels import lora
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
+from tests.support import make_model
 
 TOKENS: Any = {"seq_len": 512, "batch_size": 2, "cuda_graphs": False}
 
 
 def build() -> Any:
-    return tiny.make_model("qwen2", num_layers=3, hidden_size=64)
+    return make_model("qwen2", num_layers=3, hidden_size=64)
 
 
 def total(model: Any, **options: Any) -> int:

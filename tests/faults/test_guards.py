@@ -32,6 +32,7 @@ from tests.snapshots import (
     changes,
     layers_of,
     picture,
+    resident_run,
     run,
 )
 from tests.support import prepare_plain
@@ -77,7 +78,7 @@ def all_asked_of_one(quantize: bool, dtype: torch.dtype) -> Iterator[Any]:
     """A prepared model that everything is asked of, and that trains exactly in the end."""
     model = prepare_plain(build(quantize=quantize, dtype=dtype))
     yield model
-    assert_same_run(run(build(quantize=quantize, dtype=dtype)), run(model))
+    assert_same_run(resident_run(quantize=quantize, dtype=dtype), run(model))
 
 
 @pytest.fixture(scope="module", params=["nf4", "dense"])
@@ -111,7 +112,7 @@ def test_merging_is_refused_too_when_the_base_was_prepared_directly() -> None:
         model.merge_and_unload()
     require_restore_named(caught.value)
     assert changes(before, picture(model)) == {}
-    assert_same_run(run(build()), run(model))
+    assert_same_run(resident_run(), run(model))
 
 
 @pytest.mark.parametrize("quantize", [True, False])
@@ -196,7 +197,7 @@ def test_a_move_within_the_device_reaches_what_stays_and_nothing_that_streams() 
     assert moved[: len(frozen)] == places[: len(frozen)]
     pairs = zip(places, moved, strict=True)
     assert all(before != after for before, after in list(pairs)[len(frozen) :])
-    assert_same_run(run(build()), run(model))
+    assert_same_run(resident_run(), run(model))
 
 
 @pytest.mark.parametrize("asked", ["nf4"], indirect=True)
@@ -220,6 +221,7 @@ def test_copies_and_pickles_of_the_restored_model_work(model: Any) -> None:
     assert_same_run(run(twin), run(model))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("level", ["PEFT model", "tuner", "causal LM", "inner model"])
 @pytest.mark.parametrize("method", ["activation_checkpointing", "gradient_checkpointing"])
 def test_enabling_checkpointing_changes_what_comes_in_and_no_layer(

@@ -15,7 +15,7 @@ import poros
 from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
 from poros.self_check.compare import compare_mappings
-from tests.support import AdversarialPrepare
+from tests.support import AdversarialPrepare, make_model
 
 NUM_LAYERS = 4
 BATCHES = tiny.make_batches(3, num_tokens=8)
@@ -30,7 +30,7 @@ POLICIES = [
 
 
 def build() -> Any:
-    return tiny.make_model("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
+    return make_model("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
 
 
 def loss_of(model: Any, index: int) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Inputs of layers that wait on the host: the same bits, two on the device at a time."""
+"""Inputs of layers that wait on the host: two on the device at a time.
+
+That no bit changes is in ``tests/exact/test_cells``.
+"""
 
 import gc
 from typing import Any
@@ -11,7 +14,6 @@ from poros.api import prepare_with
 from poros.errors import HostMemoryError, RematerializationError
 from poros.gates import tiny
 from poros.gates.adversary import AdversarialStreams, SlotHazard
-from poros.gates.parity import run_parity
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
 from poros.host import limits
 from poros.host.store import HostSlab
@@ -20,7 +22,7 @@ from poros.stream.boundary import streamed_layer
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from tests.planning.cells import OperatorBytes
 from tests.snapshots import layers_of
-from tests.support import AdversarialPrepare, prepare_plain
+from tests.support import AdversarialPrepare, make_model, prepare_plain
 
 NUM_LAYERS = 5
 SPEC = TrainingSpec(num_steps=2, accumulation=2)
@@ -29,7 +31,7 @@ BATCHES = tiny.make_batches(4, num_tokens=12)
 
 def build(architecture: str = "qwen2", **options: Any) -> Any:
     wanted = {"num_layers": NUM_LAYERS, "hidden_size": 64, "dropout": 0.05, **options}
-    return tiny.make_model(architecture, **wanted)
+    return make_model(architecture, **wanted)
 
 
 @pytest.fixture(scope="module")
@@ -41,40 +43,6 @@ def hostile(model: Any, **overrides: Any) -> Any:
     """Adversarial streams with the self-check on."""
     policy = poros.StreamingPolicy(offload_boundaries=True, loss="reference").override(**overrides)
     return prepare_with(model, policy, streams=AdversarialStreams())
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        *("qwen2", "gemma4_shared_kv"),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3", "gemma4", "mixtral")),
-    ],
-)
-@pytest.mark.parametrize("policy", [{}, {"block_size": 2}, {"slots": 4, "keep_last": 2}])
-def test_no_bit_changes(architecture: str, policy: dict[str, Any]) -> None:
-    report = run_parity(
-        lambda: build(architecture), BATCHES, SPEC, lambda model: hostile(model, **policy)
-    )
-    assert report.exact, report.verdict()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, None),
-        pytest.param(torch.float32, None, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, torch.bfloat16, marks=pytest.mark.slow),
-    ],
-)
-def test_no_bit_changes_while_every_read_is_watched(
-    dtype: torch.dtype, autocast: torch.dtype | None
-) -> None:
-    spec = TrainingSpec(num_steps=2, accumulation=2, autocast_dtype=autocast)
-    with AdversarialPrepare().watching() as prepare:
-        expected = train(build(dtype=dtype), BATCHES, spec)
-        model = prepare(build(dtype=dtype), offload_boundaries=True)
-        assert compare_trajectories(expected, train(model, BATCHES, spec)) == []
 
 
 def test_two_inputs_are_on_the_device_at_a_time() -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.snapshots import (
     changes,
     layers_of,
     picture,
+    resident_run,
     run,
 )
 from tests.support import AS_PLAIN, prepare_plain, same_bits
@@ -76,7 +76,7 @@ def test_prepare_again_with_another_policy_is_refused() -> None:
     ):
         prepare_plain(model, block_size=1)
     assert changes(before, picture(model)) == {}
-    assert_same_run(run(build()), run(model))
+    assert_same_run(resident_run(), run(model))
 
 
 def test_overrides_replace_fields_of_the_policy() -> None:
@@ -206,23 +206,9 @@ def test_device_and_dtype_of_the_model_stay() -> None:
     assert base.is_loaded_in_4bit and base.is_quantized
 
 
-def test_disable_adapter_gives_the_resident_outputs() -> None:
-    resident, model = build().eval(), prepare_plain(build()).eval()
-    batch = batches()[1]
-    with resident.disable_adapter(), model.disable_adapter():
-        for grad in (False, True):
-            with torch.set_grad_enabled(grad):
-                expected, found = resident(**batch), model(**batch)
-            assert same_bits(expected.logits, found.logits)
-            assert same_bits(expected.loss, found.loss)
-    with torch.no_grad():
-        assert same_bits(resident(**batch).logits, model(**batch).logits)
-        assert not same_bits(expected.logits, model(**batch).logits)
-
-
 def test_two_prepared_models_do_not_influence_each_other() -> None:
     seeds = (0, 7)
-    expected = [run(build(seed=seed)) for seed in seeds]
+    expected = [resident_run(seed=seed) for seed in seeds]
     first, second = (prepare_plain(build(seed=seed), block_size=1 + seed % 2) for seed in seeds)
     batch = batches()[0]
     alone = [build(seed=seed)(**batch).loss for seed in seeds]
@@ -317,16 +303,6 @@ def test_host_slab_holds_the_bytes_of_the_model() -> None:
     assert slab.data_ptr() == runtime.host_slab(1).data_ptr()
 
 
-def test_slots_beyond_the_blocks_are_clamped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "poros"):
-        model = prepare_plain(build(), slots=9, self_check="off")
-    assert [record.getMessage() for record in caplog.records if "slots=9" in record.getMessage()]
-    runtime = poros.runtime(model)
-    assert runtime.num_slots == runtime.num_blocks == 3 and runtime.policy.slots == 9
-    assert_same_run(run(build()), run(model))
-    assert runtime.stats()["num_loads"] == 3
-
-
 def test_patch_hf_model_groups_four_layers() -> None:
     model = build(num_layers=5)
     assert poros.patch_hf_model(model) is model
@@ -350,26 +326,6 @@ def test_an_optimizer_and_gradients_from_before_prepare_stay_valid() -> None:
         optimizer.step()
         results.append(bits_of(each))
     assert changes(*results) == {}
-
-
-def test_an_adapter_added_while_prepared_trains_exactly() -> None:
-    from peft import LoraConfig
-
-    def second(model: Any) -> Any:
-        torch.manual_seed(3)
-        config = LoraConfig(
-            r=4, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False
-        )
-        model.add_adapter("second", config)
-        model.set_adapter("second")
-        return model
-
-    resident, model = second(build()), second(prepare_plain(build()))
-    assert_same_run(run(resident), run(model))
-    for each in (resident, model):
-        each.set_adapter("default")
-        each.delete_adapter("second")
-    assert_same_run(run(resident), run(model))
 
 
 def test_prepare_works_on_a_base_with_transformers_own_adapters() -> None:

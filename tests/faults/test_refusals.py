@@ -32,6 +32,7 @@ from tests.snapshots import (
     layers_of,
     outcome,
     picture,
+    resident_run,
     run,
 )
 from tests.support import prepare_plain, same_bits
@@ -180,7 +181,7 @@ def unprepared() -> Iterator[Any]:
     """Everything is asked of one model, which trains exactly in the end."""
     model = build()
     yield model
-    assert_same_run(run(build()), run(prepare_plain(model)))
+    assert_same_run(resident_run(), run(prepare_plain(model)))
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -16,7 +16,16 @@ from poros.errors import HostMemoryError, PreparedModelError
 from poros.gates import tiny
 from poros.host.store import HostSlab
 from poros.streams import EagerStreams
-from tests.snapshots import assert_same_run, batches, build, changes, layers_of, picture, run
+from tests.snapshots import (
+    assert_same_run,
+    batches,
+    build,
+    changes,
+    layers_of,
+    picture,
+    resident_run,
+    run,
+)
 from tests.support import AS_PLAIN, prepare_plain, same_bits
 
 
@@ -231,7 +240,7 @@ def test_a_failure_in_the_middle_of_prepare_leaves_the_model_untouched(
             module.support_avx512bf16_for_cpu = False
     model.zero_grad()
     model.get_base_model().gradient_checkpointing_disable()
-    assert_same_run(run(build()), run(prepare_plain(model)))
+    assert_same_run(resident_run(), run(prepare_plain(model)))
 
 
 def test_control_prepare_passes_where_it_is_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:

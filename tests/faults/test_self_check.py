@@ -68,26 +68,21 @@ def test_a_layer_that_computes_otherwise_with_a_cache_is_named() -> None:
 
 # A run with the check and one without.
 
-FP32 = {"dtype": torch.float32}
+# Architectures and policies are in ``tests/exact/test_cells``, where runs are checked.
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "qwen2": ("qwen2", {}, {}, {}),
-    "gemma3": ("gemma3", {}, {}, {}),
-    "gemma4": ("gemma4", {}, {}, {}),
-    "shared key-value states": ("gemma4_shared_kv", {"num_layers": 4}, {}, {}),
-    "router losses": ("mixtral", {}, {}, {}),
-    "many small experts": ("qwen3_moe", {}, {}, {}),
-    "autocast": ("qwen2", FP32, {}, {"autocast_dtype": torch.bfloat16}),
-    "router losses under autocast": ("mixtral", FP32, {}, {"autocast_dtype": torch.bfloat16}),
-    "accumulation": ("qwen2", {}, {}, {"accumulation": 2}),
-    "no dropout": ("llama", {"dropout": 0.0}, {}, {}),
     "a block of two layers": ("qwen2", {"num_layers": 4}, {"block_size": 2}, {}),
+    "router losses under autocast": (
+        "mixtral",
+        {"dtype": torch.float32},
+        {},
+        {"autocast_dtype": torch.bfloat16},
+    ),
     "shared states between blocks": (
         "gemma4_shared_kv",
         {"num_layers": 5},
         {"block_size": 2},
         {"accumulation": 2},
     ),
-    "dense": ("qwen2", {"quantize": False}, {}, {}),
 }
 
 

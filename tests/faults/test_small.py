@@ -27,7 +27,7 @@ from tests.snapshots import (
 )
 from tests.support import AdversarialPrepare, prepare_plain, same_bits
 
-NUM_LAYERS = 4
+NUM_LAYERS = 3
 
 
 def make(**options: Any) -> Any:
@@ -39,7 +39,7 @@ def norm_of(model: Any, layer: int = 1) -> Any:
     return layers_of(model)[layer].input_layernorm
 
 
-def bias_of(model: Any, layer: int = 3) -> Any:
+def bias_of(model: Any, layer: int = 2) -> Any:
     return layers_of(model)[layer].self_attn.q_proj.base_layer
 
 
@@ -128,14 +128,13 @@ def assert_same(expected: list[Any], found: list[Any]) -> None:
         assert same_bits(left, right)
 
 
-ROOMS = ({"slots": 2}, {"slots": 2, "block_size": 2}, {"slots": 4, "keep_last": 2})
+ROOMS = ({"slots": 2}, {"slots": 2, "block_size": 2}, {"slots": 3, "keep_last": 1})
 
 
 @pytest.mark.parametrize(
     ("edit", "options"),
     [
-        *((each, ROOMS[0]) for each in EDITS),
-        *((each, room) for each in (through_data, cast) for room in ROOMS[1:]),
+        *((edit, ROOMS[number % len(ROOMS)]) for number, edit in enumerate(EDITS)),
     ],
     ids=lambda each: getattr(each, "__name__", str(each)),
 )
@@ -158,7 +157,7 @@ def test_control_every_edit_shows(edit: Callable[[Any], None]) -> None:
         assert not same_bits(before, model(**batches()[0]).logits)
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("edit", EDITS[::2], ids=lambda edit: edit.__name__)
 def test_the_self_check_passes_after_an_edit_before_the_first_step(
     edit: Callable[[Any], None],
 ) -> None:
@@ -170,11 +169,8 @@ def test_the_self_check_passes_after_an_edit_before_the_first_step(
 
 
 @pytest.mark.parametrize("edit", COUNTED, ids=lambda edit: edit.__name__)
-@pytest.mark.parametrize("self_check", ["strict"])
-def test_edits_between_a_forward_and_its_backward_raise(
-    edit: Callable[[Any], None], self_check: str
-) -> None:
-    model = prepare_plain(make(), self_check=self_check)
+def test_edits_between_a_forward_and_its_backward_raise(edit: Callable[[Any], None]) -> None:
+    model = prepare_plain(make())
     loss = model.train()(**batches()[0]).loss
     edit(model)
     with pytest.raises(RematerializationError, match=r"layers\.\d.*expected"):
@@ -186,6 +182,7 @@ def test_edits_between_a_forward_and_its_backward_raise(
     assert_same_run(run(expected), run(model))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("when", ["before prepare", "after prepare", "after a run"])
 @pytest.mark.parametrize("quantize", [True, False])
 def test_a_norm_that_is_trained_trains_as_in_a_resident_run(when: str, quantize: bool) -> None:
@@ -317,6 +314,7 @@ class Counting(nn.Module):
         return self.norm(hidden)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("how", ["in place", "replaced", "through data", "not at all"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_layer_that_writes_is_refused(how: str, grad: bool) -> None:

@@ -162,6 +162,7 @@ def switched(model: Model, index: int, kind: str) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("kind", ["hook", "global hook", "forward"])
 @pytest.mark.parametrize("index", [0, 2])

@@ -10,7 +10,7 @@ COMMON = {
     "data__max_length": 64,
     "data__pad_to": 16,
     "training__batch_size": 2,
-    "training__accumulation": 4,
+    "training__accumulation": 2,
     "training__learning_rate": 1e-3,
     "adapter__rank": 4,
     "adapter__dropout": 0.1,

@@ -99,13 +99,13 @@ def options_of(folder: Path, kind: str) -> dict[str, Any]:
         "data__pad_to": 16,
         "data__packing": "false" if kind != "packed" else "true",
         "training__batch_size": 2,
-        "training__accumulation": 2,
-        "training__steps": 14,
+        "training__accumulation": 1,
+        "training__steps": 8,
         "training__learning_rate": 1e-3,
         "adapter__rank": 4,
         "adapter__dropout": 0.1,
         "memory__slots": 2,
-        "output__save_every": 3,
+        "output__save_every": 2,
         **more,
     }
 

@@ -23,6 +23,7 @@ from poros.errors import PorosError, RunFolderError, StoreWriteError
 from poros.finetune.checkpoints import damage_of
 from poros.finetune.resuming import look_at, opened
 from tests.command import poros_command
+from tests.covers import with_slow
 from tests.finetune import kills
 from tests.finetune.breaking import at_step, break_at
 from tests.finetune.subjects import recipe_of, run, write_model
@@ -381,7 +382,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("free", [0, 40_000, 90_000, 110_000])
+@pytest.mark.parametrize("free", with_slow((0, 40_000, 90_000, 110_000), (40_000, 110_000)))
 def test_a_disk_that_is_full_when_a_checkpoint_is_written(
     free: int, disk: Path, interrupted: Interrupted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from poros.head.logits import LazyLogits
+from tests.covers import with_slow
 from tests.finetune.arms import RECIPES, arm
 from tests.finetune.subjects import rows, write_model, write_rows
 
@@ -19,11 +20,15 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows for recipes without a number of steps: one pass over them is a few."""
     folder = tmp_path_factory.mktemp("few")
     for form in ("messages", "preferences"):
-        write_rows(folder / f"{form}.jsonl", rows(form, 44))
+        write_rows(folder / f"{form}.jsonl", rows(form, 28))
     return folder
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+SLOW = ("schedule-free", "lora+", "validation", "bfloat16 adapter")
+"""What they have others have, or the tests below."""
+
+
+@pytest.mark.parametrize("kind", with_slow(RECIPES, SLOW))
 def test_streamed_equals_resident(
     kind: str, model: Path, data: Path, few: Path, tmp_path: Path
 ) -> None:
@@ -44,8 +49,9 @@ def test_smoothing_and_z_loss_read_no_logits(
         raise RuntimeError("expected nobody to read logits")
 
     monkeypatch.setattr(LazyLogits, "computed", refuse)
+    once: Any = {"memory__slots": 2, "training__steps": 1}
     losses = {
-        name: arm(model, data, tmp_path / name, "smoothed", memory__slots=2, **weights).losses[0]
+        name: arm(model, data, tmp_path / name, "smoothed", **once, **weights).losses[0]
         for name, weights in {
             "none": {"training__label_smoothing": 0, "training__z_loss": 0},
             "smoothing": {"training__z_loss": 0},

@@ -26,7 +26,7 @@ def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
     name = "preferences" if form == "dpo" else "completions"
     recipe = recipe_of(
         model__source=model,
-        data__source=write_rows(tmp_path / f"{name}.jsonl", rows(name, 100)),
+        data__source=write_rows(tmp_path / f"{name}.jsonl", rows(name, 50)),
         data__max_length=128,
         data__pad_to=32,
         data__packing=str(form == "packed").lower() if form != "dpo" else "auto",
@@ -47,12 +47,15 @@ def test_tokens_are_counted(form: str, model: Path, tmp_path: Path) -> None:
     elif form == "packed":
         # What fills up rows is a token like any other.
         assert num_tokens <= found[-1] < num_tokens + 32 * len(found) * 10
-    assert num_tokens > 1000
+    assert num_tokens > 500
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("kind", ["sft, packed", "sft, padded"])
-@pytest.mark.parametrize("added", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "kind", ["sft, packed", pytest.param("sft, padded", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "added", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)]
+)
 def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(
     kind: str,
     added: float,
@@ -68,9 +71,10 @@ def test_a_loss_that_is_no_number_is_logged_as_it_is_and_once(
         loss = Trainer.compute_loss(self, model, inputs, *args, **kwargs)
         return loss + added if self.state.global_step == 1 else loss
 
-    expected = arm(model, data, tmp_path / "expected", kind, memory__slots=2, training__steps=4)
+    short: Any = {"memory__slots": 2, "training__steps": 3, "training__accumulation": 2}
+    expected = arm(model, data, tmp_path / "expected", kind, **short)
     monkeypatch.setattr(Sft, "compute_loss", compute_loss)
-    arm(model, data, tmp_path / "run", kind, memory__slots=2, training__steps=4)
+    arm(model, data, tmp_path / "run", kind, **short)
     losses = [each["loss"] for each in logs(tmp_path / "run")]
     assert not math.isfinite(losses[1])
     assert [*losses[:1], *losses[2:]] == [*expected.losses[:1], *expected.losses[2:]]

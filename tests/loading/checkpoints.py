@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from safetensors.torch import save_file
 
 from poros.loaders.header import Header, open_regular, read_header
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -89,18 +86,6 @@ def mappings(folder: Path) -> list[str]:
     """The mapped files below a folder."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line.split(maxsplit=5)[-1] for line in lines if str(folder.resolve()) in line]
-
-
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, in the checkout."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def big_checkpoint(folder: Path, num_mib: int = 8, num_tensors: int = 1) -> Path:

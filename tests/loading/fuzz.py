@@ -12,14 +12,15 @@ counted, but is no failure: a configuration may well ask for what its model cann
 """
 
 import argparse
+import faulthandler
 import gc
 import json
+import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -29,7 +30,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+
 HANG_S = 120.0
 START_S = 300.0
 ADDRESS_SPACE_NUM_BYTES = 16 * 2**30
@@ -77,44 +79,41 @@ def run(
         place = bases or make_bases(Path(folder))
         while time.monotonic() < end and (num_programs is None or first < num_programs):
             last = -1 if num_programs is None else num_programs
-            options = [str(place), str(seed), str(first), str(last), json.dumps(controls or {})]
+            options = (place, seed, first, last, controls or {})
             first = _watch(options, place, found, end, first, hang_s)
     return found
 
 
 def _watch(
-    options: list[str], folder: Path, found: Found, end: float, first: int, hang_s: float
+    options: tuple[Any, ...], folder: Path, found: Found, end: float, first: int, hang_s: float
 ) -> int:
     """One child until it ends; the number of the next program."""
     log = folder / "outcomes.jsonl"
     log.write_bytes(b"")
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.loading.fuzz", "--child", *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "stderr").open("wb"),
-    )
+    # A fork has imported what it needs; a GPU does not survive it.
+    how = "spawn" if torch.cuda.is_available() else "fork"
+    child: Any = multiprocessing.get_context(how).Process(target=_child, args=options)
+    child.start()
     is_hung, num_read, since = False, 0, time.monotonic()
-    while child.poll() is None:
+    while child.is_alive():
         time.sleep(0.2)
         num_lines = log.read_bytes().count(b"\n")
         if num_lines != num_read:
             num_read, since = num_lines, time.monotonic()
-        # Its first line says that it has imported what it needs.
         is_hung = time.monotonic() - since > (hang_s if num_read else START_S)
         if is_hung or time.monotonic() > end:
             child.kill()
-            child.wait()
+            child.join()
     records = [json.loads(line) for line in log.read_text().splitlines()[1:]]
     for record in records:
         found.add(record)
     first += len(records)
     was_stopped = time.monotonic() > end and not is_hung
-    if child.returncode and not was_stopped:
+    child.join()
+    if child.exitcode and not was_stopped:
         said = (folder / "stderr").read_text(errors="replace")[-2000:]
-        outcome = "hang" if is_hung else "signal" if child.returncode < 0 else "untyped"
-        name = signal.Signals(-child.returncode).name if child.returncode < 0 else "exit"
+        outcome = "hang" if is_hung else "signal" if child.exitcode < 0 else "untyped"
+        name = signal.Signals(-child.exitcode).name if child.exitcode < 0 else "exit"
         found.add({"number": first, "outcome": outcome, "what": name, "stderr": said})
         first += 1
     return first
@@ -214,14 +213,19 @@ def _compared(model: Any, place: Path, base: str) -> dict[str, Any]:
     return {"outcome": ", equal"}
 
 
-def _child(folder: Path, seed: int, first: int, last: int, controls: dict[str, str]) -> None:
+def _child(folder: Path, seed: int, first: int, last: int, controls: dict[int, str]) -> None:
     import warnings
 
-    import torch
     from transformers.utils import logging
 
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
+    faulthandler.disable()
+    for number, place in ((1, Path(os.devnull)), (2, folder / "stderr")):
+        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ["HF_HUB_OFFLINE"] = "1"
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_NUM_BYTES, ADDRESS_SPACE_NUM_BYTES))
@@ -231,7 +235,7 @@ def _child(folder: Path, seed: int, first: int, last: int, controls: dict[str, s
         log.write("ready\n")
         log.flush()
         while last < 0 or number < last:
-            control = controls.get(str(number))
+            control = controls.get(number)
             if control == "crash":
                 os.kill(os.getpid(), signal.SIGSEGV)
             elif control == "hang":
@@ -254,12 +258,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, help="how many at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="run this one program here, and say why it failed")
-    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.child:
-        folder, *numbers, controls = asked.child
-        _child(Path(folder), *map(int, numbers), json.loads(controls))
-        return 0
     if asked.only is not None:
         with TemporaryDirectory(prefix="poros-fuzz-") as folder:
             print(program(make_bases(Path(folder)), asked.seed, asked.only, is_told=True))

@@ -21,6 +21,7 @@ from poros.loaders.checkpoint import NUM_READERS, Checkpoint
 from poros.loaders.header import TensorEntry
 from poros.loaders.shard import Shard
 from poros.loaders.source import Place
+from tests.children import run_forked
 from tests.loading.checkpoints import (
     CONFIG,
     MIB,
@@ -32,7 +33,6 @@ from tests.loading.checkpoints import (
     good_tensors,
     mappings,
     open_files,
-    run_python,
     write_sharded,
     write_single,
 )
@@ -187,7 +187,7 @@ with Checkpoint.open(sys.argv[1]) as checkpoint:
 
 
 def test_a_tensor_is_a_view_and_takes_no_memory(tmp_path: Path) -> None:
-    ran = run_python(VIEW, str(big_checkpoint(tmp_path, num_mib=128)))
+    ran = run_forked(VIEW, str(big_checkpoint(tmp_path, num_mib=128)))
     assert ran.returncode == 0, ran.stderr
     view, copy = map(float, ran.stdout.split())
     assert view < 16 and copy > 120  # MiB; the control: a copy is seen

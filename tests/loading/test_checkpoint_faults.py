@@ -14,6 +14,7 @@ import pytest
 
 from poros.errors import CheckpointFormatError
 from poros.loaders.checkpoint import Checkpoint
+from tests.children import run_forked
 from tests.loading.checkpoints import (
     CONFIG,
     FIRST,
@@ -24,7 +25,6 @@ from tests.loading.checkpoints import (
     big_checkpoint,
     entry,
     file_bytes,
-    run_python,
     write_sharded,
     write_single,
 )
@@ -107,7 +107,7 @@ with Checkpoint.open(sys.argv[1]) as checkpoint:
 def test_a_file_that_is_cut_off_is_an_error_of_fetch(
     tmp_path: Path, how: str, code: int, said: str
 ) -> None:
-    ran = run_python(CUT, str(big_checkpoint(tmp_path)), how)
+    ran = run_forked(CUT, str(big_checkpoint(tmp_path)), how)
     assert ran.returncode == code and said in ran.stdout, ran.stderr
 
 
@@ -149,7 +149,7 @@ def test_a_limit_on_address_space_is_an_error_of_memory(tmp_path: Path) -> None:
     file = write_single(tmp_path) / SINGLE
     file.write_bytes(file_bytes({"a": entry("U8", [2**30], [0, 2**30])}, b""))
     os.truncate(file, file.stat().st_size + 2**30)
-    ran = run_python(LIMITED, str(tmp_path))
+    ran = run_forked(LIMITED, str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     assert "model.safetensors: expected to map" in ran.stdout and "ulimit -v" in ran.stdout
 

@@ -26,7 +26,7 @@ from poros.loaders.load import load
 from poros.loaders.manifest import SLABS
 from poros.loaders.store import open_store
 from poros.model import saving
-from tests.loading.checkpoints import run_python
+from tests.children import run_forked
 from tests.loading.loaded import Kinds, budget_for, differences
 from tests.support import prepare_plain
 
@@ -272,7 +272,7 @@ for use in ("save", "prepare", "restore"):
 
 def test_a_file_cut_off_at_a_read_is_an_error_not_a_signal(kinds: Kinds, tmp_path: Path) -> None:
     """At the first layer, at the third, and, as a control, not at all."""
-    ran = run_python(CUT_MEANWHILE, str(kinds.store()), str(tmp_path))
+    ran = run_forked(CUT_MEANWHILE, str(kinds.store()), str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     for line in ran.stdout.splitlines():
         _, at, found = line.split()

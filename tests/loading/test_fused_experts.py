@@ -41,6 +41,7 @@ def attach(base: Any) -> Any:
     return model
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

@@ -236,7 +236,7 @@ def test_a_random_index_opens_the_checkpoint_that_it_describes_or_none(tmp_path:
     write_sharded(tmp_path)
     opened: list[bool] = []
 
-    @examples(400)
+    @examples(200)
     @given(indexes())
     def check(text: bytes) -> None:
         (tmp_path / INDEX).write_bytes(text)
@@ -254,7 +254,7 @@ def test_a_random_index_opens_the_checkpoint_that_it_describes_or_none(tmp_path:
         assert open_files() == before and mappings(tmp_path) == []
 
     check()
-    assert opened.count(True) > 20 and opened.count(False) > 100
+    assert opened.count(True) > 10 and opened.count(False) > 50
 
 
 def test_a_random_manifest_says_what_fits_or_is_refused(tmp_path: Path) -> None:

@@ -14,24 +14,26 @@ from pathlib import Path
 import pytest
 
 from poros.loaders.partial import MARK, make_partial
-from tests.loading.checkpoints import run_python
+from tests.children import run_forked
 from tests.loading.kills import Bench, Count
 from tests.loading.loaded import Kinds
 
 ROUNDS = """
+import sys
 from tests.loading.kills import run
-for kind, count in run(12, 9, seed=0).items():
+for kind, count in run(*map(int, sys.argv[1:]), seed=0).items():
     print(kind, count.rounds, len(count.wrong), *count.wrong, sep=" | ")
 """
 
 
-def test_nothing_is_wrong_after_a_kill_or_a_cut() -> None:
-    ran = run_python(ROUNDS)
+@pytest.mark.parametrize("share", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_nothing_is_wrong_after_a_kill_or_a_cut(share: int) -> None:
+    ran = run_forked(ROUNDS, str(4 * share), str(3 * share))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [
-        "killed: write | 6 | 0",
-        *(f"killed: {kind} | 3 | 0" for kind in ("read", "save")),
-        *(f"cut off: {kind} | 3 | 0" for kind in ("read_checkpoint", "read", "save")),
+        f"killed: write | {2 * share} | 0",
+        *(f"killed: {kind} | {share} | 0" for kind in ("read", "save")),
+        *(f"cut off: {kind} | {share} | 0" for kind in ("read_checkpoint", "read", "save")),
     ]
 
 
@@ -105,5 +107,5 @@ print(rounds_of(Touches(Path(sys.argv[1])), "read", 1, random.Random(0), is_cut=
 
 def test_control_a_signal_is_counted(tmp_path: Path) -> None:
     """What the library does not do: touch a mapping of a file that has been cut off."""
-    ran = run_python(SIGNAL, str(tmp_path))
+    ran = run_forked(SIGNAL, str(tmp_path))
     assert ran.stdout == f"['ended with {-signal.SIGBUS}']\n", ran.stderr

@@ -23,6 +23,7 @@ from poros.gates.tape import TapeRecorder
 from poros.loaders.checkpoint import Checkpoint
 from poros.merging.merge import merge
 from poros.model.targets import excluded_modules
+from tests.covers import with_slow
 from tests.exact.together import num_groups, own_loss, reasons, same, train
 from tests.loading.loaded import tensors
 from tests.support import AS_PLAIN, prepare_plain, same_bits
@@ -79,6 +80,9 @@ FAMILIES = {
         own_layers="language_model.model.layers",
     ),
 }
+
+FEW = with_slow(FAMILIES, ("qwen2_5_vl", "mistral3", "llama4"))
+"""With a tower before the model, states that layers share, and a model within another."""
 
 Checkpoints = Callable[[str], Path]
 
@@ -151,7 +155,7 @@ MODES: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FEW)
 def test_streamed_equals_resident(name: str, checkpoints: Checkpoints) -> None:
     """Losses, gradients, adapters, moments and random states; the resident run has its tower."""
     family, path = FAMILIES[name], checkpoints(name)
@@ -165,7 +169,7 @@ def test_streamed_equals_resident(name: str, checkpoints: Checkpoints) -> None:
         assert bool(reasons(model)) == (together and not family.goes_together)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.slow), "qwen3_vl"])
 def test_recorded_equals_resident(name: str, checkpoints: Checkpoints) -> None:
     run: Any = {"sizes": (2, 2, 2), "lengths": (12,)}
     expected = train(resident(checkpoints(name)), together=False, **run)
@@ -177,7 +181,7 @@ def test_recorded_equals_resident(name: str, checkpoints: Checkpoints) -> None:
     assert captures.num_replays > 0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FEW)
 def test_head_in_slices_and_embedding_on_the_host(name: str, checkpoints: Checkpoints) -> None:
     """Wherever the head sits: the bits do not hang on the budget, nor on the tower."""
     policy: Any = {"stream_head": True, "stream_embedding": True}
@@ -197,7 +201,7 @@ def test_head_in_slices_and_embedding_on_the_host(name: str, checkpoints: Checkp
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("vision", ["keep", "drop"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", with_slow(FAMILIES, ("gemma4", "mistral3", "qwen2_5_vl")))
 def test_the_adapter_elsewhere(
     name: str, vision: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
@@ -235,7 +239,7 @@ def test_the_adapter_elsewhere(
     assert config["architectures"] == [type(dense).__name__]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FEW)
 def test_plans_count_the_tower(name: str, checkpoints: Checkpoints) -> None:
     path, request = checkpoints(name), {"seq_len": 16, "library_num_bytes": 0}
     whole, text = (poros.plan(path, vision=vision, **request) for vision in ("keep", "drop"))

@@ -28,8 +28,9 @@ from poros.loaders.limits import Limits
 from poros.loaders.load import load
 from poros.loaders.manifest import MANIFEST, REST, SLABS
 from poros.loaders.store import is_store, open_store
+from tests.children import run_forked
 from tests.command import poros_command, text
-from tests.loading.checkpoints import CONFIG, run_python
+from tests.loading.checkpoints import CONFIG
 from tests.loading.damage import GENERATION, config
 from tests.loading.loaded import Kinds, copy_of, differences, quantization, standard
 
@@ -266,7 +267,7 @@ for store in (None, sys.argv[2]):
 
 def test_a_limit_on_the_size_of_files_is_named(sound: Path, store: Path) -> None:
     """Host memory is a memory file, to which the limit applies as well."""
-    ran = run_python(LIMITED, str(sound), str(store))
+    ran = run_forked(LIMITED, str(sound), str(store))
     in_memory, stored = ran.stdout.splitlines()
     assert in_memory.startswith("HostMemoryError") and stored.startswith("StoreWriteError"), ran
     for line in (in_memory, stored):

@@ -18,7 +18,8 @@ from poros.loaders import partial as partial_module
 from poros.loaders.partial import _TEXT, MARK, remove_stale
 from poros.loaders.store import open_store
 from poros.loaders.store_writer import StoreWriter, write_store
-from tests.loading.checkpoints import open_files, run_python
+from tests.children import run_forked
+from tests.loading.checkpoints import open_files
 from tests.loading.stores import (
     ABOUT,
     FILES,
@@ -190,7 +191,7 @@ print(num_stores, num_partial)
 
 def test_a_killed_writer_leaves_a_good_store_or_none(tmp_path: Path) -> None:
     """In a process of its own: one that forks must have no threads."""
-    ran = run_python(KILLED_WRITERS, str(tmp_path))
+    ran = run_forked(KILLED_WRITERS, str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     # Control: many writers were killed in the middle, and stores were written at all.
     assert all(int(number) >= 10 for number in ran.stdout.split()), ran.stdout

@@ -3,8 +3,7 @@
 import json
 import resource
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,11 @@ from poros.errors import (
 from poros.gates import tiny
 from poros.loaders.load import load
 from poros.merging.merge import merge
+from tests.children import run_forked
 from tests.command import poros_command
 from tests.finetune.material import write_base
 from tests.support import same_bits
 
-ROOT = Path(__file__).resolve().parents[2]
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 ADAPTERS: dict[str, Any] = {
     "lora": LoraConfig(r=4, target_modules=LINEAR),
@@ -340,7 +339,7 @@ def test_what_a_killed_merge_left_is_removed(base: Path, tmp_path: Path) -> None
     """By the next one; not what one that still works is writing."""
     adapter, out = trained(base, tmp_path / "adapter", ADAPTERS["lora"]), tmp_path / "out"
     (tmp_path / ".out.mine").mkdir()
-    subprocess.run([sys.executable, "-c", KILLED, str(adapter), str(out)], cwd=ROOT, check=False)
+    assert run_forked(KILLED, str(adapter), str(out)).returncode == -signal.SIGKILL
     hidden = [set(tmp_path.glob(".out.poros-*"))]
 
     def look(done: int, whole: int) -> None:
@@ -386,20 +385,15 @@ print(max(found))
 
 
 def peak(*arguments: object) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_forked(PEAK, *map(str, arguments))
+    assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1])
 
 
 def test_one_shard_is_in_memory(tmp_path: Path) -> None:
-    """Of a base of 400 MB; control: in one shard all of it is."""
-    config = tiny.small_config("qwen2", num_layers=12, hidden_size=1024)
-    config.intermediate_size = 4096
+    """Of a base of 100 MB; control: in one shard all of it is."""
+    config = tiny.small_config("qwen2", num_layers=12, hidden_size=512)
+    config.intermediate_size = 2048
     tiny.write_checkpoint(config, tmp_path / "base", dtype=torch.bfloat16)
     size = sum(each.stat().st_size for each in (tmp_path / "base").glob("*.safetensors"))
     adapter = trained(tmp_path / "base", tmp_path / "adapter", ADAPTERS["lora"])

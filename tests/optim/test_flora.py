@@ -18,6 +18,7 @@ import poros
 from poros.optim import Flora, FloraCallback
 from poros.optim.flora import divergence_bound
 from poros.optim.projection import Projection, Stream, normal_quantiles
+from tests.covers import with_slow
 from tests.optim.whole import whole
 
 N, M, RANK = 24, 96, 8
@@ -330,7 +331,7 @@ def made(name: str, num_layers: int, device: str = "meta") -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", with_slow(SHARES, list(SHARES)[2:]))
 def test_state_is_as_large_as_the_formula_says(name: str) -> None:
     num_layers, *shares = SHARES[name]
     for side, share in zip(("right", "left"), shares, strict=True):
@@ -505,13 +506,13 @@ def trainer(folder: Path, steps: int, **options: Any) -> transformers.Trainer:
 
 
 def test_a_trainer_learns_with_it(tmp_path: Path) -> None:
-    made = trainer(tmp_path, 200, save_strategy="no", flora={"momentum": 0.9})
+    made = trainer(tmp_path, 100, save_strategy="no", flora={"momentum": 0.9})
     start = made.evaluate(made.train_dataset)["eval_loss"]
     made.train()
     flora = made.optimizer.optimizer
     assert (flora.accumulation, flora.max_grad_norm, made.args.max_grad_norm) == (2, 1.0, 0.0)
     assert flora.grad_norm is not None
-    assert made.evaluate(made.train_dataset)["eval_loss"] < start / 2
+    assert made.evaluate(made.train_dataset)["eval_loss"] < 0.85 * start
 
 
 def test_a_trainer_resumes_with_the_same_bits(tmp_path: Path) -> None:

@@ -18,16 +18,18 @@ from poros.planning.formula import StepCost
 from poros.planning.meta_model import Recipe, shapes_of
 from poros.planning.planner import plan, render
 from poros.planning.request import PlanRequest, Speeds
+from tests.covers import with_slow
 from tests.exact.arms import narrow_slices
 from tests.lora_kinds import KINDS as TRAINED
+from tests.lora_kinds import REPEATED
 from tests.planning.cells import lora
-from tests.support import prepare_plain
+from tests.support import make_model, prepare_plain
 
 ARCHITECTURES = ["qwen2", "llama", "phi3", "gemma3", "gemma4", "mixtral", "qwen3_moe"]
 
 
 def base_of(architecture: str = "qwen2", **options: Any) -> Any:
-    return tiny.make_model(architecture, **{"num_layers": 3, "hidden_size": 64, **options}).unload()
+    return make_model(architecture, **{"num_layers": 3, "hidden_size": 64, **options}).unload()
 
 
 def config_of(architecture: str = "qwen2", num_layers: int = 2) -> Any:
@@ -60,7 +62,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ADAPTERS)
+@pytest.mark.parametrize("case", with_slow(ADAPTERS, REPEATED))
 def test_adapters_planned_are_the_models(case: str) -> None:
     architecture, options = ADAPTERS[case]
     base = base_of(architecture)
@@ -153,7 +155,9 @@ def test_a_plan_is_plain_values_and_a_table() -> None:
 # What layers cost on the meta device.
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", with_slow(tiny.ARCHITECTURES, ("llama", "mistral", "qwen3"))
+)
 def test_leaving_layers_out_changes_no_figure(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

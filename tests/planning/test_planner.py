@@ -17,13 +17,13 @@ from poros.planning.meta_model import Recipe
 from poros.planning.planner import Planner, plan
 from poros.planning.request import PlanRequest
 from tests.planning.cells import lora
-from tests.support import prepare_plain
+from tests.support import make_model, prepare_plain
 
 SHORT = PlanRequest(seq_len=16)
 
 
 def model_of(architecture: str = "qwen2") -> Any:
-    base = tiny.make_model(architecture, num_layers=4, hidden_size=64, dropout=0.0).unload()
+    base = make_model(architecture, num_layers=4, hidden_size=64, dropout=0.0).unload()
     return get_peft_model(base, lora())
 
 
@@ -151,7 +151,7 @@ def test_a_plan_is_the_same_whatever_surrounds_it(surroundings: str) -> None:
 # What would make it fit.
 
 
-@pytest.mark.parametrize("share", [0.7, 0.9, 0.99])
+@pytest.mark.parametrize("share", [0.7, 0.99])
 def test_each_advice_makes_it_fit_and_hardly_a_larger_value_does(share: float) -> None:
     config = tiny.small_config("qwen2", num_layers=4, hidden_size=64, dropout=0.0)
     asked: dict[str, Any] = {"seq_len": 192, "batch_size": 5, "block_size": 2, "rank": 32}

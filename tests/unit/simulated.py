@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import poros
 from poros.gates import tiny
 from poros.model.measuring import DeviceMemory
 from poros.model.runtime import Runtime
 from poros.model.sizing import Room, Wanted
-from tests.support import prepare_plain
+from tests.support import make_base, prepare_plain
 
 NUM_LAYERS = 6
 KB = 1024
@@ -79,7 +80,11 @@ Prepare = Callable[..., tuple[Any, SimulatedMemory]]
 
 
 def build() -> Any:
-    return tiny.make_model("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
+    """With few adapters: what is tested is how often it moves, over many steps."""
+    base = make_base("qwen2", num_layers=NUM_LAYERS, hidden_size=64, dropout=0.05)
+    torch.manual_seed(1)
+    options = {"target_modules": ["q_proj"], "init_lora_weights": False, "lora_dropout": 0.05}
+    return get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Prepare:

@@ -107,10 +107,8 @@ def cells(page: str) -> list[dict[str, str]]:
     return [dict(zip(names, line, strict=True)) for line in body[1:]]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "step" else pytest.mark.slow) for name in TABLES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
 def test_every_arm_of_a_step_table_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     options, expected = TABLES[name]
     status, path = run_table(name, tmp_path, *options)
@@ -150,6 +148,7 @@ def test_poros_rows_say_what_was_moved(slots_table: Path) -> None:
         assert float(row["host_rss"]) > 0
 
 
+@pytest.mark.slow
 def test_a_budget_table_reaches_from_two_slots_to_all_layers_kept(tmp_path: Path) -> None:
     status, path = run_table("budget", tmp_path, "--points", "3")
     rows, page = report.read(path), path.with_suffix(".md").read_text()

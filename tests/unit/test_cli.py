@@ -79,8 +79,6 @@ def test_check_of_an_exact_architecture_succeeds_and_writes_the_report(tmp_path:
     ("adapter", "exit_code", "verdict"),
     [
         ("vera", 0, "EXACT: qwen2 with vera: 0 differing bits"),
-        ("ia3", 0, "EXACT: qwen2 with ia3: 0 differing bits"),
-        ("vblora", 0, "EXACT: qwen2 with vblora: 0 differing bits"),
         ("prefix_tuning", 1, "FAILED: qwen2 with prefix_tuning"),
     ],
 )

@@ -270,10 +270,10 @@ def test_float64_is_computed_in_float64() -> None:
     assert of_g is not None and of_g.dtype == FP64
 
 
-def test_a_hundred_times_the_same(gpu: Any) -> None:
+def test_many_times_the_same(gpu: Any) -> None:
     given = forms(tensors((40, 70), FP16))[1]
     expected = run(given, "fused")
-    for _ in range(100):
+    for _ in range(100 if torch.cuda.is_available() else 5):  # an interpreter has no races
         assert all(map(same, run(given, "fused"), expected))
 
 

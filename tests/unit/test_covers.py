@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.covers import cover, leave_out
+from tests.covers import cover, leave_out, with_slow
 
 GRID = list(product("abcde", (0, 1), ("x", "y", "z"), (True, False)))
 WITH_HOLES = [each for each in GRID if each[0] != "a" or each[2] == "y"]
@@ -30,6 +30,13 @@ def test_values_take_turns() -> None:
     points = list(product(range(9), "xyz"))
     second = [points[place][1] for place in cover(points, 1)]
     assert {each: second.count(each) for each in "xyz"} == {"x": 3, "y": 3, "z": 3}
+
+
+def test_the_slow_of_values_are_named() -> None:
+    found = [(each.values, [mark.name for mark in each.marks]) for each in with_slow("abc", "b")]
+    assert found == [(("a",), []), (("b",), ["slow"]), (("c",), [])]
+    with pytest.raises(AssertionError, match="one of the values"):
+        with_slow("abc", ["d"])
 
 
 @pytest.mark.cover("values")

@@ -14,7 +14,7 @@ from poros.host.limits import (
     host_memory_left,
     require_host_memory,
 )
-from tests.loading.checkpoints import run_python
+from tests.children import run_python
 
 GIB = 2**30
 LIMIT, USAGE = ("max", "limit_in_bytes"), ("current", "usage_in_bytes")

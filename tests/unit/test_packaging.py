@@ -197,6 +197,7 @@ def test_the_installed_command_tells_its_version(installed: Installed) -> None:
     assert poros.__version__ in installed.run(str(installed.bin / "poros"), "--version")
 
 
+@pytest.mark.slow
 def test_the_line_of_readme_installs_from_source(checkout: Path, tmp_path: Path) -> None:
     """In an environment of its own, without what it depends on; that the extra names."""
     (line,) = re.findall(r"^pip install (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)

@@ -98,6 +98,7 @@ def test_dropout_takes_f1_and_b1_to_b3() -> None:
 # ------------------------------------------------------------------ against float64
 
 
+@pytest.mark.cover("pairs")
 @pytest.mark.parametrize(("bias", "scaling"), [(False, 1.0), (True, 2.0 / 3.0), (True, 16.0)])
 @pytest.mark.parametrize("rank", [8, 64, 512])
 @pytest.mark.parametrize("size", SIZES)

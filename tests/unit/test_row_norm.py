@@ -104,6 +104,7 @@ def is_within(found: torch.Tensor, exact: torch.Tensor, of_square: torch.Tensor)
     return bool(((found.double() - exact).abs() <= bound).all())
 
 
+@pytest.mark.cover("pairs")
 @both_ways
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -124,6 +125,7 @@ def test_adapters_of_any_dtype(way: str, of_adapters: torch.dtype) -> None:
     assert is_within(found_norm(*given), exact_norm(*given), norm_bound(*given))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("of_adapters", [BF16, FP16, FP32])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("way", ["kernel"], indirect=True)
@@ -217,11 +219,11 @@ def test_strides_of_any_order(way: str) -> None:
 
 
 @both_ways
-def test_a_hundred_times_the_same(way: str) -> None:
+def test_many_times_the_same(way: str) -> None:
     given = tensors((70, 600), 5, BF16)
     expected = found_norm(*given)
     assert all(
-        same_bits(found_norm(*given), expected) for _ in range(20 if way == "kernel" else 100)
+        same_bits(found_norm(*given), expected) for _ in range(3 if way == "kernel" else 100)
     )
 
 

@@ -25,7 +25,8 @@ SETUPS = (
 # A script for each of the setups, in processes of their own that have imported the libraries.
 CODE = """
 import logging, os, sys
-import peft, torch, transformers
+import accelerate, bitsandbytes, peft, torch, transformers
+import transformers.models.qwen2.modeling_qwen2
 peft.LoraConfig, transformers.Qwen2ForCausalLM, transformers.BitsAndBytesConfig
 torch.set_num_threads(1)
 for number, setup in enumerate({setups!r}):

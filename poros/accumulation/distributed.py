@@ -35,6 +35,11 @@ class Ranks:
     def is_ddp(self) -> bool:
         return self._ddp is not None
 
+    @property
+    def is_synced(self) -> bool:
+        """Whether gradients are exchanged in the backward of what is called now."""
+        return self._ddp is not None and bool(self._ddp.require_backward_grad_sync)
+
     def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients of a backward in the body stay with this rank."""
         return nullcontext() if self._ddp is None else self._ddp.no_sync()

@@ -49,10 +49,15 @@ class Watch:
     Args:
         parameters: Those of other classes are left as they are.
         asked: A method, called before; its object is held weakly.
+        sees_grad: Whether ``torch.autograd.grad`` counts as reading. It costs each operator on a
+            parameter some microseconds, so only where no edge of the graph leads to it.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], asked: Callable[[], None]) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], asked: Callable[[], None], sees_grad: bool
+    ) -> None:
         self._parameters = parameters
+        self._kind = _Seeing if sees_grad else _Watched
         self.asked = weakref.WeakMethod(asked)
 
     def begin(self) -> None:
@@ -60,7 +65,7 @@ class Watch:
         for each in self._parameters:
             if type(each) is nn.Parameter:
                 each.__dict__[_WATCH] = weakref.ref(self)
-                each.__class__ = _Watched
+                each.__class__ = self._kind
 
     def end(self) -> None:
         """No more."""
@@ -69,8 +74,7 @@ class Watch:
 
 
 def _leave(parameter: Any) -> None:
-    kind: Any = type(parameter)
-    if kind is _Watched:
+    if isinstance(parameter, _Watched):
         parameter.__class__ = nn.Parameter
         parameter.__dict__.pop(_WATCH, None)
 
@@ -101,3 +105,16 @@ class _Watched(nn.Parameter):
     def grad(self) -> None:
         self._asked()
         _GRAD.__delete__(self)
+
+
+class _Seeing(_Watched):
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.autograd.grad:
+            for each in args[1]:  # its inputs
+                if isinstance(each, cls):
+                    each._asked()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

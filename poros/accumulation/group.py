@@ -139,7 +139,7 @@ class Group:
         self._around = Around(modules.now(), inside, code)
         self._trained = modules.trained()
         self._mark = modules.mark(self._trained)
-        self._watch = Watch(self._trained, self._asked_for_gradients)
+        self._watch = Watch(self._trained, self._asked_for_gradients, sees_grad=ranks.is_ddp)
         self._refused: NotGrouped | None = None
         """Kept, because code of users may catch it."""
         self._tail: MicroBatch | None = None
@@ -251,11 +251,8 @@ class Group:
         self._batches = []
         conditions: list[Condition] = []
         around = Surroundings.capture(self._layers[0].device)
-        inside = [each for each in self._trained if id(each) in self._in_layers]
-        # DDP would take an edge to a parameter for its gradient.
-        inside = [] if self._ranks.is_ddp else inside
         for run in runs:
-            batch = MicroBatch(self._layers, around, conditions, inside)
+            batch = MicroBatch(self._layers, around, conditions)
             with self._ahead():
                 batch.collect(run)
             if not self._batches:
@@ -328,17 +325,26 @@ class Group:
                 is the one at its beginning. ``backward`` is still to be called, for those before.
         """
         batch, device = self._batches[self.num_done], self._layers[0].device
+        is_synced = self._ranks.is_synced
+        if is_synced and not is_last:
+            self.is_over = True
+            raise NotGrouped("gradients are exchanged for each micro-batch")
         if changed := self._changed_between(batch):
             self.is_over = True
             raise NotGrouped(changed, may_pass=True)
         batch.start.restore()
         asked = nullcontext() if self._head is None else self._head.asked(is_for_good=True)
         self._tail, self._before, self._has_last = batch, Gradients(self._trained), is_last
+        # Where gradients are exchanged, DDP would take an edge to a parameter for its gradient.
+        inside = [] if is_synced else [e for e in self._trained if id(e) in self._in_layers]
         try:
-            with asked, self._around.noting(), batch.tail(self._is_known):
+            with asked, self._around.noting(), batch.tail(self._is_known, inside):
                 yield
             if self._refused is not None:
                 raise self._refused
+            if is_synced and batch.is_awaited and not batch.has_arrived:
+                # Its backward was told to go elsewhere, or DDP waits for gradients in vain.
+                raise NotGrouped("the loss whose gradients are exchanged does not reach the layers")
             if self._tail is not None:
                 self._count(batch)
         except NotGrouped as reason:

@@ -122,7 +122,7 @@ def _tails(
             number = len(found)
             spare, is_last = batches[number], number == len(batches) - 1
             spare = copy_of(spare)  # which may fail, and then it is there as it is
-            with group.tail(is_last), nullcontext() if is_last else ranks.no_sync():
+            with nullcontext() if is_last else ranks.no_sync(), group.tail(is_last):
                 value = step(batches[number])
             found.append(value)
     except NotGrouped as reason:

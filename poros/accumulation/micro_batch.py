@@ -71,7 +71,6 @@ class MicroBatch:
         layers: Of the model, in order.
         around: What is around all micro-batches.
         conditions: Of the layers, as the first micro-batch of a group has found them.
-        trained: Parameters in the layers.
 
     Attributes:
         plain: What layers are called with but for tensors.
@@ -87,9 +86,8 @@ class MicroBatch:
         layers: Sequence["StreamedLayer"],
         around: Surroundings,
         conditions: list["Condition"],
-        trained: Sequence[torch.Tensor],
     ) -> None:
-        self._trained = trained
+        self._trained: Sequence[torch.Tensor] = ()
         self._around = self._surroundings = around
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
@@ -258,6 +256,11 @@ class MicroBatch:
             differentiate(edge, gradient, self._cuts[index].anchor, below)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether anything in the layers is trained."""
+        return self._cuts[-1].needs_gradient
+
+    @property
     def has_arrived(self) -> bool:
         """Whether the backward of its loss has come to the last layer."""
         return self._cuts[-1].gradient is not None
@@ -326,8 +329,14 @@ class MicroBatch:
         return False
 
     @contextmanager
-    def tail(self, is_known: bool) -> Iterator[None]:
-        """Run the model's code again in the body: it passes the layers by. See ``compare``."""
+    def tail(self, is_known: bool, trained: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Run the model's code again in the body: it passes the layers by.
+
+        Args:
+            is_known: See ``compare``.
+            trained: See ``Cut.take``.
+        """
+        self._trained = trained
         watcher = Passer(self, is_known=is_known)
         with watching(self._layers, watcher):
             yield

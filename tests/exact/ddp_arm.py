@@ -6,9 +6,11 @@ What a cell gives goes to FOLDER/CELL-ARM-RANK.pt.
 
 import os
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,14 @@ class Cell:
     autocast: bool = False
     has_unused: bool = False
     trainer: bool = False
+    sync_each: bool = False
+    """Whether the trainer exchanges gradients for each micro-batch."""
     together: bool = False
-    """Whether the streamed arm's micro-batches go through the blocks together."""
+    """Whether the streamed arm's micro-batches are grouped."""
+    taking: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    """What code of the user does with the loss of each micro-batch."""
+    reason: str = ""
+    """Why its micro-batches run one after the other, if they are to be grouped."""
     trains_embedding: bool = False
     quantize: bool = True
     num_layers: int = 3
@@ -56,6 +64,36 @@ class Cell:
     """Arguments of DistributedDataParallel."""
     policy: dict[str, Any] = field(default_factory=dict)
     """More of the streaming policy. A resident run has a loss of the same kind."""
+
+
+def adapters_of(model: Any) -> list[torch.Tensor]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def by_grad(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    wanted = adapters_of(model)
+    found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    return loss * (1 + sum(float(each.abs().sum()) for each in found if each is not None))
+
+
+def by_inputs(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(inputs=adapters_of(model))
+    return loss.detach() * torch.ones((), requires_grad=True)
+
+
+def at_the_end(taking: Any) -> Any:
+    """For the micro-batch alone with which gradients are exchanged."""
+
+    def take(model: Any, loss: torch.Tensor) -> torch.Tensor:
+        is_last = getattr(model, "require_backward_grad_sync", False)
+        found: torch.Tensor = taking(model, loss) if is_last else loss
+        return found
+
+    return take
+
+
+def taken(taking: Any, reason: str) -> Cell:
+    return Cell(no_sync=True, together=True, taking=taking, reason=reason, num_steps=2)
 
 
 CELLS = {
@@ -92,9 +130,18 @@ CELLS = {
         together=True,
         has_unused=True,
         options={"find_unused_parameters": True},
+        reason="find_unused_parameters",
     ),
     # A trainer takes all ranks there are.
     "together, trainer": Cell(trainer=True, together=True, num_ranks=3),
+    "together, synced": Cell(
+        trainer=True, together=True, num_ranks=3, reason="exchanged for each", sync_each=True
+    ),
+    # Gradients that the code of the user takes for itself.
+    "taken": taken(by_grad, "gradients are used while"),
+    "taken into": taken(by_inputs, "takes gradients"),
+    "taken at the end": taken(at_the_end(by_grad), "gradients are used while"),
+    "taken into at the end": taken(at_the_end(by_inputs), "does not reach"),
     # On GPUs: visits are replayed within the steps of DDP.
     "replayed": Cell(
         num_steps=8, options={"bucket_cap_mb": 0.02}, policy={"cuda_graphs": True}, no_sync=True
@@ -138,6 +185,11 @@ def arms_of(name: str) -> list[str]:
     return ["resident", "streamed", *third.get(name, [])]
 
 
+def loss_of(cell: Cell, model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss / cell.accumulation
+    return loss if cell.taking is None else cell.taking(model, loss)
+
+
 def run_loop(
     model: Any,
     cell: Cell,
@@ -164,7 +216,8 @@ def run_loop(
     for step in range(cell.num_steps):
         parts = batches[step * cell.accumulation : (step + 1) * cell.accumulation]
         if is_together:
-            losses = poros.accumulate(ddp, parts)
+            taking = cell.taking and partial(loss_of, cell)
+            losses = poros.accumulate(ddp, parts, loss=taking)
             for micro, loss in enumerate(losses):
                 found[f"step {step}, micro-batch {micro}: loss"] = loss * cell.accumulation
             parts = []
@@ -174,9 +227,9 @@ def run_loop(
             hold_back = cell.no_sync and not is_last and is_wrapped
             with ddp.no_sync() if hold_back else nullcontext():
                 with torch.autocast(device.type, torch.bfloat16, enabled=cell.autocast):
-                    loss = ddp(**batch).loss
-                (loss / cell.accumulation).backward()
-            found[f"{where}: loss"] = loss.detach().clone()
+                    loss = loss_of(cell, ddp, batch)
+                loss.backward()
+            found[f"{where}: loss"] = loss.detach() * cell.accumulation
             for name, parameter in adapters.items():
                 if parameter.grad is not None and not (cell.together and not is_last):
                     found[f"{where}: gradient of {name}"] = parameter.grad.clone()
@@ -210,6 +263,7 @@ def run_trainer(model: Any, cell: Cell, folder: Path, trainer_class: Any = None)
         gradient_accumulation_steps=2,
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False if cell.together else None,
+        accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": cell.sync_each}},
     )
     if arguments.world_size != dist.get_world_size():
         raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks")
@@ -264,9 +318,10 @@ def main(folder: Path, cells: list[str], rank: int, world: int) -> None:
             )
         if arm == "streamed":
             runtime = poros.runtime(model)
-            if cell.together and not cell.has_unused:
-                assert runtime.stats()["num_groups"] == cell.num_steps
-                assert not runtime.stats()["fallbacks"], runtime.stats()["fallbacks"]
+            if cell.together:
+                fallbacks = runtime.stats()["fallbacks"]
+                is_grouped = runtime.stats()["num_groups"] == cell.num_steps and not fallbacks
+                assert cell.reason in str(fallbacks) if cell.reason else is_grouped, fallbacks
             found["num_loads"] = torch.tensor(runtime.stats()["num_loads"])
             if cell.policy.get("cuda_graphs"):
                 assert runtime.stats()["num_replayed_visits"] > 0

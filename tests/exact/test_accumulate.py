@@ -7,247 +7,191 @@ import pytest
 import torch
 
 import poros
-from poros.api import prepare_with
 from poros.gates import tiny
-from poros.gates.tape import TapeRecorder
 from poros.slots.schedule import Phase, count, walk
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
-from tests.exact.together import Batch, num_groups, own_loss, reasons, same, train, trained
-from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
+from tests.exact.recorded import KEPT, recorded
+from tests.exact.together import (
+    Batch,
+    Program,
+    build,
+    dense,
+    ends,
+    num_groups,
+    program,
+    same,
+    train,
+    trained,
+)
+from tests.support import AdversarialPrepare, prepare_plain
 
 Model = Any
 BF16, FP32 = torch.bfloat16, torch.float32
 NUM_LAYERS = 4
+four_layers = partial(build, num_layers=NUM_LAYERS)
+MIXED: Any = {"sizes": (4, 2, 1, 7), "clip": 0.5, "padded": True}
+"""Groups smaller than the others, other shapes, padding, clipping."""
 
 
-def build(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
-    return bases.build(architecture, num_layers=NUM_LAYERS, **options).train()
+def of_policy(**policy: Any) -> Program:
+    return program(base=partial(dense, num_layers=NUM_LAYERS), policy=policy, sizes=(3, 3))
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("dropout", [0.0, 0.05])
-@pytest.mark.parametrize("base", ["nf4-bf16", "nf4-fp32", "dense-bf16", "dense-fp32"])
-def test_equals_one_after_the_other(base: str, dropout: float, size: int, bases: Bases) -> None:
-    """Groups smaller than the others, mixed shapes, padding, clipping."""
-    options: Any = {
-        "dtype": BF16 if "bf16" in base else FP32,
-        "quantize": base.startswith("nf4"),
-        "dropout": dropout,
-    }
-    run: Any = {"sizes": (size, size, size // 2, 1), "clip": 0.5, "padded": True}
-    expected = train(build(bases, **options), together=False, **run)
-    model = prepare_plain(build(bases, **options), slots=2)
-    assert same(train(model, **run), expected)
-    assert num_groups(model) == (3 if size > 2 else 2) and reasons(model) == []
-    assert poros.runtime(model).self_check["status"] == "passed"
-    prepared = prepare_plain(build(bases, **options), slots=2)
-    assert same(train(prepared, together=False, **run), expected)
+def of_base(*architecture: str, **options: Any) -> Program:
+    return program(base=lambda bases: build(bases, *architecture, **options))
 
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "all kept": {"slots": 4, "keep_last": 4},
-    "two kept": {"slots": 4, "keep_last": 2},
-    "all slots": {"slots": 4},
-    "blocks of two layers": {"slots": 2, "block_size": 2},
-    "inputs on the host": {"slots": 2, "offload_boundaries": True},
-    "adapters of PEFT": {"slots": 2, "adapter_kernels": "peft"},
-    "a budget": {"vram_budget": "1GiB"},
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy(policy: str, bases: Bases) -> None:
-    expected = train(build(bases), together=False)
-    model = prepare_plain(build(bases), **POLICIES[policy])
-    assert same(train(model), expected)
-    assert num_groups(model) == 3 and reasons(model) == []
-
-
-def test_slices_of_the_head_and_rows_of_the_embedding(bases: Bases) -> None:
-    policy: Any = {"slots": 2, "loss": "chunked", "stream_head": True, "stream_embedding": True}
-    expected = train(poros.prepare(build(bases), **policy), together=False)
-    model = poros.prepare(build(bases), **policy)
-    assert same(train(model), expected) and num_groups(model) == 3
+def evaluating(model: Model, number: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=torch.arange(9)[None])
+    model.train()
 
 
 # Layers of gemma4 share a mapping, and router logits are recorded: these run one after the other.
-ALONE = ("gemma4", "gemma4_shared_kv", "mixtral", "qwen3_moe")
-
-
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_promised_architectures(architecture: str, bases: Bases) -> None:
-    expected = train(build(bases, architecture), together=False)
-    model = prepare_plain(build(bases, architecture), slots=2)
-    assert same(train(model), expected)
-    assert num_groups(model) == (0 if architecture in ALONE else 3)
-    assert bool(reasons(model)) == (architecture in ALONE)
-
-
+ALONE = {
+    "gemma4": "layers share tensors",
+    "gemma4_shared_kv": "layers share tensors",
+    "mixtral": "outputs of layers are recorded",
+    "qwen3_moe": "outputs of layers are recorded",
+}
 DENSE: dict[str, Any] = {"quantize": False, "dtype": FP32}
-OTHERS: dict[str, dict[str, Any]] = {
-    "dora": {},
-    "vera": {},
-    "trainable_tokens": {},
-    "prompt_tuning": {},
-    "ia3": DENSE,
-    "lokr": DENSE,
+PROGRAMS = {
+    **{
+        f"{'nf4' if quantize else 'dense'} {dtype} {dropout}": program(
+            base=partial(build, quantize=quantize, dtype=dtype, dropout=dropout), **MIXED
+        )
+        for quantize in (True, False)
+        for dtype, dropout in ((BF16, 0.0), (BF16, 0.05), (FP32, 0.05))
+    },
+    "all kept": of_policy(slots=4, keep_last=4),
+    "two kept": of_policy(slots=4, keep_last=2),
+    "all slots": of_policy(slots=4),
+    "blocks of two layers": of_policy(block_size=2),
+    "inputs on the host": of_policy(offload_boundaries=True),
+    "adapters of PEFT": of_policy(adapter_kernels="peft"),
+    "a budget": of_policy(slots=None, vram_budget="1GiB"),
+    "all on the host": of_policy(loss="chunked", stream_head=True, stream_embedding=True),
+    **{
+        name: of_base(name, num_layers=NUM_LAYERS)._replace(end=ALONE.get(name))
+        for name in tiny.ARCHITECTURES
+        if name != "qwen2"  # that is all the others
+    },
+    **{
+        name: of_base(adapter=name)
+        for name in ("dora", "vera", "trainable_tokens", "prompt_tuning")
+    },
+    "ia3": of_base(adapter="ia3", **DENSE),
+    "lokr": of_base(adapter="lokr", **DENSE),
+    "a trained head and embedding": program(
+        base=partial(adapted, lora_dropout=0.1, modules_to_save=["lm_head", "embed_tokens"])
+    ),
+    "evaluation and single ones between": program(between=evaluating, sizes=(3, 1, 2)),
 }
 
 
-@pytest.mark.parametrize("adapter", OTHERS)
-def test_other_adapters(adapter: str, bases: Bases) -> None:
-    resident = build(bases, adapter=adapter, **OTHERS[adapter])
-    model = prepare_plain(build(bases, adapter=adapter, **OTHERS[adapter]), slots=2)
-    assert same(train(model), train(resident, together=False)) and num_groups(model) == 3
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_autocast_within_the_loss(dtype: torch.dtype, bases: Bases) -> None:
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=BF16):
-            return own_loss(model, batch)
-
-    expected = train(build(bases, dtype=dtype), together=False, loss=loss)
-    model = prepare_plain(build(bases, dtype=dtype), slots=2)
-    assert same(train(model, loss=loss), expected) and num_groups(model) == 3
-
-
-@pytest.mark.parametrize("which", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
-def test_trained_head_and_embedding(which: list[str], bases: Bases) -> None:
-    make = partial(adapted, bases, lora_dropout=0.1, modules_to_save=which)
-    expected = train(make(), together=False)
-    model = prepare_plain(make(), slots=2)
-    assert same(train(model), expected)
-    assert num_groups(model) == 3 and reasons(model) == []
-
-
-def test_hooks_on_parameters_see_each_micro_batch(bases: Bases) -> None:
-    """In the order of one after the other, which is how these run."""
-
-    def listened(model: Model) -> tuple[Model, list[tuple[str, float]]]:
-        seen: list[tuple[str, float]] = []
-        for name, each in model.named_parameters():
-            if each.requires_grad:
-                each.register_hook(lambda grad, name=name: seen.append((name, float(grad.sum()))))
-                each.register_post_accumulate_grad_hook(
-                    lambda p, name=name: seen.append((f"sum {name}", float(p.grad.sum())))
-                )
-        return model, seen
-
-    resident, expected = listened(build(bases))
-    model, found = listened(build(bases))
-    prepare_plain(model, slots=2)
-    assert same(train(model), train(resident, together=False))
-    assert found == expected and reasons(model) == ["hooks on parameters"]
-
-
-def test_gradients_that_were_there_before(bases: Bases) -> None:
-    def between(model: Model, number: int) -> None:
-        for each in trained(model):
-            each.grad = torch.full_like(each, 0.1)
-
-    expected = train(build(bases), together=False, between=between)
-    model = prepare_plain(build(bases), slots=2)
-    assert same(train(model, between=between), expected) and num_groups(model) == 3
+@pytest.mark.parametrize("which", PROGRAMS)
+def test_programs(which: str, bases: Bases) -> None:
+    assert ends(PROGRAMS[which], bases)
 
 
 def test_a_group_loads_each_block_once_a_pass(bases: Bases) -> None:
-    model = build(bases)
+    size, num_groups = 5, 2
     with AdversarialPrepare().watching() as prepare:
-        prepare(model, slots=2)
-        found = train(model, sizes=(8, 8, 8))
-    assert same(found, train(build(bases), together=False, sizes=(8, 8, 8)))
+        model = prepare(four_layers(bases), slots=2)
+        found = train(model, sizes=(size,) * num_groups)
+    assert same(found, train(four_layers(bases), together=False, sizes=(size,) * num_groups))
     visits = [
         (block, phase)
-        for _ in range(3)
+        for _ in range(num_groups)
         # Backward recomputes a layer, and then has its block until the gradients are there.
         for phase, blocks, times in (
             (Phase.FORWARD, range(NUM_LAYERS), 1),
             (Phase.BACKWARD, reversed(range(NUM_LAYERS)), 2),
         )
         for block in blocks
-        for _ in range(8 * times)
+        for _ in range(size * times)
     ]
     assert prepare.journal == list(walk(visits, NUM_LAYERS, 2))
     # 2 (K - S) in a warm group, whatever its size.
-    assert count(prepare.journal, "prefetch") == 3 * 2 * (NUM_LAYERS - 2) + 2
+    assert count(prepare.journal, "prefetch") == num_groups * 2 * (NUM_LAYERS - 2) + 2
 
 
-@pytest.mark.parametrize("keep_last", [0, 4])
-def test_recorded_visits(keep_last: int, bases: Bases) -> None:
-    run: Any = {"sizes": (4,) * 6, "lengths": (12, 9)}
-    expected = train(build(bases), together=False, **run)
-    model = build(bases)
-    policy = poros.StreamingPolicy(**AS_PLAIN, slots=4, keep_last=keep_last, device="cpu")
-    prepare_with(model, policy, recorder=TapeRecorder())
-    assert same(train(model, **run), expected) and num_groups(model) == 6
-    captures: Any = poros.runtime(model).context.captures
-    assert captures.num_replays > 0
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("share_dense", [False, True], ids=["", "dense weights shared"])
+def test_replayed_visits(share_dense: bool, policy: dict[str, Any], bases: Bases) -> None:
+    run: Any = {"sizes": (4,) * 5, "lengths": (12, 12, 20, 12)}
+    expected = train(adapted(bases, lora_dropout=0.1), False, **run)
+    model = adapted(bases, lora_dropout=0.1)
+    captures, _ = recorded(model, **policy, share_dense=share_dense)
+    assert same(train(model, **run), expected)
+    assert num_groups(model) == 5 and captures.num_replays > 10
 
 
-def test_dropout_in_the_head_and_before_the_layers(bases: Bases) -> None:
-    """What comes behind the last layer is not known before: the first group ends early."""
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+def test_replayed_visits_of_a_reference_between(policy: dict[str, Any], bases: Bases) -> None:
+    """As DPO has it, of several lengths: kept graphs stay, whatever is replayed meanwhile."""
 
-    def with_dropout(model: Model) -> Model:
-        base = model.get_base_model()
-        base.model.norm.register_forward_hook(
-            lambda module, args, output: torch.nn.functional.dropout(output, 0.1)
-        )
-        base.model.embed_tokens.register_forward_hook(
-            lambda module, args, output: torch.nn.functional.dropout(output, 0.1)
-        )
-        return model
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        tokens = batch["input_ids"]
+        policy = model(input_ids=tokens, use_cache=False).logits.float()
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(input_ids=tokens, use_cache=False).logits.float()
+        value: torch.Tensor = (policy - reference).pow(2).mean() + policy.logsumexp(-1).mean()
+        return value
 
-    expected = train(with_dropout(build(bases)), together=False, lengths=(8,))
-    model = prepare_plain(with_dropout(build(bases)), slots=2)
-    assert same(train(model, lengths=(8,)), expected)
-    # 1 + 3, then 4 and 4 together.
-    assert num_groups(model) == 4 and reasons(model) == []
-
-
-def test_layers_that_draw_differently(bases: Bases) -> None:
-    """Measured once for each kind of layer."""
-
-    def other_rates(model: Model) -> Model:
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Dropout) and ".1." in name:
-                module.p = 0.0
-        return model
-
-    expected = train(other_rates(build(bases)), together=False)
-    model = prepare_plain(other_rates(build(bases)), slots=2)
-    assert same(train(model), expected)
-    assert num_groups(model) == 3 and reasons(model) == []
+    run: Any = {"sizes": (4,) * 6, "lengths": (12, 20, 12, 9), "loss": loss}
+    expected = train(adapted(bases), False, **run)
+    model = adapted(bases)
+    captures, _ = recorded(model, **policy)
+    assert same(train(model, **run), expected) and captures.num_replays > 10
 
 
-def test_evaluation_and_single_micro_batches_between(bases: Bases) -> None:
-    def between(model: Model, number: int) -> None:
-        model.eval()
-        with torch.no_grad():
-            model(input_ids=torch.arange(9)[None])
-        model.train()
-
-    expected = train(build(bases), together=False, between=between, sizes=(3, 1, 4))
-    model = prepare_plain(build(bases), slots=2)
-    assert same(train(model, between=between, sizes=(3, 1, 4)), expected)
-    assert num_groups(model) == 2
+def test_control_code_that_runs_between_them_would_not_be_seen(bases: Bases) -> None:
+    """Why nobody's code may: the rate of dropout that a layer had before is taken for its own."""
+    model = adapted(bases, lora_dropout=0.1)
+    recorded(model)
+    layer = next(iter(poros.runtime(model).streamed_layers()))
+    with layer.in_a_row():
+        before = layer.condition()
+        module = next(m for m in layer.contents().modules() if isinstance(m, torch.nn.Dropout))
+        module.p = 0.4
+        assert layer.condition() is before
+    assert not before.equals(layer.condition())
 
 
 def test_a_model_that_is_not_prepared_and_no_micro_batches(bases: Bases) -> None:
-    expected = train(build(bases), together=False)
-    assert same(train(build(bases)), expected)
-    model = prepare_plain(build(bases), slots=2)
+    assert same(train(dense(bases)), train(dense(bases), together=False))
+    model = prepare_plain(dense(bases), slots=2)
     assert poros.accumulate(model, []) == [] and num_groups(model) == 0
+
+
+def test_within_another_module(bases: Bases) -> None:
+    """A module of the user's own that holds the prepared model."""
+
+    class Outer(torch.nn.Module):
+        def __init__(self, model: Model) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **batch: Any) -> Any:
+            return self.model(**batch)
+
+    expected = train(dense(bases), together=False)
+    model = prepare_plain(dense(bases), slots=2)
+    assert same(train(Outer(model)), expected) and num_groups(model) == 3
 
 
 def test_the_models_own_loss_by_default(bases: Bases) -> None:
     tokens = torch.arange(12).view(2, 6)
     batch = {"input_ids": tokens, "labels": tokens}
-    resident = build(bases, dropout=0.0)
+    resident = dense(bases, dropout=0.0)
     for _ in range(3):
         (resident(**batch).loss / 3).backward()
-    model = prepare_plain(build(bases, dropout=0.0), slots=2)
+    model = prepare_plain(dense(bases, dropout=0.0), slots=2)
     losses = poros.accumulate(model, [batch] * 3)
     assert len(losses) == 3 and not any(each.requires_grad for each in losses)
     assert same([p.grad for p in trained(model)], [p.grad for p in trained(resident)])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+        poros.accumulate(model, [batch] * 2)

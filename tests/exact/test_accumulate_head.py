@@ -1,7 +1,6 @@
-"""One pass over a head in host memory for all micro-batches that go together."""
+"""One pass over a head in host memory for all micro-batches that are grouped."""
 
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +13,24 @@ import poros.head.loss as sliced_loss
 from poros.errors import RematerializationError
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
-from tests.exact.together import Batch, num_groups, own_loss, reasons, same, train
+from tests.exact.together import (
+    SIZES,
+    Batch,
+    Loss,
+    dense,
+    num_groups,
+    of,
+    own_loss,
+    reasons,
+    same,
+    train,
+    unchanged,
+)
 
 Model = Any
 POLICY: Any = {"slots": 2, "loss": "chunked", "stream_head": True, "stream_embedding": True}
-NUM_GROUPS = 3
-SIZE = 4
+AHEAD = SIZES[0] + 1
+"""Heads that are brought when a group is looked ahead of as soon as that is known to do."""
 
 
 @pytest.fixture(autouse=True)
@@ -29,28 +40,108 @@ def narrow_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sliced_loss, "_MOST_WEIGHTS", 64 * 128)
 
 
+def read_logits(model: Model, batch: Batch) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    found: torch.Tensor = torch.logsumexp(logits.float(), dim=-1).mean()
+    return found
+
+
+def counted(model: Model) -> Loss:
+    """Losses that read logits are run twice and no more."""
+    # In an object of its own: what is in a list of the loss's would be put back.
+    calls = model.calls = SimpleNamespace(begun=0, ended=0)
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        calls.begun += 1
+        found = read_logits(model, batch)
+        calls.ended += 1
+        return found
+
+    return loss
+
+
+SEEN = SimpleNamespace(step=0)
+
+
+def note(model: Model, step: int) -> None:
+    SEEN.step = step
+
+
+def stopping(model: Model, batch: Batch) -> torch.Tensor:
+    return (read_logits if SEEN.step else own_loss)(model, batch)
+
+
+def changing(model: Model) -> Loss:
+    """Of the same hidden states and labels: what was computed ahead is not what it asks for."""
+    done: list[int] = []
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        ignored = (-100, int(batch["labels"][0, 3]))[len(done) % 2]
+        found: torch.Tensor = model.get_base_model().loss_function(
+            logits, batch["labels"], vocab_size=logits.shape[-1], ignore_index=ignored
+        )
+        done.append(1)
+        return found
+
+    return loss
+
+
+def in_autocast(model: Model, batch: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return own_loss(model, batch)
+
+
+def evaluating(model: Model, step: int) -> None:
+    with torch.no_grad():
+        tokens = torch.arange(9)[None]
+        model.eval()(input_ids=tokens, labels=tokens)
+    model.train()
+
+
+FP32 = partial(dense, dtype=torch.float32)
+# Name, loss, model, how often all of the head is brought, more of ``train``.
+PROGRAMS: dict[str, tuple[Any, Any, int | None, dict[str, Any]]] = {
+    # From the second group on, when it was seen where losses come from.
+    "once for a group": (unchanged, dense, AHEAD, {}),
+    "padded": (unchanged, FP32, AHEAD, {"padded": True}),
+    "autocast": (of(in_autocast), FP32, AHEAD, {}),
+    "evaluation between": (unchanged, dense, AHEAD + len(SIZES), {"between": evaluating}),
+    "read logits": (counted, dense, None, {}),
+    "stops coming to the head": (of(stopping), dense, None, {"between": note, "sizes": (2, 2, 2)}),
+    "another one each time": (changing, dense, None, {}),
+    # A head that is added to draws behind the layers, and its slices come for each.
+    "adapters of the head": (unchanged, "lm_head", None, {}),
+    "adapters of the embedding": (unchanged, "embed_tokens", None, {}),
+}
+
+
+def pair(which: str, bases: Bases) -> Model:
+    """A prepared model that was trained in groups, to the bits of one after the other."""
+    make, base, _, run = PROGRAMS[which]
+    if isinstance(base, str):
+        base = partial(adapted, lora_dropout=0.1, target_modules=["q_proj", "v_proj", base])
+    found = []
+    for is_grouped in (False, True):
+        model = poros.prepare(base(bases), **POLICY)
+        loss = make(model) or own_loss
+        found.append(train(model, is_grouped, loss=loss, **{"sizes": SIZES, **run}))
+    assert same(*found) and num_groups(model) >= len(SIZES) and reasons(model) == []
+    return model
+
+
 def num_heads(model: Model) -> float:
-    """How often all of the head was brought."""
     runtime = poros.runtime(model)
     return float(runtime.stats()["head_num_bytes"] / runtime.head.sliced_num_bytes)
 
 
-def pair(make: Any, **options: Any) -> Model:
-    """A prepared model that was trained together, to the bits of one after the other."""
-    policy = {**POLICY, **options.pop("policy", {})}
-    expected = train(poros.prepare(make(), **policy), together=False, **options)
-    model = poros.prepare(make(), **policy)
-    assert same(train(model, **options), expected)
-    assert num_groups(model) >= NUM_GROUPS and reasons(model) == []
-    return model
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_slices_come_once_for_a_group(dtype: torch.dtype, padded: bool, bases: Bases) -> None:
-    """From the second group on, when it was seen where losses come from."""
-    model = pair(lambda: bases.build("qwen2", dtype=dtype).train(), padded=padded)
-    assert num_heads(model) == SIZE + (NUM_GROUPS - 1)
+@pytest.mark.parametrize("which", PROGRAMS)
+def test_programs(which: str, bases: Bases) -> None:
+    model, expected = pair(which, bases), PROGRAMS[which][2]
+    assert expected is None or num_heads(model) == expected
+    if which == "read logits":
+        # Up to the last layer, and to the end.
+        assert (model.calls.begun, model.calls.ended) == (2 * sum(SIZES), sum(SIZES))
 
 
 def test_slices_of_other_widths_come_for_themselves(
@@ -59,83 +150,8 @@ def test_slices_of_other_widths_come_for_themselves(
     # 24 tokens or fewer take slices of 256 rows, 40 tokens slices of 128.
     monkeypatch.setattr(sliced_loss, "_MOST_WEIGHTS", 64 * 256)
     monkeypatch.setattr(sliced_loss, "_MOST_LOGITS", 24 * 256)
-    model = pair(lambda: bases.build("qwen2").train(), lengths=(12, 9, 20, 7))
-    assert num_heads(model) == SIZE + 2 * (NUM_GROUPS - 1)
-
-
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_lora_on_the_vocabulary(target: str, bases: Bases) -> None:
-    """A head that is added to draws behind the layers, and its slices come for each."""
-    targets = ["q_proj", "v_proj", target]
-    pair(partial(adapted, bases, lora_dropout=0.1, target_modules=targets))
-
-
-def test_autocast(bases: Bases) -> None:
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return own_loss(model, batch)
-
-    model = pair(lambda: bases.build("qwen2", dtype=torch.float32).train(), loss=loss)
-    assert num_heads(model) == SIZE + (NUM_GROUPS - 1)
-
-
-def test_losses_that_read_logits_are_run_twice_and_no_more(bases: Bases) -> None:
-    # In an object of its own: what is in a list of the loss's would be put back.
-    calls = SimpleNamespace(begun=0, ended=0)
-
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        calls.begun += 1
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        calls.ended += 1
-        found: torch.Tensor = torch.logsumexp(logits.float(), dim=-1).mean()
-        return found
-
-    pair(lambda: bases.build("qwen2").train(), loss=loss)
-    # One after the other, and together: up to the last layer, and to the end.
-    assert calls.begun == 3 * SIZE * NUM_GROUPS
-    assert calls.ended == 2 * SIZE * NUM_GROUPS
-
-
-def test_a_loss_that_stops_coming_to_the_head(bases: Bases) -> None:
-    groups: Iterator[int] = iter(range(100))
-    number = [0]
-
-    def between(model: Model, step: int) -> None:
-        number[0] = next(groups) % NUM_GROUPS
-
-    def loss(model: Model, batch: Batch) -> torch.Tensor:
-        if number[0] < 1:
-            return own_loss(model, batch)
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        found: torch.Tensor = torch.logsumexp(logits.float(), dim=-1).mean()
-        return found
-
-    pair(lambda: bases.build("qwen2").train(), loss=loss, between=between)
-
-
-def test_a_loss_that_is_another_one_behind_each_that_was_computed(bases: Bases) -> None:
-    """Of the same hidden states and labels: what was computed ahead is not what it asks for."""
-
-    def changing() -> Any:
-        done: list[int] = []
-
-        def loss(model: Model, batch: Batch) -> torch.Tensor:
-            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-            ignored = (-100, int(batch["labels"][0, 3]))[len(done) % 2]
-            found: torch.Tensor = model.get_base_model().loss_function(
-                logits, batch["labels"], vocab_size=logits.shape[-1], ignore_index=ignored
-            )
-            done.append(1)
-            return found
-
-        return loss
-
-    def make() -> Model:
-        return poros.prepare(bases.build("qwen2").train(), **POLICY)
-
-    model, expected = make(), train(make(), together=False, loss=changing())
-    assert same(train(model, loss=changing()), expected)
-    assert num_groups(model) == NUM_GROUPS and reasons(model) == []
+    monkeypatch.setitem(PROGRAMS, "two widths", (unchanged, dense, None, {"lengths": (12, 20)}))
+    assert num_heads(pair("two widths", bases)) == AHEAD + 1
 
 
 def test_control_a_loss_that_is_another_one_each_time_is_refused(bases: Bases) -> None:
@@ -147,20 +163,9 @@ def test_control_a_loss_that_is_another_one_each_time_is_refused(bases: Bases) -
         labels[:, next(calls) % 5] = -100
         return own_loss(model, {**batch, "labels": labels})
 
-    model = poros.prepare(bases.build("qwen2").train(), **POLICY)
+    model = poros.prepare(dense(bases), **POLICY)
     with pytest.raises(RematerializationError, match="same hidden states and labels"):
         train(model, loss=loss)
     with torch.no_grad():
         tokens = torch.arange(9)[None]
         model(input_ids=tokens, labels=tokens)
-
-
-def test_evaluation_between_reads_for_itself(bases: Bases) -> None:
-    def between(model: Model, step: int) -> None:
-        with torch.no_grad():
-            tokens = torch.arange(9)[None]
-            model.eval()(input_ids=tokens, labels=tokens)
-        model.train()
-
-    model = pair(lambda: bases.build("qwen2").train(), between=between)
-    assert num_heads(model) == SIZE + (NUM_GROUPS - 1) + NUM_GROUPS

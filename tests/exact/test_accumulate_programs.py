@@ -1,73 +1,41 @@
-"""What code of the user does besides: equal bits, together or not, or a typed error.
+"""What the code of a loss does besides: equal bits, grouped or not, or a typed error.
 
 Each program runs resident, one micro-batch after the other, and prepared, in groups.
 """
 
+import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
-import poros
 from poros.accumulation import loop
 from poros.accumulation.cuts import Cut
 from poros.accumulation.gradients import Watch
 from poros.accumulation.names import Names
-from poros.errors import PorosError, RematerializationError, UnsupportedModelError
+from poros.errors import UnsupportedModelError
+from tests.exact import subjects as S
 from tests.exact.arms import Bases
 from tests.exact.together import (
     Batch,
+    Control,
     Loss,
-    Rows,
+    Program,
     build,
+    ends,
     layers,
-    num_groups,
+    of,
     own_loss,
-    reasons,
-    same,
-    train,
+    program,
     trained,
 )
-from tests.support import prepare_plain
 
 Model = Any
-End = str | type[PorosError] | None
-"""Why they run one after the other, a typed error, or None: together."""
-SIZES = (4, 3, 4)
-
-
-class Program(NamedTuple):
-    make: Callable[[Model], Loss]
-    """Of the model before it is prepared."""
-    end: End = None
-    form: Callable[[Batch], Any] = lambda batch: batch
-
-
-def ends(run: Callable[[Model, bool], list[torch.Tensor]], bases: Bases, end: End) -> bool:
-    """Whether a run together ends in this way."""
-    expected = run(build(bases), False)
-    model = build(bases)
-    if isinstance(end, type):
-        with pytest.raises(end):
-            run(model, True)
-        return True
-    found = run(model, True)
-    is_said = reasons(model) == [] if end is None else any(end in each for each in reasons(model))
-    return same(found, expected) and is_said and (end is not None or num_groups(model) >= 3)
-
-
-def run_loop(program: Program, model: Model, together: bool) -> list[torch.Tensor]:
-    loss = program.make(model)
-    if together:
-        prepare_plain(model, slots=2)
-    return train(model, together, loss=loss, sizes=SIZES, form=program.form)
-
 
 # Batches of all forms, which the loss edits.
 
@@ -89,16 +57,7 @@ def masking(model: Model, tokens: torch.Tensor, labels: torch.Tensor) -> torch.T
     return own_loss(model, {"input_ids": tokens, "labels": labels})
 
 
-def of_batch(loss: Loss) -> Callable[[Model], Loss]:
-    return lambda model: loss
-
-
-EDITS = of_batch(lambda model, batch: masking(model, batch.input_ids, batch.labels))
-EDITS_PAIR = of_batch(lambda model, batch: masking(model, *batch))
-
-
-def nested(batch: Batch) -> Any:
-    return {"model": {"input_ids": batch["input_ids"]}, "targets": [batch["labels"].clone()]}
+EDITS = of(lambda model, batch: masking(model, batch.input_ids, batch.labels))
 
 
 def popping(model: Model, batch: Any) -> torch.Tensor:
@@ -133,24 +92,37 @@ def apart(batch: Batch) -> dict[str, torch.Tensor]:
     return {key: each.clone() for key, each in batch.items()}
 
 
+def taking_out(model: Model, batch: Batch) -> torch.Tensor:
+    labels = batch.pop("labels")
+    return own_loss(model, {**batch, "labels": labels})
+
+
+def editing(model: Model, batch: Batch) -> torch.Tensor:
+    batch["input_ids"].add_(1)
+    return own_loss(model, batch)
+
+
 FORMS = {
-    "tuple": Program(EDITS_PAIR, None, lambda batch: tuple(apart(batch).values())),
-    "named tuple": Program(EDITS, None, lambda batch: Pair(**apart(batch))),
-    "data class": Program(EDITS, None, lambda batch: Sample(**apart(batch))),
-    "object": Program(EDITS, None, lambda batch: SimpleNamespace(**apart(batch))),
-    "nested": Program(of_batch(popping), None, nested),
-    "a view": Program(of_batch(editing_a_view), None, viewed),
-    "a state": Program(
-        of_batch(by_number), None, lambda batch: {**batch, "state": SimpleNamespace(calls=0)}
+    "tuple": program(
+        of(lambda model, batch: masking(model, *batch)), form=lambda b: tuple(apart(b).values())
     ),
-    "an iterator": Program(
-        of_batch(taking_the_next), None, lambda batch: {**batch, "rows": iter(rows_of(batch))}
+    "named tuple": program(EDITS, form=lambda batch: Pair(**apart(batch))),
+    "data class": program(EDITS, form=lambda batch: Sample(**apart(batch))),
+    "object": program(EDITS, form=lambda batch: SimpleNamespace(**apart(batch))),
+    "nested": program(
+        of(popping),
+        form=lambda b: {"model": {"input_ids": b["input_ids"]}, "targets": [b["labels"].clone()]},
     ),
-    "a generator": Program(
-        of_batch(taking_the_next),
+    "a view": program(of(editing_a_view), form=viewed),
+    "a state": program(of(by_number), form=lambda b: {**b, "state": SimpleNamespace(calls=0)}),
+    "an iterator": program(of(taking_the_next), form=lambda b: {**b, "rows": iter(rows_of(b))}),
+    "a generator": program(
+        of(taking_the_next),
         "cannot be copied",
-        lambda batch: {**batch, "rows": (each for each in rows_of(batch))},
+        form=lambda b: {**b, "rows": (each for each in rows_of(b))},
     ),
+    "taken apart": program(of(taking_out)),
+    "edited": program(of(editing)),
 }
 
 
@@ -240,22 +212,57 @@ def on_model(kind: Any, change: Callable[[Any], Any]) -> Program:
 
         return loss
 
-    return Program(make, "changes the model")
+    return program(make, "changes the model")
 
 
+def of_python(model: Model, batch: Batch) -> torch.Tensor:
+    return masked(model, batch, random.randrange(1, 4))
+
+
+def of_numpy(model: Model, batch: Batch) -> torch.Tensor:
+    tokens = batch["input_ids"].clone()
+    tokens[:, np.random.randint(0, 4)] = 3
+    return own_loss(model, {**batch, "input_ids": tokens})
+
+
+def next_batch(model: Model) -> Loss:
+    drawn = torch.Generator().manual_seed(9)
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        tokens = torch.randint(4, 100, (2, 9), generator=drawn)
+        return own_loss(model, {"input_ids": tokens, "labels": tokens})
+
+    return loss
+
+
+def once(model: Model) -> Loss:
+    """Does not call the model again."""
+    calls = itertools.count(1)
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        return own_loss(model, batch) if next(calls) < 4 else torch.zeros((), requires_grad=True)
+
+    return loss
+
+
+SAME_VALUES = UnsupportedModelError, "same values"
 STATES = {
-    "variable": Program(variable),
-    "list": Program(listed),
-    "global": Program(total),
-    "object": Program(lambda model: Counting()),
-    "toggle": Program(lambda model: Counting().toggled),
-    "last loss": Program(lambda model: Counting().scaled),
-    "tokens by number": Program(lambda model: Counting().tokens),
-    "tokens by number, late": Program(lambda model: Counting().late_tokens, UnsupportedModelError),
+    "variable": program(variable),
+    "list": program(listed),
+    "global": program(total),
+    "object": program(lambda model: Counting()),
+    "toggle": program(lambda model: Counting().toggled),
+    "last loss": program(lambda model: Counting().scaled),
+    "tokens by number": program(lambda model: Counting().tokens),
+    "tokens by number, late": program(lambda model: Counting().late_tokens, SAME_VALUES),
     "number of the model": on_model(int, lambda value: value + 1),
     "toggle of the model": on_model(bool, lambda value: not value),
     "text of the model": on_model(str, lambda value: value + "x"),
     "list of the model": on_model(list, lambda value: value.append(1) or value),
+    "random numbers of Python": program(of(of_python)),
+    "random numbers of NumPy": program(of(of_numpy)),
+    "batches of its own": program(next_batch, SAME_VALUES),
+    "one call of the model": program(once, (UnsupportedModelError, "as it did before")),
 }
 
 
@@ -287,10 +294,6 @@ def add_noise(model: Model) -> None:
             each.grad += 1e-3 * torch.randn_like(each)
 
 
-def drop(model: Model) -> None:
-    model.zero_grad()
-
-
 def put(model: Model) -> None:
     for each in trained(model)[:3]:
         each.grad = torch.full_like(each, 0.01)
@@ -308,7 +311,7 @@ def then(act: Callable[[Model], None], has_backward: bool = False) -> Callable[[
         act(model)
         return torch.zeros((), requires_grad=True) if has_backward else found
 
-    return lambda model: loss
+    return of(loss)
 
 
 def taking(model: Model, batch: Batch) -> torch.Tensor:
@@ -322,63 +325,90 @@ def backward_into(model: Model, batch: Batch) -> torch.Tensor:
     return torch.zeros((), requires_grad=True)
 
 
+def backward_twice(model: Model, batch: Batch) -> torch.Tensor:
+    output = model(**batch, use_cache=False)
+    output.logits.square().mean().backward(retain_graph=True)
+    loss: torch.Tensor = output.loss
+    return loss
+
+
+def put_before(model: Model, number: int) -> None:
+    for each in trained(model):
+        each.grad = torch.full_like(each, 0.1)
+
+
+def halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def hooked(model: Model) -> None:
+    trained(model)[0].register_hook(lambda gradient: gradient * 0.5)
+    trained(model)[1].register_post_accumulate_grad_hook(halve)
+
+
 WHILE = "gradients are used while"
 GRADIENTS = {
-    "read": Program(of_batch(reading), WHILE),
-    "read before": Program(of_batch(reading_before), "gradients are used before"),
-    "clamped": Program(then(clamp), WHILE),
-    "dropped": Program(then(drop), WHILE),
-    "set": Program(then(put), WHILE),
-    "clamped behind its backward": Program(then(clamp, True)),
-    "noise behind its backward": Program(then(add_noise, True)),
-    "a step behind its backward": Program(then(step, True), "between micro-batches"),
-    "taken by autograd.grad": Program(of_batch(taking), "takes gradients"),
-    "backward into some": Program(of_batch(backward_into), "takes gradients"),
+    "read": program(of(reading), WHILE),
+    "read before": program(of(reading_before), "gradients are used before"),
+    "clamped": program(then(clamp), WHILE),
+    "dropped": program(then(torch.nn.Module.zero_grad), WHILE),
+    "set": program(then(put), WHILE),
+    "clamped behind its backward": program(then(clamp, True)),
+    "noise behind its backward": program(then(add_noise, True)),
+    "a step behind its backward": program(then(step, True), "between micro-batches"),
+    "taken by autograd.grad": program(of(taking), "takes gradients"),
+    "backward into some": program(of(backward_into), "takes gradients"),
+    "two backwards": program(of(backward_twice), (UnsupportedModelError, "second one through")),
+    "there before": program(between=put_before),
+    "hooks on adapters": program(hooked, "hooks on parameters"),
 }
 
 
-# What is known to go one after the other.
+# What else the loss computes, and in what.
 
 
-class Noise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient + 1e-3 * torch.randn_like(gradient)
+def two_forwards(model: Model, batch: Batch) -> torch.Tensor:
+    return own_loss(model, batch) + own_loss(model, batch)
 
 
-def noisy_layers(model: Model) -> Loss:
-    kind = type(layers(model)[0].mlp)
-
-    class Noisy(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = Noise.apply(super().forward(hidden))
-            return found
-
-    for layer in layers(model):
-        layer.mlp.__class__ = Noisy
-    return own_loss
+def catching(model: Model, batch: Batch) -> torch.Tensor:
+    loss = own_loss(model, batch)
+    try:
+        return loss + own_loss(model, batch)
+    except:  # noqa: E722
+        return loss
 
 
-def noisy_norm(model: Model) -> Loss:
-    model.get_base_model().model.norm.register_forward_hook(
-        lambda module, args, output: Noise.apply(output)
-    )
-    return own_loss
+def hidden_states(model: Model, batch: Batch) -> torch.Tensor:
+    output = model(**batch, use_cache=False, output_hidden_states=True)
+    loss: torch.Tensor = output.loss + output.hidden_states[1].float().square().mean()
+    return loss
 
 
-def tied(model: Model) -> Loss:
-    first, second = (layer.self_attn.q_proj.lora_A for layer in layers(model)[:2])
-    second.default.weight = first.default.weight
-    return own_loss
+def the_last_ones(model: Model, batch: Batch) -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+    norm = model.get_base_model().model.norm
+    handle = norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    try:
+        return own_loss(model, batch) + 0.1 * sum(each.float().square().mean() for each in kept)
+    finally:
+        handle.remove()
 
 
-def hooked(model: Model) -> Loss:
-    trained(model)[0].register_hook(lambda gradient: gradient * 0.5)
-    return own_loss
+def packed(model: Model, batch: Batch) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each):
+        return own_loss(model, batch)
+
+
+def penalty(model: Model) -> torch.Tensor:
+    """On adapters themselves: seen when the loss has been computed."""
+    found: torch.Tensor = sum(each.square().sum() for each in trained(model))  # type: ignore[assignment]
+    return 0.1 * found
+
+
+def penalized(loss: Loss) -> Callable[[Model], Loss]:
+    """What has to begin anew finds its batch as it was."""
+    return of(lambda model, batch: loss(model, batch) + penalty(model))
 
 
 def cast_outside(model: Model, batch: Batch) -> torch.Tensor:
@@ -390,172 +420,114 @@ def cast_outside(model: Model, batch: Batch) -> torch.Tensor:
         return found + torch.nn.functional.linear(ones, weight).float().square().sum()
 
 
-ALONE = {
-    "draws in the backwards of layers": Program(noisy_layers, RematerializationError),
-    "draws in the backward of the norm": Program(noisy_norm),
-    "tied adapters": Program(tied, "several places"),
-    "hooks on adapters": Program(hooked, "hooks on parameters"),
-    "a cast outside the layers": Program(of_batch(cast_outside), "uses parameters of layers"),
+def in_evaluation_mode(model: Model, batch: Batch) -> torch.Tensor:
+    model.eval()
+    try:
+        return own_loss(model, batch)
+    finally:
+        model.train()
+
+
+def setting(model: Model, batch: Batch) -> torch.Tensor:
+    is_odd = batch["input_ids"].shape[1] % 2
+    torch.use_deterministic_algorithms(bool(is_odd))
+    return own_loss(model, batch)
+
+
+def scaling(model: Model, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        for each in trained(model):
+            each.mul_(0.9)
+    return own_loss(model, batch)
+
+
+def reference(is_first: bool) -> Callable[[Model], Loss]:
+    """PEFT has all of an adapter trained behind it."""
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        output = None if is_first else model(**batch, use_cache=False)
+        with torch.no_grad(), model.disable_adapter():
+            expected = model(**batch, use_cache=False).logits.float()
+        output = output or model(**batch, use_cache=False)
+        found: torch.Tensor = output.loss + (output.logits.float() - expected).square().mean()
+        return found
+
+    return of(loss)
+
+
+def frozen_again(model: Model, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name and "layers.1." not in name)
+
+
+def in_autocast(model: Model, batch: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return own_loss(model, batch)
+
+
+def with_gradients(model: Model, batch: Batch) -> torch.Tensor:
+    with torch.enable_grad():
+        return own_loss(model, batch)
+
+
+ITSELF = "uses parameters of layers"
+TRAINS = "which parameters are trained"
+LOSSES = {
+    "two forwards": program(of(two_forwards), "more than once"),
+    "errors that are caught": program(of(catching), "more than once"),
+    "hidden states": program(of(hidden_states), "recorded"),
+    "the last hidden states": program(of(the_last_ones)),
+    "saved tensors that are packed": program(of(packed), "packs saved tensors"),
+    "a penalty on adapters": program(penalized(own_loss), ITSELF),
+    "a penalty, edited": program(penalized(editing), ITSELF),
+    "a penalty, taken apart": program(penalized(taking_out), ITSELF),
+    "a penalty of AdaLoRA": program(end=ITSELF, base=lambda b: build(b, adapter="adalora")),
+    "a cast outside the layers": program(of(cast_outside), ITSELF),
+    "evaluation mode while it runs": program(of(in_evaluation_mode), "changes while it runs"),
+    "settings that change": program(of(setting), "changes settings"),
+    "edited adapters": program(of(scaling), (UnsupportedModelError, "edits them in place")),
+    "a reference before": program(reference(True), TRAINS, base=S.partly_frozen),
+    "a reference behind": program(reference(False), base=S.partly_frozen),
+    "a reference before, frozen again": program(
+        reference(True), TRAINS, base=S.partly_frozen, between=frozen_again
+    ),
+    "a reference behind, frozen again": program(
+        reference(False), base=S.partly_frozen, between=frozen_again
+    ),
+    "autocast": program(of(in_autocast), base=lambda bases: build(bases)),
+    "autocast, float32": program(
+        of(in_autocast), base=lambda bases: build(bases, dtype=torch.float32)
+    ),
+    "gradients disabled around": program(
+        of(with_gradients), "gradients are disabled", around=torch.no_grad
+    ),
 }
-PROGRAMS = {**FORMS, **STATES, **GRADIENTS, **ALONE}
+PROGRAMS = {**FORMS, **STATES, **GRADIENTS, **LOSSES}
 
 
 @pytest.mark.parametrize("which", PROGRAMS)
 def test_programs(which: str, bases: Bases) -> None:
-    program = PROGRAMS[which]
-    assert ends(partial(run_loop, program), bases, program.end)
+    try:
+        assert ends(PROGRAMS[which], bases)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
-CONTROLS: dict[str, tuple[Any, str, Any, str]] = {
-    "batches that are not copied": (loop, "copy_of", lambda batch: batch, "data class"),
-    "names that stay": (Names, "put_back", Names.keep, "variable"),
-    "gradients that nobody watches": (Watch, "begin", lambda self: None, "read"),
-    "edges that are not there": (
+CONTROLS = {
+    "batches that are not copied": Control(
+        loop, "copy_of", lambda batch: batch, FORMS["data class"]
+    ),
+    "names that stay": Control(Names, "put_back", Names.keep, STATES["variable"]),
+    "gradients that nobody watches": Control(Watch, "begin", lambda self: None, GRADIENTS["read"]),
+    "edges that are not there": Control(
         Cut,
         "take",
         lambda self, trained=(), genuine=Cut.take: genuine(self),
-        "taken by autograd.grad",
+        GRADIENTS["taken by autograd.grad"],
     ),
 }
 
 
 @pytest.mark.parametrize("which", CONTROLS)
 def test_controls(which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, instead, program = CONTROLS[which]
-    monkeypatch.setattr(owner, name, instead)
-    assert not ends(partial(run_loop, PROGRAMS[program]), bases, PROGRAMS[program].end)
-
-
-# Trainers, and what acts between their micro-batches.
-
-
-def scale_weights(model: Model) -> None:
-    with torch.no_grad():
-        for each in trained(model):
-            each.mul_(0.99)
-
-
-def freeze(model: Model) -> None:
-    for each in trained(model)[:2]:
-        each.requires_grad_(False)
-
-
-def evaluate(model: Model) -> None:
-    model.eval()
-
-
-def settings(model: Model) -> None:
-    torch.use_deterministic_algorithms(True)
-
-
-def behind(act: Callable[[Model], None]) -> Any:
-    """A class with a ``training_step`` of its own, behind the mixin."""
-
-    def make(mixins: tuple[type, ...]) -> type[Trainer]:
-        class Own(Trainer):  # type: ignore[misc]
-            def training_step(self, model: Model, *args: Any, **options: Any) -> Any:
-                found = super().training_step(model, *args, **options)
-                act(model)
-                return found
-
-        return type("Behind", (*mixins, Own), {})
-
-    return make
-
-
-def before(act: Callable[[Model], None]) -> Any:
-    def make(mixins: tuple[type, ...]) -> type[Trainer]:
-        class Own(*mixins, Trainer):  # type: ignore[misc]
-            def training_step(self, model: Model, *args: Any, **options: Any) -> Any:
-                found = super().training_step(model, *args, **options)
-                act(model)
-                return found
-
-        return Own
-
-    return make
-
-
-def called_back(act: Callable[[Model], None]) -> Any:
-    class Acts(TrainerCallback):  # type: ignore[misc]
-        def on_substep_end(self, *args: Any, model: Model, **options: Any) -> None:
-            act(model)
-
-    def make(mixins: tuple[type, ...]) -> type[Trainer]:
-        class Own(*mixins, Trainer):  # type: ignore[misc]
-            def __init__(self, **options: Any) -> None:
-                super().__init__(**options, callbacks=[Acts()])
-
-        return Own
-
-    return make
-
-
-def with_loss(change: Callable[[Any, Batch], object]) -> Any:
-    def make(mixins: tuple[type, ...]) -> type[Trainer]:
-        class Own(*mixins, Trainer):  # type: ignore[misc]
-            calls, text = 0, ""
-
-            def compute_loss(self, model: Model, inputs: Batch, *args: Any, **options: Any) -> Any:
-                change(self, inputs)
-                return super().compute_loss(model, inputs, *args, **options)
-
-        return Own
-
-    return make
-
-
-def count(trainer: Any, inputs: Batch) -> None:
-    trainer.calls += 1
-    inputs["labels"][:, : trainer.calls % 5] = -100
-
-
-def write(trainer: Any, inputs: Batch) -> None:
-    trainer.text += "x"
-    inputs["labels"][:, : len(trainer.text) % 5] = -100
-
-
-TRAINERS: dict[str, tuple[Any, End]] = {
-    "clamps, behind": (behind(clamp), None),
-    "clamps, before": (before(clamp), None),
-    "clamps, called back": (called_back(clamp), None),
-    "noise, behind": (behind(add_noise), None),
-    "noise, before": (before(add_noise), "drawn between"),
-    "drops, called back": (called_back(drop), None),
-    "steps, behind": (behind(step), "edited, frozen"),
-    "weights, called back": (called_back(scale_weights), RematerializationError),
-    "freezes, called back": (called_back(freeze), "edited, frozen"),
-    "evaluation mode, called back": (called_back(evaluate), None),
-    "settings, called back": (called_back(settings), "settings are others"),
-    "counts": (with_loss(count), None),
-    "writes": (with_loss(write), None),
-}
-
-
-@pytest.mark.parametrize("which", TRAINERS)
-def test_trainers(which: str, bases: Bases, tmp_path: Path) -> None:
-    make, end = TRAINERS[which]
-
-    def run(model: Model, together: bool) -> list[torch.Tensor]:
-        if together:
-            prepare_plain(model, slots=2)
-        adapters = trained(model)
-        args = TrainingArguments(
-            str(tmp_path / str(together)),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=3,
-            learning_rate=1e-2,
-            use_cpu=True,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
-        kind = make((poros.BlockMajorMixin,) if together else ())
-        try:
-            kind(model=model, args=args, train_dataset=Rows()).train()
-        finally:
-            torch.use_deterministic_algorithms(False)
-        return [each.detach().clone() for each in adapters]
-
-    assert ends(run, bases, end)
+    assert CONTROLS[which].is_seen(bases, monkeypatch)

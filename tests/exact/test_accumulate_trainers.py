@@ -1,5 +1,7 @@
-"""Trainers whose micro-batches go through the blocks together: the logs and bits of the plain."""
+"""Trainers whose micro-batches are grouped: the logs and bits of the plain ones."""
 
+import itertools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,160 +12,253 @@ from transformers import Trainer, TrainerCallback
 
 import poros
 import poros.accumulation.trainer as block_major
-from poros.gates.reference import Trajectory, compare_trajectories
+from poros.errors import RematerializationError
+from poros.gates.reference import compare_trajectories
+from poros.gates.trainer_parity import trainer_arguments
 from poros.head.logits import LazyLogits
-from tests.exact.trainer_arms import FULL, NUM_STEPS, RESUME_AT, Arms
+from tests.exact.arms import Bases
+from tests.exact.together import Batch, Rows, dense, ends_so, num_groups, reasons, trained
+from tests.exact.trainer_arms import FULL, Arms
 from tests.exact.trl_arms import PREFERENCES, TEXTS, trl
 from tests.exact.trl_arms import Arms as TrlArms
 from tests.support import prepare_plain, same_bits
 
+Model = Any
+Kind = Callable[[tuple[type, ...]], type[Trainer]]
 TWO_SLOTS = partial(prepare_plain, slots=2)
+NUM_STEPS = 4
+"""With four micro-batches each an epoch is three steps of them."""
+SHORT: dict[str, Any] = {**FULL, "max_steps": NUM_STEPS, "gradient_accumulation_steps": 4}
 
 
-def num_groups(model: Any) -> int:
-    found: int = poros.runtime(model).stats()["num_groups"]
-    return found
+# Trainers that act between or within their micro-batches, as classes behind some mixins.
 
 
-def alone(model: Any) -> list[str]:
-    lines = poros.runtime(model).stats()["fallbacks"]
-    return [line for line in lines if line.startswith("micro-batches")]
+def stepping(act: Callable[[Model], object], is_behind: bool = False) -> Kind:
+    """With a ``training_step`` of its own, before or behind the mixin."""
+
+    def make(mixins: tuple[type, ...]) -> type[Trainer]:
+        class Own(*(() if is_behind else mixins), Trainer):  # type: ignore[misc]
+            def training_step(self, model: Model, *args: Any, **options: Any) -> Any:
+                found = super().training_step(model, *args, **options)
+                act(model)
+                return found
+
+        return type("Behind", (*mixins, Own), {}) if is_behind else Own
+
+    return make
 
 
-def pair(arms: Arms, **options: Any) -> tuple[Trajectory, Trajectory]:
-    expected = arms.run("resident", **options)
-    found = arms.run("together", TWO_SLOTS, trainer_class=poros.PorosTrainer, **options)
-    return expected, found
+def called_back(act: Callable[..., object]) -> Kind:
+    class Acts(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.calls = itertools.count(1)
 
+        def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+            act(given["model"])
+            control.should_epoch_stop = act is leave and next(self.calls) % 6 == 3
+            return control
+
+    def make(mixins: tuple[type, ...]) -> type[Trainer]:
+        class Own(*mixins, Trainer):  # type: ignore[misc]
+            def __init__(self, **options: Any) -> None:
+                super().__init__(**options, callbacks=[Acts()])
+
+        return Own
+
+    return make
+
+
+def with_loss(change: Callable[[Any, Batch], object], loss: Any = lambda *_: 0.0) -> Kind:
+    def make(mixins: tuple[type, ...]) -> type[Trainer]:
+        class Own(*mixins, Trainer):  # type: ignore[misc]
+            calls, text = 0, ""
+
+            def compute_loss(self, model: Model, inputs: Batch, *args: Any, **options: Any) -> Any:
+                change(self, inputs)
+                found = super().compute_loss(model, inputs, *args, **options)
+                return found + loss(self, model)
+
+        return Own
+
+    return make
+
+
+def clamp(model: Model) -> None:
+    for each in trained(model):
+        if each.grad is not None:
+            each.grad.clamp_(-1e-3, 1e-3)
+
+
+def add_noise(model: Model) -> None:
+    for each in trained(model):
+        if each.grad is not None:
+            each.grad += 1e-3 * torch.randn_like(each)
+
+
+def step(model: Model) -> None:
+    torch.optim.SGD(trained(model), lr=1e-3).step()
+
+
+def scale_weights(model: Model) -> None:
+    with torch.no_grad():
+        for each in trained(model):
+            each.mul_(0.99)
+
+
+def freeze(model: Model) -> None:
+    for each in trained(model)[:2]:
+        each.requires_grad_(False)
+
+
+def settings(model: Model) -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+def leave(model: Model) -> None:
+    """Ends the first epoch within a step."""
+
+
+def count(trainer: Any, inputs: Batch) -> None:
+    trainer.calls += 1
+    inputs["labels"][:, : trainer.calls % 5] = -100
+
+
+def write(trainer: Any, inputs: Batch) -> None:
+    trainer.text += "x"
+    inputs["labels"][:, : len(trainer.text) % 5] = -100
+
+
+def edit(trainer: Any, inputs: Batch) -> None:
+    inputs["input_ids"].add_(1)
+
+
+def late_penalty(trainer: Any, model: Model) -> Any:
+    return sum(each.square().sum() for each in trained(model)) if trainer.state.global_step else 0.0
+
+
+TRAINERS: dict[str, tuple[Kind, Any]] = {
+    "clamps, behind": (stepping(clamp, is_behind=True), None),
+    "clamps, before": (stepping(clamp), None),
+    "clamps, called back": (called_back(clamp), None),
+    "noise, behind": (stepping(add_noise, is_behind=True), None),
+    "noise, before": (stepping(add_noise), "drawn between"),
+    "drops, called back": (called_back(torch.nn.Module.zero_grad), None),
+    "steps, behind": (stepping(step, is_behind=True), "edited, frozen"),
+    "weights, called back": (called_back(scale_weights), (RematerializationError, "")),
+    "freezes, called back": (called_back(freeze), "edited, frozen"),
+    "evaluation mode, called back": (called_back(torch.nn.Module.eval), None),
+    "settings, called back": (called_back(settings), "settings are others"),
+    "leaves within a step": (called_back(leave), None),
+    "counts": (with_loss(count), None),
+    "writes": (with_loss(write), None),
+    "edits, and a penalty later": (with_loss(edit, late_penalty), "uses parameters of layers"),
+}
+
+
+@pytest.mark.parametrize("which", TRAINERS)
+def test_trainers_that_act(which: str, bases: Bases, tmp_path: Path) -> None:
+    make, end = TRAINERS[which]
+    model = TWO_SLOTS(dense(bases))
+
+    def run(model: Model, is_grouped: bool) -> list[torch.Tensor]:
+        adapters = trained(model)
+        args = trainer_arguments(
+            *(tmp_path,),
+            **{"max_steps": 3, "gradient_accumulation_steps": 3, "learning_rate": 1e-2},
+        )
+        kind = make((poros.BlockMajorMixin,) if is_grouped else ())
+        try:
+            kind(model=model, args=args, train_dataset=Rows()).train()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return [each.detach().clone() for each in adapters]
+
+    assert ends_so(model, partial(run, model, True), end, lambda: run(dense(bases), False))
+
+
+# The trainer as it is, with its logs and checkpoints.
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "two": {},
+    "float32": {"bf16": False, "gradient_accumulation_steps": 2},
     # The epoch of 12 batches of 2 rows ends with a group of two.
     "five, the last incomplete": {"gradient_accumulation_steps": 5},
     "one": {"gradient_accumulation_steps": 1},
-    "clipped": {"gradient_accumulation_steps": 4, "max_grad_norm": 0.1},
-    "labels smoothed": {"gradient_accumulation_steps": 4, "label_smoothing_factor": 0.1},
-    "logged each step": {"gradient_accumulation_steps": 4, "logging_steps": 1},
+    "clipped, logged each step": {"max_grad_norm": 0.1, "logging_steps": 1},
+    "labels smoothed": {"label_smoothing_factor": 0.1},
     # Its weights are others in an evaluation, and edited as the next step begins.
-    "schedule-free": {"gradient_accumulation_steps": 4, "optim": "schedule_free_adamw"},
+    "schedule-free": {"optim": "schedule_free_adamw"},
 }
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_the_trainer(options: str, bf16: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", OPTIONS)
+def test_the_trainer(which: str, tmp_path: Path) -> None:
     arms = Arms.make(tmp_path, torch.float32)
-    expected, found = pair(arms, **{**FULL, "bf16": bf16, **OPTIONS[options]})
-    assert compare_trajectories(expected, found) == []
-    assert arms.log_history("together") == arms.log_history("resident")
-    assert alone(arms.model) == []
-    size = OPTIONS[options].get("gradient_accumulation_steps", 2)
-    assert (num_groups(arms.model) >= NUM_STEPS - 1) == (size > 1)
-
-
-REGULARIZED: dict[str, dict[str, Any]] = {
-    "smoothed": {"label_smoothing_factor": 0.1},
-    "z-loss": {},
-    "both": {"label_smoothing_factor": 0.1},
-}
-
-
-def with_z_loss(base: type[Trainer]) -> type[Trainer]:
-    class WithZLoss(base):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, z_loss=0.01, **kwargs)
-
-    return WithZLoss
-
-
-@pytest.mark.parametrize("kind", REGULARIZED)
-def test_smoothing_and_z_loss_in_slices(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Together, one after the other and from the host: one result; and nobody reads logits."""
-    trainer = poros.PorosTrainer if kind == "smoothed" else with_z_loss(poros.PorosTrainer)
-    options: Any = {**FULL, "gradient_accumulation_steps": 4, **REGULARIZED[kind]}
-    arms = Arms.make(tmp_path, torch.float32)
-    whole = arms.run("whole", TWO_SLOTS, trainer_class=trainer, **options)
-
-    def refuse(self: LazyLogits) -> torch.Tensor:
-        raise RuntimeError("expected nobody to read logits")
-
-    sliced: Any = {"loss": "chunked", "adapter_kernels": "exact"}
-    monkeypatch.setattr(LazyLogits, "computed", refuse)
-    found = arms.run(
-        "together", partial(poros.prepare, slots=2, **sliced), trainer_class=trainer, **options
-    )
-    assert num_groups(arms.model) >= NUM_STEPS - 1 and alone(arms.model) == []
-    host = partial(poros.prepare, slots=2, stream_head=True, **sliced)
-    for name, prepare, group in (("host", host, True), ("alone", host, False)):
-        with monkeypatch.context() as patch:
-            if not group:
-                patch.setattr(block_major, "begin_group", lambda *given: None)
-            other = arms.run(name, prepare, trainer_class=trainer, **options)
-        assert (num_groups(arms.model) > 0) == group
-        assert compare_trajectories(found, other) == []
-        assert arms.log_history(name) == arms.log_history("together")
-    # Before the first step the weights are the same: whole logits are rounded to bfloat16.
-    first, near = (arms.log_history(name)[0]["loss"] for name in ("together", "whole"))
-    assert first == pytest.approx(near, rel=2**-8)
-    assert compare_trajectories(whole, found) != []
-
-
-def test_z_loss_out_of_range(tmp_path: Path) -> None:
-    with pytest.raises(poros.PolicyError, match="z_loss"):
-        poros.PorosTrainer(z_loss=-1.0)
-
-
-def test_resuming(tmp_path: Path) -> None:
-    arms = Arms.make(tmp_path, torch.float32)
-    options: Any = {**FULL, "gradient_accumulation_steps": 4}
-    expected, found = pair(arms, **options)
-    assert compare_trajectories(expected, found) == []
+    options = {**SHORT, **OPTIONS[which]}
+    expected = arms.run("resident", **options)
+    found = arms.run("grouped", TWO_SLOTS, trainer_class=poros.PorosTrainer, **options)
+    logs = [arms.log_history(name, NUM_STEPS) for name in ("resident", "grouped")]
+    assert compare_trajectories(expected, found) == [] and logs[0] == logs[1]
+    is_grouped = options["gradient_accumulation_steps"] > 1
+    assert num_groups(arms.model) == is_grouped * NUM_STEPS and reasons(arms.model) == []
+    if which != "labels smoothed":
+        return
+    checkpoint = arms.checkpoint("grouped", 2)
     resumed = arms.run(
-        "resumed",
-        TWO_SLOTS,
-        arms.checkpoint("together", RESUME_AT),
-        trainer_class=poros.PorosTrainer,
-        **options,
+        "resumed", TWO_SLOTS, checkpoint, trainer_class=poros.PorosTrainer, **options
     )
-    assert num_groups(arms.model) == NUM_STEPS - RESUME_AT
-    assert arms.log_history("resumed") == arms.log_history("resident")
+    assert num_groups(arms.model) == NUM_STEPS - 2
+    assert arms.log_history("resumed", NUM_STEPS) == logs[0]
     for name, weight in expected.steps[-1].weights.items():
         assert same_bits(weight, resumed.steps[-1].weights[name]), name
 
 
 def test_a_model_that_is_not_prepared(tmp_path: Path) -> None:
     arms = Arms.make(tmp_path, torch.float32)
-    expected = arms.run("resident")
-    found = arms.run("plain", trainer_class=poros.PorosTrainer)
+    expected = arms.run("resident", max_steps=2)
+    found = arms.run("plain", trainer_class=poros.PorosTrainer, max_steps=2)
     assert compare_trajectories(expected, found) == []
+    with pytest.raises(poros.PolicyError, match="z_loss"):
+        poros.PorosTrainer(z_loss=-1.0)
 
 
-class Leaves(TrainerCallback):  # type: ignore[misc]
-    """Ends the first epoch within a step."""
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        if state.global_step == 1:
-            control.should_epoch_stop = True
-        return control
+class WithZLoss(poros.PorosTrainer):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, z_loss=0.01, **kwargs)
 
 
-def test_an_epoch_that_ends_within_a_step(tmp_path: Path) -> None:
-    def leaving(base: type[Trainer]) -> type[Trainer]:
-        class Leaving(base):  # type: ignore[misc, valid-type]
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                self.add_callback(Leaves())
-
-        return Leaving
-
+@pytest.mark.parametrize(
+    "trainer, smoothing",
+    [(poros.PorosTrainer, 0.1), (WithZLoss, 0.0), (WithZLoss, 0.1)],
+    ids=["smoothed", "z-loss", "both"],
+)
+def test_smoothing_and_z_loss_in_slices(
+    trainer: type[Trainer], smoothing: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped, one after the other and from the host: one result; and nobody reads logits."""
+    options: Any = {**SHORT, "max_steps": 2, "label_smoothing_factor": smoothing}
+    options |= {"trainer_class": trainer, "gradient_accumulation_steps": 3}
     arms = Arms.make(tmp_path, torch.float32)
-    options: Any = {"gradient_accumulation_steps": 4, "max_steps": 4}
-    expected = arms.run("resident", trainer_class=leaving(Trainer), **options)
-    found = arms.run("left", TWO_SLOTS, trainer_class=leaving(poros.PorosTrainer), **options)
-    assert compare_trajectories(expected, found) == []
-    assert num_groups(arms.model) > 0 and alone(arms.model) == []
+    whole = arms.run("whole", TWO_SLOTS, **options)
+
+    def refuse(self: LazyLogits) -> torch.Tensor:
+        raise RuntimeError("expected nobody to read logits")
+
+    monkeypatch.setattr(LazyLogits, "computed", refuse)
+    sliced = partial(poros.prepare, slots=2, loss="chunked", adapter_kernels="exact")
+    found = arms.run("grouped", sliced, **options)
+    assert num_groups(arms.model) == 2 and reasons(arms.model) == []
+    host = partial(sliced, stream_head=True)
+    for name, begin in (("host", block_major.begin_group), ("alone", lambda *given: None)):
+        monkeypatch.setattr(block_major, "begin_group", begin)
+        other = arms.run(name, host, **options)
+        assert (num_groups(arms.model) > 0) == (name == "host")
+        assert compare_trajectories(found, other) == []
+        assert arms.log_history(name, 2) == arms.log_history("grouped", 2)
+    # Before the first step the weights are the same: whole logits are rounded to bfloat16.
+    first, near = (arms.log_history(name, 2)[0]["loss"] for name in ("grouped", "whole"))
+    assert first == pytest.approx(near, rel=2**-8)
+    assert compare_trajectories(whole, found) != []
 
 
 class Sft(poros.BlockMajorMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
@@ -174,40 +269,27 @@ class Dpo(poros.BlockMajorMixin, trl.DPOTrainer):  # type: ignore[misc, name-def
     pass
 
 
-TRL: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
-    "sft": (trl.SFTTrainer, Sft, trl.SFTConfig, TEXTS, {}),
-    "sft, packed": (
-        trl.SFTTrainer,
-        Sft,
-        trl.SFTConfig,
-        TEXTS,
-        {"packing": True, "max_length": 24, "gradient_accumulation_steps": 2},
-    ),
-    "sft, dft": (trl.SFTTrainer, Sft, trl.SFTConfig, TEXTS, {"loss_type": "dft"}),
-    "dpo": (trl.DPOTrainer, Dpo, trl.DPOConfig, PREFERENCES, {}),
+SFT, DPO = (trl.SFTTrainer, Sft, trl.SFTConfig, TEXTS), (trl.DPOTrainer, Dpo, trl.DPOConfig)
+ON_HOST = {"loss": "chunked", "stream_head": True}
+PACKED = {"packing": True, "max_length": 24, "gradient_accumulation_steps": 2}
+TRL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "sft": (SFT, ON_HOST, {}),
+    "sft, packed": (SFT, {}, PACKED),
+    "sft, dft": (SFT, ON_HOST, {"loss_type": "dft"}),
+    "dpo": ((*DPO, PREFERENCES), {}, {}),
+    "dpo, on the host": ((*DPO, PREFERENCES), ON_HOST, {}),
 }
 
 
-@pytest.mark.parametrize("policy", [{}, {"loss": "chunked", "stream_head": True}], ids=str)
-@pytest.mark.parametrize("kind", TRL)
-def test_trainers_of_trl(kind: str, policy: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", TRL)
+def test_trainers_of_trl(which: str, tmp_path: Path) -> None:
     """What they log is compared as well."""
-    plain, together, arguments, rows, options = TRL[kind]
+    (plain, grouped, arguments, rows), policy, options = TRL[which]
     options = {"gradient_accumulation_steps": 3, **options}
     expected = TrlArms(tmp_path, plain, arguments, rows).run(**options)
-    arms = TrlArms(tmp_path, together, arguments, rows)
-    found = arms.run(partial(prepare_plain, slots=2, **policy), **options)
+    arms = TrlArms(tmp_path, grouped, arguments, rows)
+    found = arms.run(partial(TWO_SLOTS, **policy), **options)
     assert [str(each) for each in compare_trajectories(expected, found)] == []
     # What DPO's reference pass draws is known behind the first micro-batch.
-    assert num_groups(arms.model) == (3 if kind == "dpo" else 2) and alone(arms.model) == []
+    assert num_groups(arms.model) == (3 if "dpo" in which else 2) and reasons(arms.model) == []
     assert any("line 0" in each.name for each in found.extras)
-
-
-def test_the_reference_pass_of_dpo_loads_blocks_for_itself(tmp_path: Path) -> None:
-    """The policy's passes load 2 (K - S) for a group of three; each reference pass its K - S."""
-    arms = TrlArms(tmp_path, Dpo, trl.DPOConfig, PREFERENCES)
-    arms.run(TWO_SLOTS, gradient_accumulation_steps=3)
-    together = poros.runtime(arms.model).stats()["num_loads"]
-    arms = TrlArms(tmp_path, trl.DPOTrainer, trl.DPOConfig, PREFERENCES)
-    arms.run(TWO_SLOTS, gradient_accumulation_steps=3)
-    assert together < poros.runtime(arms.model).stats()["num_loads"]

@@ -69,7 +69,8 @@ def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
     return resident
 
 
-TOGETHER = ("together", "together, trainer")
+TOGETHER = [each for each in CELLS if each.startswith(("together", "taken"))]
+"""Grouped; or one after the other, where gradients are taken or exchanged in between."""
 
 
 @pytest.fixture(scope="module")

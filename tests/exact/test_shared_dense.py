@@ -89,8 +89,8 @@ def test_without_it_each_micro_batch_makes_them(bases: Bases, monkeypatch: Patch
     counted = Counted(monkeypatch)
     train(on_tapes(build(bases), slots=2), sizes=SIZES)
     assert counted.num_shared == 0
-    # At least for one product of each layer and micro-batch, whose gradient is ours on a CPU too.
-    assert counted.num_single >= 12 * NUM_LAYERS
+    # In what is recorded at least, whose gradient is ours on a CPU too.
+    assert counted.num_single >= 4 * NUM_LAYERS
 
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -1,24 +1,41 @@
-"""The same micro-batches, one after the other and together."""
+"""The same micro-batches, one after the other and grouped; programs that are run both ways."""
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from copy import deepcopy
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
+import numpy as np
+import pytest
 import torch
 from torch.utils.data import Dataset
 
 import poros
-from tests.exact.arms import Bases
-from tests.support import same_bits
+from poros.errors import PorosError
+from tests.exact.arms import Bases, slice_resident_loss
+from tests.support import prepare_plain, same_bits
 
 Model = Any
 Batch = dict[str, torch.Tensor]
-Loss = Callable[[Model, Batch], torch.Tensor]
+Loss = Callable[[Model, Any], torch.Tensor]
 LENGTHS = (12, 9, 20, 7, 12, 16, 5, 9)
+SIZES = (3, 2)
+"""Of the steps of programs."""
 
 
-def build(bases: Bases, **options: Any) -> Model:
-    return bases.build("qwen2", **options).train()
+@cache
+def _built(bases: Bases, architecture: str, options: tuple[Any, ...]) -> Model:
+    return bases.build(architecture, **dict(options))
+
+
+def build(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
+    """As ``Bases.build``; built once."""
+    return deepcopy(_built(bases, architecture, tuple(options.items()))).train()
+
+
+dense = partial(build, quantize=False)
 
 
 def layers(model: Model) -> Any:
@@ -48,7 +65,7 @@ def batches(
 class Rows(Dataset[Batch]):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(4, 90, (64, 12), generator=generator)
+        self.tokens = torch.randint(4, 90, (12, 12), generator=generator)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -80,6 +97,8 @@ def train(
     ``form``: what a loss is handed is made of a batch by it.
     """
     torch.manual_seed(5)
+    random.seed(3)
+    np.random.seed(4)
     optimizer = torch.optim.AdamW(trained(model), lr=0.01)
     generator = torch.Generator().manual_seed(2)
     facts: list[torch.Tensor] = []
@@ -103,7 +122,7 @@ def train(
     facts += [each.detach().clone() for each in trained(model)]
     for each in trained(model):
         facts += list(optimizer.state[each].values())
-    return facts
+    return [*facts, torch.tensor([random.random(), np.random.random()])]
 
 
 def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
@@ -120,3 +139,120 @@ def reasons(model: Model) -> list[str]:
     start = "micro-batches ran one after the other: "
     fallbacks = poros.runtime(model).stats()["fallbacks"]
     return [line.removeprefix(start) for line in fallbacks if line.startswith(start)]
+
+
+End = str | tuple[type[PorosError], str] | None
+"""Why they run one after the other; an error and what it says; or None: grouped."""
+
+
+def unchanged(model: Model) -> None:
+    """The model as it is, and its own loss."""
+
+
+class Program(NamedTuple):
+    """A model, what is done to it, and how it is trained.
+
+    Attributes:
+        make: Changes the model; returns the loss, if it is not the model's own.
+        end: How it ends when it is prepared.
+        form: What a loss is handed is made of a batch by it.
+        base: The model.
+        policy: That it is prepared with.
+        is_late: Whether it is prepared before it is changed.
+        run: More of ``train``.
+    """
+
+    make: Callable[[Model], Loss | None] = unchanged
+    end: End = None
+    form: Callable[[Batch], Any] = lambda batch: batch
+    base: Callable[[Bases], Model] = dense
+    policy: tuple[tuple[str, Any], ...] = ()
+    is_late: bool = False
+    run: tuple[tuple[str, Any], ...] = ()
+
+
+def program(make: Any = unchanged, end: End = None, **options: Any) -> Program:
+    """``options``: fields of ``Program``; others are of ``train``."""
+    fields = {key: options.pop(key) for key in Program._fields if key in options}
+    fields["policy"] = tuple(fields.get("policy", {}).items())
+    return Program(make, end, **fields, run=tuple({"sizes": SIZES, **options}.items()))
+
+
+def of(loss: Loss) -> Callable[[Model], Loss]:
+    """A program with this loss, and the model as it is."""
+    return lambda model: loss
+
+
+def made(each: Program, bases: Bases, is_grouped: bool) -> tuple[Model, Callable[[], Any]]:
+    """The model, and its training."""
+    model, policy = each.base(bases).train(), {"slots": 2, **dict(each.policy)}
+    if is_grouped and each.is_late:
+        prepare_plain(model, **policy)
+    loss = each.make(model) or own_loss
+    if is_grouped and not each.is_late:
+        prepare_plain(model, **policy)
+    elif not is_grouped and policy.get("loss") == "chunked":
+        slice_resident_loss(model)
+    return model, partial(train, model, is_grouped, loss=loss, form=each.form, **dict(each.run))
+
+
+@lru_cache(maxsize=2)
+def _resident(each: Program, bases: Bases) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = made(each, bases, False)[1]()
+    return found
+
+
+def ends(each: Program, bases: Bases) -> bool:
+    """Whether it ends as it says, with the bits of a resident run of one after the other."""
+    model, run = made(each, bases, True)
+    policy = tuple(pair for pair in each.policy if pair[0] == "loss")
+    plain = each._replace(end=None, is_late=False, policy=policy)
+    return ends_so(model, run, each.end, partial(_resident, plain, bases))
+
+
+def ends_so(model: Model, run: Callable[[], Any], end: End, resident: Callable[[], Any]) -> bool:
+    """Whether the run of a prepared model ends in this way."""
+    if isinstance(end, tuple):
+        with pytest.raises(end[0], match=end[1]):
+            run()
+        return True
+    found, said = run(), reasons(model)
+    if end is None:
+        assert num_groups(model) >= 2 and not said, said
+    return same(found, resident()) and (end is None or any(end in each for each in said))
+
+
+class Control(NamedTuple):
+    """What is broken, and a program in which it shows."""
+
+    owner: Any
+    name: str
+    instead: Any
+    shows_in: Program
+
+    def is_seen(self, bases: Bases, patch: pytest.MonkeyPatch) -> bool:
+        patch.setattr(self.owner, self.name, self.instead)
+        return not ends(self.shows_in._replace(policy=(("self_check", "off"),)), bases)
+
+
+Call = Callable[[int, Any, torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Loop:
+    """The model's loop over its layers, which calls them by ``call`` while ``is_on``."""
+
+    def __init__(self, model: Model, call: Call, is_on: bool = True) -> None:
+        self.is_on = is_on
+        stack = layers(model)
+        genuine: Callable[[Any], Iterator[Any]] = stack.__class__.__iter__
+
+        def called(number: int, layer: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_on:
+                return call(number, layer, hidden, args, kwargs)
+            return layer(hidden, *args, **kwargs)
+
+        class Calls(torch.nn.ModuleList):
+            def __getitem__(self, places: Any) -> Any:
+                return [partial(called, number, each) for number, each in enumerate(genuine(stack))]
+
+        stack.__class__ = Calls

@@ -1,0 +1,365 @@
+"""What code of the model does in, around and between its layers: equal bits, or a typed error."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from poros.accumulation.micro_batch import MicroBatch
+from poros.errors import RematerializationError, UnsupportedModelError
+from tests.exact import subjects as S
+from tests.exact.adapter_arms import adapted
+from tests.exact.arms import Bases
+from tests.exact.together import (
+    Call,
+    Control,
+    Loop,
+    Loss,
+    Program,
+    dense,
+    ends,
+    layers,
+    own_loss,
+    program,
+    reasons,
+    same,
+    train,
+)
+from tests.support import prepare_plain
+
+Model = Any
+
+# In layers.
+
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + 1e-3 * torch.randn_like(gradient)
+
+
+def in_layers(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+    """Of the input and the output of each layer's MLP."""
+
+    def make(model: Model) -> None:
+        class Changed(type(layers(model)[0].mlp)):  # type: ignore[misc]
+            def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+                return change(hidden, super().forward(hidden))
+
+        for layer in layers(model):
+            layer.mlp.__class__ = Changed
+
+    return make
+
+
+def drawing_by_data(given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    torch.rand(int((given.float().sum() * 1e4).abs()) % 7)
+    return output * torch.rand(1).to(output.dtype)
+
+
+def drawing_one(given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """A CPU's generator keeps the second one of a pair: no count of draws says that."""
+    return output * (1 + 0.01 * torch.randn(1).to(output.dtype))
+
+
+def other_rates(model: Model) -> None:
+    """Measured once for each kind of layer."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and ".1." in name:
+            module.p = 0.0
+
+
+def hooked(model: Model) -> None:
+    layers(model)[1].register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def hooked_before(model: Model) -> None:
+    layers(model)[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
+
+
+# Around layers.
+
+
+def dropout_outside(model: Model) -> None:
+    """What comes behind the last layer is not known before: the first group ends early."""
+    for module in (model.get_base_model().model.norm, model.get_input_embeddings()):
+        module.register_forward_hook(
+            lambda module, args, output: torch.nn.functional.dropout(output, 0.1)
+        )
+
+
+def noisy_norm(model: Model) -> None:
+    model.get_base_model().model.norm.register_forward_hook(
+        lambda module, args, output: Noise.apply(output)
+    )
+
+
+def growing(model: Model) -> None:
+    """Rotary embeddings: what a forward leaves in the model for the next one."""
+    base = model.get_base_model().model
+    base.norm.register_buffer("longest", torch.zeros(()))
+    base.rotary_emb.longest = 0
+
+    def grow(module: Any, args: Any, output: Any) -> Any:
+        module.longest = max(module.longest, args[0].shape[1])
+        return tuple(each * (1 + module.longest / 100) for each in output)
+
+    base.rotary_emb.register_forward_hook(grow)
+
+
+def tied(model: Model) -> None:
+    first, second = (layer.self_attn.q_proj.lora_A for layer in layers(model)[:2])
+    second.default.weight = first.default.weight
+
+
+def vocabulary(bases: Bases, is_tied: bool) -> Model:
+    base = bases.base("qwen2", quantize=False)
+    if is_tied:
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+    torch.manual_seed(0)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    model.get_input_embeddings().weight.requires_grad_(True)
+    return model
+
+
+SEVERAL = "a trained parameter with several places"
+AROUND = {
+    "draws in the backwards of layers": program(
+        in_layers(lambda given, output: Noise.apply(output)),
+        (RematerializationError, "draw no random numbers"),
+    ),
+    "draws that depend on data": program(
+        in_layers(drawing_by_data), "does not depend on shapes", lengths=(8,), sizes=(3,) * 4
+    ),
+    "a normal number at a time": program(in_layers(drawing_one), "does not depend on shapes"),
+    "layers that draw differently": program(other_rates),
+    "hooks on a layer": program(hooked, "hooks on whole layers", is_late=True),
+    "hooks before a layer": program(hooked_before, "hooks on whole layers", is_late=True),
+    "dropout outside the layers": program(dropout_outside, lengths=(8,), sizes=(3, 3)),
+    "draws in the backward of the norm": program(noisy_norm),
+    "rotary embeddings that grow": program(growing, "changes the model", lengths=(20, 60, 40)),
+    "tied adapters": program(tied, SEVERAL),
+    "a trained vocabulary": program(base=partial(vocabulary, is_tied=False)),
+    "a trained vocabulary, tied": program(end=SEVERAL, base=partial(vocabulary, is_tied=True)),
+    "frozen lower layers": program(
+        base=lambda b: adapted(b, lora_dropout=0.1, layers_to_transform=[1])
+    ),
+    "inputs that require gradients": program(lambda model: model.enable_input_require_grads()),
+    "autocast around all": program(
+        end="an autocast region around",
+        base=lambda bases: dense(bases, dtype=torch.float32),
+        around=partial(torch.autocast, "cpu", dtype=torch.bfloat16, cache_enabled=False),
+    ),
+}
+
+
+# Between layers, from the first step on or from a later one.
+
+
+def scaled(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    return layer(hidden * 1.5 if number == 1 else hidden, *args, **kwargs)
+
+
+def in_place(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    return layer(hidden.mul_(1.5) if number == 1 else hidden, *args, **kwargs)
+
+
+def drawing(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    torch.rand(3)
+    return layer(hidden, *args, **kwargs)
+
+
+def in_evaluation_mode(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    layer.train(number != 1)
+    try:
+        return layer(hidden, *args, **kwargs)
+    finally:
+        layer.train()
+
+
+def in_autocast(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=number == 1):
+        return layer(hidden, *args, **kwargs)
+
+
+def with_a_seed(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    if number != 1:
+        return layer(hidden, *args, **kwargs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return layer(hidden, *args, **kwargs)
+
+
+def masking(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+    """The mask is edited for one layer, and put back."""
+    mask = kwargs["attention_mask"]
+    if number != 1:
+        return layer(hidden, *args, **kwargs)
+    before = mask.clone()
+    mask.mul_(0.0)
+    found = layer(hidden, *args, **kwargs)
+    mask.copy_(before)
+    return found
+
+
+class Counting:
+    """A plain argument that says how often the code ran."""
+
+    runs = 0
+
+    def __call__(self, number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+        self.runs += number == 0
+        return layer(hidden, *args, **{**kwargs, "is_causal": self.runs % 3 == 1})
+
+
+class Kept:
+    """Layer 1 is given what layer 0 has returned at the call before."""
+
+    def __init__(self) -> None:
+        self.before: Any = None
+
+    def __call__(self, number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+        if number == 1:
+            before, self.before = self.before, hidden
+            hidden = hidden if before is None else before
+        return layer(hidden, *args, **kwargs)
+
+
+def frozen_below(bases: Bases) -> Model:
+    model = dense(bases)
+    for parameter in layers(model)[0].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def summed(model: Model) -> None:
+    """Reads what layers return."""
+    seen: list[torch.Tensor] = []
+
+    def keeping(number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+        if number == 0:
+            seen.clear()
+        seen.append(layer(hidden, *args, **kwargs))
+        return seen[-1]
+
+    Loop(model, keeping)
+    model.get_base_model().model.norm.register_forward_hook(
+        lambda module, args, output: output + sum(seen[:-1])
+    )
+
+
+def with_a_state(bases: Bases) -> Model:
+    """Layers take an object that scales."""
+    model = dense(bases)
+    own: Any = type(layers(model)[0])
+
+    class Scaled(own):
+        def forward(self, hidden_states: Any, *args: Any, state: Any = None, **kw: Any) -> Any:
+            found = super().forward(hidden_states, *args, **kw)
+            return found if state is None else found * state.scale
+
+    Scaled.__name__, Scaled.__qualname__ = own.__name__, own.__qualname__
+    Scaled.__module__ = own.__module__
+    for layer in layers(model):
+        layer.__class__ = Scaled
+    return model
+
+
+class Scaling:
+    scale = 1.0
+
+    def __call__(self, number: int, layer: Any, hidden: Any, args: Any, kwargs: Any) -> Any:
+        self.scale = 1.0 + number / 8
+        return layer(hidden, *args, state=self, **kwargs)
+
+
+def between(make: Callable[[], Call], end: Any, since: int = 0, **options: Any) -> Program:
+    """``since``: the step from which on the loop is another one."""
+    loops: list[Loop] = []
+
+    def change(model: Model) -> None:
+        loops[:] = [Loop(model, make())]
+
+    def switch(model: Model, step: int) -> None:
+        loops[0].is_on = step >= since
+
+    return program(change, end, **{"is_late": True, "between": switch, **options})
+
+
+CALLS: dict[str, tuple[Call, Any]] = {
+    "code": (scaled, "between its layers"),
+    "edits in place": (in_place, "between its layers"),
+    "draws": (drawing, "draws random numbers between"),
+    "evaluation mode": (in_evaluation_mode, "change"),
+    "autocast": (in_autocast, "changes autocast or settings"),
+    "a seed": (with_a_seed, "draws random numbers between"),
+}
+SECOND = (UnsupportedModelError, "same values each time")
+EDITED = (RematerializationError, "edited in place")
+EAGER = partial(dense, attn_implementation="eager")
+BETWEEN = {
+    **{name: between(lambda call=call: call, end) for name, (call, end) in CALLS.items()},
+    **{f"{n}, later": between(lambda call=c: call, end, 1) for n, (c, end) in CALLS.items()},
+    "other plain arguments": between(Counting, SECOND),
+    "other plain arguments, later": between(Counting, SECOND, 1),
+    "an edited mask": between(lambda: masking, EDITED, base=EAGER),
+    "an edited mask, later": between(lambda: masking, EDITED, 1, base=EAGER),
+    "hidden states of another micro-batch": between(
+        Kept, (UnsupportedModelError, "some that were kept"), base=frozen_below, lengths=(12,)
+    ),
+    "hidden states that are kept": program(summed, "between its layers", is_late=True),
+    "an object that changes": between(
+        *(Scaling, "objects that may change", 1),
+        **{"base": with_a_state, "policy": {"keep_last": 3}, "is_late": False},
+    ),
+}
+PROGRAMS = {**AROUND, **BETWEEN}
+
+
+@pytest.mark.parametrize("which", PROGRAMS)
+def test_programs(which: str, bases: Bases) -> None:
+    assert ends(PROGRAMS[which], bases)
+
+
+@pytest.mark.parametrize("which", ["autocast, later", "a seed, later"])
+def test_control_surroundings_that_nobody_looks_at(
+    which: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "_require_same_around"
+    assert Control(MicroBatch, name, lambda self: None, BETWEEN[which]).is_seen(bases, monkeypatch)
+
+
+def test_what_goes_into_the_layers_and_into_the_loss(bases: Bases) -> None:
+    """Whoever listens there sees one gradient, the sum of both."""
+
+    def squares(seen: list[torch.Tensor]) -> Loss:
+        def loss(model: Model, batch: Any) -> torch.Tensor:
+            found: list[torch.Tensor] = []
+            embedding = model.get_input_embeddings()
+            handle = embedding.register_forward_hook(lambda *given: found.append(given[-1]))
+            try:
+                value = own_loss(model, batch)
+            finally:
+                handle.remove()
+            found[0].register_hook(seen.append)
+            return value + found[0].float().square().mean()
+
+        return loss
+
+    bits, seen = [], dict[bool, list[torch.Tensor]]()
+    for is_grouped in (False, True):
+        model = S.inputs_require_gradients(bases).train()
+        seen[is_grouped] = []
+        if is_grouped:
+            prepare_plain(model, slots=2)
+        bits.append(train(model, is_grouped, sizes=(3, 2), loss=squares(seen[is_grouped])))
+    assert same(*bits) and same(seen[True][-5:], seen[False])
+    assert "what goes into them" in reasons(model)[0]

@@ -251,7 +251,7 @@ class Checkpoint:
     def close(self) -> None:
         """End reading and hand out no more tensors. Idempotent; ``entry`` still answers.
 
-        The mappings are let go, not undone: a tensor that is still held keeps its own.
+        The mappings are released, not undone: a tensor that is still held keeps its own.
         """
         self._is_closed.set()
         with self._lock:

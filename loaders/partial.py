@@ -1,7 +1,7 @@
 """Folders that are being written: whose they are, and whether their writer is alive.
 
 Such a folder is called ``.NAME.poros-XXXXXXXX.partial`` and holds a file that says who made it, on
-which its writer keeps a lock for as long as it lives; the system lets go of it when the process
+which its writer keeps a lock for as long as it lives; the system releases it when the process
 ends, however it does. So the next writer of that store knows a dead one from a living one at once,
 and from what is not ours.
 """

@@ -189,7 +189,7 @@ class OpenStore:
                 require_digest(self.slabs, expected, actual, slab_name(index))
 
     def close(self) -> None:
-        """Let go of the files. Idempotent."""
+        """Release the files. Idempotent."""
         self._files = None
         if self._reader is not None:
             self._reader.close()

@@ -114,7 +114,7 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 class SourceDigests:
-    """Digests of tensors by name. The sources are let go as they are done.
+    """Digests of tensors by name. The sources are released as they are done.
 
     Attributes:
         max_pending: Tensors that wait, and so stay in memory, at most.

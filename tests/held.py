@@ -75,7 +75,7 @@ class OutOfOrder(CudaStreams):
             self._victim = (target.data_ptr(), event)
         elif self._is_held and target.data_ptr() == self._victim[0]:
             event.synchronize()
-            self._let_go()
+            self._release()
         return event
 
     def wait(self, event: Event) -> None:
@@ -91,10 +91,10 @@ class OutOfOrder(CudaStreams):
         event = super().record()
         if self._without == COMPUTE_AFTER_COPY and self._is_held:
             event.synchronize()
-            self._let_go()
+            self._release()
         return event
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._gate.open()
         self._is_held, self._is_over = False, True
 

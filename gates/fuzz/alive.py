@@ -6,7 +6,7 @@ import torch
 
 
 def collect() -> None:
-    """Let go of what nobody needs any more.
+    """Release what nobody needs any more.
 
     After an exception in a backward PyTorch keeps what was queued until the thread's next one.
     """

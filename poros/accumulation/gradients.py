@@ -57,7 +57,7 @@ class Watch:
         self, parameters: Sequence[nn.Parameter], asked: Callable[[], None], sees_grad: bool
     ) -> None:
         self._parameters = parameters
-        self._kind = _Seeing if sees_grad else _Watched
+        self._kind: Any = _Seeing if sees_grad else _Watched
         self.asked = weakref.WeakMethod(asked)
 
     def begin(self) -> None:
@@ -74,7 +74,8 @@ class Watch:
 
 
 def _leave(parameter: Any) -> None:
-    if isinstance(parameter, _Watched):
+    kind: Any = type(parameter)
+    if issubclass(kind, _Watched):
         parameter.__class__ = nn.Parameter
         parameter.__dict__.pop(_WATCH, None)
 

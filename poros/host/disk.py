@@ -164,8 +164,8 @@ class DiskStore(HostStore):
         self._streams = streams
         self._make_staging()
 
-    def lend(self, block: int) -> torch.Tensor:
-        """As ``HostStore.lend``; waits for the reader, and counts for how long.
+    def borrow(self, block: int) -> torch.Tensor:
+        """As ``HostStore.borrow``; waits for the reader, and counts for how long.
 
         Raises:
             CheckpointFormatError: If the block cannot be read. Another try reads again.

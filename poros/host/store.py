@@ -256,9 +256,9 @@ class HostStore:
         return store
 
     def start(self, streams: StreamContext) -> None:
-        """Get ready to lend; ``streams`` is where copies will be queued."""
+        """Get ready to be borrowed from; ``streams`` is where copies will be queued."""
 
-    def lend(self, block: int) -> torch.Tensor:
+    def borrow(self, block: int) -> torch.Tensor:
         """The bytes of a block, to be copied to the device: (num_bytes,), uint8.
 
         They stay as they are until the event given to ``lent_until`` has passed.
@@ -266,10 +266,10 @@ class HostStore:
         return self.slabs[block].bytes
 
     def lent_until(self, block: int, event: Event) -> None:
-        """The copy of what ``lend`` gave is complete at ``event``."""
+        """The copy of what ``borrow`` gave is complete at ``event``."""
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
-        """These blocks will be lent next, in this order."""
+        """These blocks will be borrowed next, in this order."""
 
     def read(self, block: int) -> torch.Tensor:
         """The bytes of a block, to be looked at on the host and not to be written."""

@@ -76,7 +76,7 @@ class Unformed(torch.Tensor):
         return self._formed
 
     def forget(self) -> None:
-        """Let go of what the values would be computed from."""
+        """Release what the values would be computed from."""
         self._form, self._sources = None, ()
 
     @classmethod
@@ -117,7 +117,7 @@ def _goes_together(left: Any, right: Any) -> bool:
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> None:
-    """Let go of what values of these would be computed from; they can be read no more."""
+    """Release what values of these would be computed from; they can be read no more."""
     for tensor in tensors:
         if isinstance(tensor, Unformed):
             tensor.forget()

@@ -155,7 +155,7 @@ class Runtime:
             self._attachment.attach_layers(
                 self._make_layers(inventory), self.begin, lambda: self.resize(self.room)
             )
-            undo.callback(self._let_go)
+            undo.callback(self._release)
             for layer in inventory.layers:
                 layer.__dict__[_KEY] = self
             if not self.is_adopted:
@@ -391,11 +391,11 @@ class Runtime:
         """
         self.context.visits.end_all()
         self._attachment.detach()
-        self._let_go()
+        self._release()
         for each in (self.host, self.offloader, self.rows, self.head):
             each.unpin()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for reference in self._layers:
             layer = reference()
             if layer is not None:

@@ -460,7 +460,7 @@ class Captures:
         return self.is_on and all(form.forward is None for form in forms)
 
     def forget(self) -> None:
-        """Let go of all recordings and their memory; a backward that is to come runs."""
+        """Release all recordings and their memory; a backward that is to come runs."""
         for forms in self._forms.values():
             for form in forms.values():
                 form.refuse("recorded for another place of its block")

@@ -90,7 +90,7 @@ class RematerializeLayer(torch.autograd.Function):
         tensors: Sequence[torch.Tensor] = _saved_tensors(ctx, call.layer.name)
         call.require_unchanged()
         found = ctx.captures.backward(call, ctx.form, ctx.facts, tensors, gradients)
-        # As autograd lets go of saved tensors, with or without the graph that held them.
+        # As autograd releases saved tensors, with or without the graph that held them.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             call.offloaded = None
             ctx.captures.release(call)
@@ -128,7 +128,7 @@ def rematerialize(
     if casts is not None:
         casts.require_current(call.layer.name)
     outputs = RematerializeLayer.apply(*(call, form, facts, captures, terms, results, kept), *given)
-    # Autograd keeps them from here on, and lets go of them after backward.
+    # Autograd keeps them from here on, and releases them after backward.
     call.tensors = ()
     return facts.result_of(outputs)
 

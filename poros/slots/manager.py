@@ -52,7 +52,7 @@ class BlockManager:
         Raises:
             CheckpointFormatError: If a pinned block is on a disk and cannot be read.
         """
-        # Before anything is lent: from here on the store knows which copies it has to wait for.
+        # Before anything is borrowed: from here on the store knows which copies it has to wait for.
         self._host.start(self._streams)
         self._ring = ring
         self._visit: tuple[int, Phase] | None = None
@@ -91,7 +91,7 @@ class BlockManager:
         # Until the copy is queued the slot holds nothing, should queueing it fail.
         slot.state, slot.block = SlotState.FREE, None
         with labelled("copy block", str(block)):
-            source = self._host.lend(block)
+            source = self._host.borrow(block)
             target = slot.buffer[: source.numel()]
             slot.ready = self._streams.copy(target, source, after=slot.released)
         self._host.lent_until(block, slot.ready)

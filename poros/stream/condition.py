@@ -28,7 +28,6 @@ class Condition:
         contents: Its modules.
         adapters: Each place of each trained parameter.
         parameters: These, each once.
-        proxies: What stands in for them within the layer.
         versions: Of these.
         frozen: Places of tensors of frozen adapters that act.
         hooks: Keys of the hooks inside the layer.
@@ -43,7 +42,6 @@ class Condition:
         self._trained = trained = contents.adapters()
         self.adapters: Sequence[Adapter] = trained.places
         self.parameters = trained.parameters
-        self.proxies = trained.proxies
         self.versions = list(map(_version, self.parameters))
         self.frozen = [place for place in trained.frozen if place.acts()]
         self.hooks = contents.hooks()

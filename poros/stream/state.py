@@ -2,7 +2,7 @@
 
 Note: Rematerialization equality
     The recomputed forward must see the same bits as the forward did. Besides arguments and adapters
-    (guarded by version counters in ``poros.replay.call``) that is: random states, autocast, the
+    (guarded by version counters, ``poros.stream.unchanged``) that is: random states, autocast, the
     training flags of the layer's modules, and the process-wide settings that pick kernels
     (``poros.stream.settings``). Each is captured at the layer's forward and *replayed* at its
     recomputation, then put back. Not covered: the generators of Python and NumPy.
@@ -13,7 +13,7 @@ Note: Rematerialization equality
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -48,8 +48,8 @@ class AutocastState(NamedTuple):
     def enter(self) -> torch.autocast:
         """The same autocast, without its cache of cast weights.
 
-        The cache is keyed by tensor: a cast made while the graph is dropped would be reused by the
-        recomputation, which then would not reach the adapter.
+        The cache is keyed by tensor: a cast of an adapter that is there would be reused, and the
+        graph of a recomputation would not be its own.
         """
         return torch.autocast(
             self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
@@ -80,29 +80,8 @@ class AmbientState:
     def is_autocast(self) -> bool:
         return any(autocast.enabled for autocast in self.autocast)
 
-    def without_autocast_cache(self) -> AbstractContextManager[object]:
-        """For the forward itself: autocast as it is, minus the cache."""
-        if not self.is_autocast:
-            return nullcontext()
-
-        def fill(stack: ExitStack) -> None:
-            for autocast in self.autocast:
-                if autocast.enabled:
-                    stack.enter_context(autocast.enter())
-
-        return Within(fill)
-
-    def replay(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """Run the body in this state; afterwards everything is as it was before it."""
-
-        def fill(stack: ExitStack) -> None:
-            stack.enter_context(self.rng.replay())
-            stack.enter_context(self.but_random(modules))
-
-        return Within(fill)
-
     def but_random(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """Like ``replay``, with random states as they are."""
+        """Run the body in this state, random states as they are; then all is as it was before."""
 
         def fill(stack: ExitStack) -> None:
             enter_autocast(self.autocast, stack)

@@ -157,7 +157,7 @@ class BlockVisit:
         self.bindings = bindings
 
     def unbind(self) -> None:
-        """Let go of the slot. Until ``bind`` a visit raises ``PreparedModelError``."""
+        """Release the slot. Until ``bind`` a visit raises ``PreparedModelError``."""
         self._is_bound = False
         self.bindings = self.bindings.without_device_tensors()
 
@@ -217,7 +217,7 @@ class BlockVisit:
             self._lease = None
             if at_end is not None:
                 at_end()
-            _let_go(self._manager, self.block)
+            _release(self._manager, self.block)
 
         note = self._visits.open(end)
         slab = self._acquire(phase).buffer
@@ -241,7 +241,7 @@ class BlockVisit:
         self.bindings.require_at_rest()
         if not self._is_bound:
             raise self._unbound()
-        undo = partial(_let_go, self._manager, self.block)
+        undo = partial(_release, self._manager, self.block)
         if not self._is_in_row:
             with self._visits.begin(self._name, undo) as require_alone:
                 self._acquire(phase)
@@ -325,9 +325,9 @@ def _end_visit(
         if adapter.owner.get(adapter.key) is adapter.proxy:
             adapter.owner[adapter.key] = adapter.parameter
     bindings.swap_out()
-    _let_go(manager, block)
+    _release(manager, block)
 
 
-def _let_go(manager: BlockManager, block: int) -> None:
+def _release(manager: BlockManager, block: int) -> None:
     if manager.is_held(block):
         manager.release(block)

@@ -72,7 +72,7 @@ def test_a_buffer_that_a_dead_reader_holds_is_not_waited_for(tmp_path: Path) -> 
         staging.block, staging.is_lent = 99, False
         staging.is_read.clear()
     with pytest.raises(CheckpointFormatError, match="has died"):
-        slots.host.lend(5)
+        slots.host.borrow(5)
 
 
 @pytest.mark.parametrize("num_slots", [2, 3, 5])

@@ -39,6 +39,7 @@ class CallFacts:
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
         uses: How its graph uses its tensors and adapters; empty until a backward has shown it.
+        gives_casts: Whether gradients of adapters that autocast casts are those of the casts.
 
     Raises:
         UnsupportedModelError: If it returns more than tensors in tuples and plain values.
@@ -56,13 +57,12 @@ class CallFacts:
         ]
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
-        self.uses = Uses((), ())
+        self.uses, self.gives_casts = Uses((), ()), False
 
-    @property
-    def gives_casts(self) -> bool:
-        """Whether gradients of adapters that autocast casts are those of the casts."""
-        uses = self.uses
-        return self._call.shares_casts or uses.has_meeting_casts(len(self.specs))
+    def learn(self, uses: Uses) -> None:
+        """A backward has shown the ``uses``."""
+        self.uses = uses
+        self.gives_casts = self._call.shares_casts or uses.has_meeting_casts(len(self.specs))
 
     def is_of_adapter(self, use: int) -> bool:
         """Whether the gradient for that use is an adapter's."""

@@ -172,7 +172,8 @@ class Form:
     def learn(self, facts: "CallFacts", uses: "Uses", around: Around) -> None:
         """A call that ran has been differentiated, and has shown ``uses``."""
         if self.facts is None and self.refusal is None:
-            facts.uses, self.facts = uses, facts
+            facts.learn(uses)
+            self.facts = facts
             self.backwards.setdefault(around, None)
 
     def drop_graph(self) -> None:

@@ -95,14 +95,9 @@ class RematerializeLayer(torch.autograd.Function):
             call.offloaded = None
             ctx.captures.release(call)
         uses: Uses = ctx.facts.uses
-        several = uses.several
         for source, terms in ctx.terms.items():
-            terms.given = [found[use] for use in several[source]]
-        single = (
-            None if source in several else found[uses.sources.index(source)]
-            for source in uses.given
-        )
-        return (*[None] * 7, *single)
+            terms.given = [found[use] for use in uses.several[source]]
+        return (*[None] * 7, *(None if use is None else found[use] for use in uses.single))
 
 
 def rematerialize(

@@ -66,13 +66,13 @@ def differentiate(
             "state that is not its input"
         )
     terms: list[torch.Tensor | None] = [None] * len(found)
-    several, leaves = uses.several, (*tensors, *parameters)
-    wanted: list[Any] = []
-    for source in uses.given:
-        if source in several or not (source.is_cast and through_casts):
-            wanted.append(leaves[source.number])
-        else:
-            wanted.append(GradientEdge(found[uses.sources.index(source)].end, 0))
+    leaves = (*tensors, *parameters)
+    wanted: list[Any] = [
+        leaves[source.number]
+        if use is None or not (source.is_cast and through_casts)
+        else GradientEdge(found[use].end, 0)
+        for source, use in zip(uses.given, uses.single, strict=True)
+    ]
     pairs = [
         (result, gradient)
         for result, gradient in zip(results, gradients, strict=True)
@@ -82,16 +82,16 @@ def differentiate(
         return terms
     handles = [
         _keep(terms, number, found[number].node, found[number].edge)
-        for numbers in several.values()
+        for numbers in uses.several.values()
         for number in numbers
     ]
     ends, starts = zip(*pairs, strict=True)
     single = torch.autograd.grad(ends, wanted, starts, retain_graph=keeps_graph, allow_unused=True)
     for handle in handles:
         handle.remove()
-    for source, gradient in zip(uses.given, single, strict=True):
-        if source not in several:
-            terms[uses.sources.index(source)] = gradient
+    for use, gradient in zip(uses.single, single, strict=True):
+        if use is not None:
+            terms[use] = gradient
     return terms
 
 

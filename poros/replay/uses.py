@@ -53,27 +53,31 @@ class Use(NamedTuple):
     """The node that the edge leads to."""
 
 
-class Uses(NamedTuple):
-    """How one form of call of a layer uses its sources."""
+class Uses:
+    """How one form of call of a layer uses its sources.
 
-    sources: tuple[Source, ...]
-    """The source of each use, in the order of ``walk``."""
-    order: tuple[int, ...]
-    """The uses, as their gradients arrive. A source's last use stands where its gradient is
-    complete and its hooks run."""
+    Args:
+        sources: The source of each use, in the order of ``walk``.
+        order: The uses, as their gradients arrive. A source's last use stands where its gradient is
+            complete and its hooks run.
 
-    @property
-    def given(self) -> tuple[Source, ...]:
-        """Each source once."""
-        return tuple(dict.fromkeys(self.sources))
+    Attributes:
+        given: Each source once.
+        several: The uses of what is used more than once, in the order in which the terms add up.
+        single: For each of ``given``, its only use; None if there are several.
+    """
 
-    @property
-    def several(self) -> dict[Source, list[int]]:
-        """The uses of what is used more than once, in the order in which the terms add up."""
-        found: dict[Source, list[int]] = {}
-        for use in self.order:
-            found.setdefault(self.sources[use], []).append(use)
-        return {source: uses for source, uses in found.items() if len(uses) > 1}
+    def __init__(self, sources: tuple[Source, ...], order: tuple[int, ...]) -> None:
+        self.sources = sources
+        self.order = order
+        self.given = tuple(dict.fromkeys(sources))
+        by_source: dict[Source, list[int]] = {}
+        for use in order:
+            by_source.setdefault(sources[use], []).append(use)
+        self.several = {source: uses for source, uses in by_source.items() if len(uses) > 1}
+        self.single = [
+            None if source in self.several else sources.index(source) for source in self.given
+        ]
 
     def has_meeting_casts(self, num_tensors: int) -> bool:
         """Whether gradients of a parameter meet in the layer, one of them at a cast."""

@@ -13,13 +13,16 @@ Note: Eager is the way out
     of a recomputed layer.
 
 Note: Proof
-    The first replay is made beside the eager visit that it is to replace, from the same random
-    state. If any bit differs, random state included, the recording is never used. Gradients of an
-    attention that does not repeat itself (``poros.stream.attention``) cannot be compared: then a
-    recording of the same visit with attention that does is compared with such a visit.
+    The first replay of a forward is made beside the forward in the graph around it, that of a
+    backward beside a recomputation with its gradients, from the same random state. If any bit
+    differs, random state included, the recording is never used. Gradients of an attention that does
+    not repeat itself (``poros.stream.attention``) cannot be compared: then a recording of the same
+    visit with attention that does is compared with such a visit.
 
 Note: When it is recorded
-    As a pass begins, not within one: a backward runs in a thread and a state of its own.
+    Once calls of its form have run and a backward has shown how it uses what it is given
+    (``poros.replay.uses``); as a pass begins, not within one: a backward runs in a thread and a
+    state of its own.
 """
 
 import logging

@@ -35,7 +35,7 @@ CORE = tuple(
         "": "streams",
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
-        "offload refused_calls rng settings side_outputs start state staying unchanged visit "
+        "offload refused_calls rng settings side_outputs state staying unchanged visit "
         "within",
         "replay": "call captures casts facts forms recording remat routing uses",
         "model": "measuring runtime sizing",

@@ -38,9 +38,8 @@ from poros.accumulation.reasons import OTHER_VALUES, NotGrouped
 from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import Around, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
-from poros.stream.rng import RngStash
+from poros.stream.rng import RngStash, Start
 from poros.stream.settings import Settings
-from poros.stream.start import Start
 
 if TYPE_CHECKING:
     from poros.stream.boundary import StreamedLayer

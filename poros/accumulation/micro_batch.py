@@ -41,9 +41,8 @@ from poros.accumulation.watching import (
 )
 from poros.errors import PorosError, UnsupportedModelError
 from poros.replay.casts import confines_autocast
-from poros.stream.rng import RngStash
+from poros.stream.rng import RngStash, Start
 from poros.stream.side_outputs import is_recording, shared_mappings
-from poros.stream.start import Start
 
 if TYPE_CHECKING:
     from poros.stream.boundary import StreamedLayer

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from poros.replay.watched import watchers
 from poros.stream.settings import Settings
 from poros.stream.state import AutocastState, autocast_of
 from poros.stream.within import Within
@@ -20,13 +19,13 @@ class Surroundings(NamedTuple):
     """Whether autocast keeps what it has cast."""
     settings: Settings
     watchers: tuple[int, int, bool]
-    """See ``poros.replay.watched``."""
+    """How many modes see operators and functions, and whether somebody packs saved tensors."""
 
     @classmethod
     def capture(cls, device: torch.device) -> "Surroundings":
         """Those of now, for work on ``device``."""
         has_cache = torch.is_autocast_cache_enabled()
-        return cls(autocast_of(device), has_cache, Settings.capture(), watchers())
+        return cls(autocast_of(device), has_cache, Settings.capture(), _watchers())
 
     @property
     def is_autocast(self) -> bool:
@@ -49,3 +48,11 @@ class Surroundings(NamedTuple):
             stack.enter_context(self.settings.replay())
 
         return lambda: Within(fill)
+
+
+def _watchers() -> tuple[int, int, bool]:
+    return (
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+    )

@@ -54,7 +54,6 @@ from poros.replay.proof import different_ones, varies, with_steady_attention
 from poros.replay.recording import Recordings
 from poros.replay.remat import rematerialize
 from poros.replay.uses import Observation, walk
-from poros.replay.watched import is_seen, obstacle_around
 from poros.saying import Slowly
 from poros.slots.schedule import Phase
 from poros.stream.rng import RngStash
@@ -238,7 +237,7 @@ class Captures:
         elif call.num_tokens > self._most_tokens:
             reason = "so many tokens that the device is busy anyway"
         else:
-            reason = call.obstacle() or obstacle_around()
+            reason = call.obstacle()
         if reason is not None:
             self.eager[reason] += 1
             return None
@@ -283,7 +282,7 @@ class Captures:
             gradients: Of its results.
         """
         around = Around.capture(tuple(each is not None for each in gradients), self._device)
-        is_open = not is_seen(call)
+        is_open = not call.is_seen()
         replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
         if replayed is not None and replayed.is_proved:
             with call.layer.occupy(Phase.BACKWARD):

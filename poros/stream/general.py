@@ -41,9 +41,8 @@ from poros.stream.args import PLAIN
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.layer_index import Adapter
-from poros.stream.rng import RngStash
+from poros.stream.rng import RngStash, Start
 from poros.stream.side_outputs import is_shared_mapping
-from poros.stream.start import Start
 from poros.stream.state import AmbientState
 from poros.stream.unchanged import require_unchanged
 from poros.stream.within import SavedTensorHooks

@@ -2,12 +2,16 @@
 
 Dropout draws from the CPU generator or from the device's. A layer recomputed in backward must draw
 the same masks as in forward, and must leave no trace: the generators end where the resident run
-leaves them. (Poros technical report, Algorithm 1, lines 3-6 and 13-17.)
+leaves them. (Poros technical report, Algorithm 1, lines 3-6 and 13-17.) Code of the user may draw
+from Python's generator and NumPy's too.
 """
 
+import random
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from poros.stream.within import Within
@@ -56,6 +60,45 @@ class RngStash:
         torch.default_generator.set_state(self.cpu)
         if self.device_state is not None:
             _generator(self.device).set_state(self.device_state)
+
+
+class Start(NamedTuple):
+    """Random states at which code of the user begins: PyTorch's, Python's and NumPy's.
+
+    Those of PyTorch can be planned, the others only be kept.
+    """
+
+    pytorch: RngStash
+    python: object
+    numpy: Any
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "Start":
+        """The states now."""
+        return cls(RngStash.capture(device), random.getstate(), np.random.get_state())
+
+    def replay(self) -> AbstractContextManager[object]:
+        """Run the body from these states; afterwards all are as they were before it."""
+
+        def fill(stack: ExitStack) -> None:
+            stack.callback(Start.capture(self.pytorch.device).restore)
+            self.restore()
+
+        return Within(fill)
+
+    def restore(self) -> None:
+        """Have these states from now on."""
+        self.pytorch.restore()
+        random.setstate(self.python)  # type: ignore[arg-type]
+        np.random.set_state(self.numpy)
+
+    def equals(self, other: "Start") -> bool:
+        """Whether both hold the same states."""
+        return (
+            self.pytorch.equals(other.pytorch)
+            and self.python == other.python
+            and all(map(np.array_equal, self.numpy, other.numpy))
+        )
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -171,6 +171,7 @@ class Observation:
         self._device = device
         self._learn = learn
         self._task: int | None = None
+        self._handles: dict[Source, Any] = {}
         self._begin()
         for number, result in enumerate(results):
             if result.requires_grad:

@@ -135,6 +135,7 @@ class Captures:
         kwargs: dict[str, Any],
         condition: "Condition",
         run: Callable[[], Any],
+        beside: Callable[[], Any] | None = None,
     ) -> Any:
         """The result of a call of a layer, which ``run`` gives if it is not replayed.
 
@@ -145,6 +146,7 @@ class Captures:
             kwargs: Likewise.
             condition: What decides what it computes, now.
             run: Its forward, in the graph around it.
+            beside: The same beside a replay that is compared with it, if that is another one.
         """
         try:
             call = LayerCall(layer, args, kwargs, condition)
@@ -165,7 +167,7 @@ class Captures:
             return run()
         if form.forward is None or form.facts is None:
             return self._observed(call, form, run)
-        return self._replayed(call, form, form.forward, form.facts, run)
+        return self._replayed(call, form, form.forward, form.facts, beside or run)
 
     def _observed(self, call: LayerCall, form: Form, run: Callable[[], Any]) -> Any:
         """Run a call of a form that is not recorded; its backward shows what is to be known."""

@@ -66,8 +66,12 @@ class Replays(Protocol):
         kwargs: dict[str, Any],
         condition: Condition,
         run: Callable[[], Any],
+        beside: Callable[[], Any] | None = None,
     ) -> Any:
-        """The result of a call, which ``run`` gives if it is not replayed."""
+        """The result of a call, which ``run`` gives if it is not replayed.
+
+        Beside a replay that is compared with it ``beside`` does, if given.
+        """
 
 
 class ModelContext:

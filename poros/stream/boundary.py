@@ -63,10 +63,7 @@ class StreamedLayer(LayerBody):
         if not condition.parameters:
             self._refuse_frozen_adapters()
         check, replays = self.context.check, self.context.captures
-
-        def forward() -> Any:
-            return RecomputedCall(self, args, kwargs, condition).forward(args, kwargs)
-
+        forward = partial(self._recompute, args, kwargs, condition)
         if check is not None and check.awaits(self.index):
             return check.watch(self.index, forward, given)
         if replays is not None:
@@ -82,7 +79,15 @@ class StreamedLayer(LayerBody):
         if replays is None or not self._has_kept:
             self._has_kept = True
             return keep()
-        return replays.call("kept", self, args, kwargs, condition, keep)
+        # A recording holds what a graph does: both of all kept layers would be twice the memory.
+        forward = partial(self._recompute, args, kwargs, condition)
+        return replays.call("kept", self, args, kwargs, condition, keep, forward)
+
+    def _recompute(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition
+    ) -> Any:
+        """The forward in the graph around it, which backward recomputes."""
+        return RecomputedCall(self, args, kwargs, condition).forward(args, kwargs)
 
     def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""

@@ -71,18 +71,14 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def make_model(
     architecture: str = "qwen2",
     *,
-    num_layers: int = 6,
-    hidden_size: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
     dropout: float = 0.0,
     seed: int = 0,
     rank: int = 8,
     adapter: str = "lora",
-    **loading: Any,
+    **options: Any,
 ) -> Any:
     """``tiny.make_model``; its checkpoint is written once for all models of the same sizes."""
-    sizes = {"num_layers": num_layers, "hidden_size": hidden_size}
-    base = make_base(architecture, **sizes, dtype=dtype, dropout=dropout, seed=seed, **loading)
+    base = make_base(architecture, dropout=dropout, seed=seed, **options)
     return attach(base, adapter, rank=rank, dropout=dropout, seed=seed + 1)
 
 

@@ -49,8 +49,8 @@ class Watch:
     Args:
         parameters: Those of other classes are left as they are.
         asked: A method, called before; its object is held weakly.
-        sees_grad: Whether ``torch.autograd.grad`` counts as reading. It costs each operator on a
-            parameter some microseconds, so only where no edge of the graph leads to it.
+        sees_grad: Whether ``torch.autograd.grad`` counts as reading. Each operator on a parameter
+            passes through Python then, so only where no edge of the graph leads to it.
     """
 
     def __init__(

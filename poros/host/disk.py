@@ -9,7 +9,7 @@ start from there. What it reads for the first time is hashed.
 
 Note: Staging lifetime
     A staging buffer may be overwritten only after the *device* has copied the last bytes out of it
-    (see "Slot lifetime" in ``poros.streams``). ``lent_until`` keeps the event of that copy, and
+    (see "Slot lifetime" in ``poros.streams``). ``borrowed_until`` keeps the event of that copy, and
     only the training thread, which can ask about events, gives a buffer to the reader. The reader
     never touches a stream.
 
@@ -184,7 +184,7 @@ class DiskStore(HostStore):
         staging.is_lent = True
         return staging.slab.bytes[: self.slabs[block].layout.num_bytes]
 
-    def lent_until(self, block: int, event: Event) -> None:
+    def borrowed_until(self, block: int, event: Event) -> None:
         staging = self._find(block)
         if staging is not None:
             staging.is_copied, staging.is_lent = event, False

@@ -261,11 +261,11 @@ class HostStore:
     def borrow(self, block: int) -> torch.Tensor:
         """The bytes of a block, to be copied to the device: (num_bytes,), uint8.
 
-        They stay as they are until the event given to ``lent_until`` has passed.
+        They stay as they are until the event given to ``borrowed_until`` has passed.
         """
         return self.slabs[block].bytes
 
-    def lent_until(self, block: int, event: Event) -> None:
+    def borrowed_until(self, block: int, event: Event) -> None:
         """The copy of what ``borrow`` gave is complete at ``event``."""
 
     def read_ahead(self, blocks: Iterable[int]) -> None:

@@ -69,6 +69,8 @@ _LEAST_VISITS = 2
 to make way before it was worth its while."""
 _LEAST_REPLAYS = 4
 """From which on a recording was: it takes about as long as two visits that run."""
+_LOOKED_AT = 16
+"""Visits of a form that are looked at, each; then those whose number is a power of two."""
 _MOST_RECORDED = 4
 """Forms of one layer that are recorded at a time; of a layer that keeps its graph, one."""
 _IDLE_VISITS = 16
@@ -174,14 +176,16 @@ class Captures:
         first = torch._C._autograd._get_sequence_nr()
         returned = run()
         self._note_visit(form)
-        if form.refusal is not None or form.facts is not None:
+        # Seldom, if no backward shows anything: looking at each call would cost each of them.
+        is_due = form.num_visits <= _LOOKED_AT or not form.num_visits & (form.num_visits - 1)
+        if form.refusal is not None or form.facts is not None or not is_due:
             return returned
         try:
-            facts = CallFacts(call, returned)
+            template, results = call.taken_apart(returned)
+            facts = CallFacts(call, template, results)
             if form.kind == "inference":
                 form.facts = facts
                 return returned
-            results = call.taken_apart(returned)[1]
             uses = walk(results, call.tensors, call.parameters, call.has_casts, first)
         except UnsupportedModelError as error:
             self._refuse(call.layer, form, str(error))

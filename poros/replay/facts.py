@@ -31,7 +31,8 @@ class CallFacts:
 
     Args:
         call: That has run in the graph around it.
-        returned: What it gave.
+        template: What it gave, with places instead of tensors.
+        results: These.
 
     Attributes:
         adapters: Places of its adapters, with proxy leaves of its own, of which a visit has to
@@ -40,13 +41,10 @@ class CallFacts:
         forms: Shape, dtype and whether it needs a gradient, of each result.
         uses: How its graph uses its tensors and adapters; empty until a backward has shown it.
         gives_casts: Whether gradients of adapters that autocast casts are those of the casts.
-
-    Raises:
-        UnsupportedModelError: If it returns more than tensors in tuples and plain values.
     """
 
-    def __init__(self, call: "LayerCall", returned: Any) -> None:
-        self._template, results = call.taken_apart(returned)
+    def __init__(self, call: "LayerCall", template: Any, results: Sequence[torch.Tensor]) -> None:
+        self._template = template
         self.forms = _forms(results)
         self._call = call.without_tensors()
         # Of its own, so that its graph meets no other one in them.

@@ -86,9 +86,13 @@ def differentiate(
         for number in numbers
     ]
     ends, starts = zip(*pairs, strict=True)
-    single = torch.autograd.grad(ends, wanted, starts, retain_graph=keeps_graph, allow_unused=True)
-    for handle in handles:
-        handle.remove()
+    try:
+        single = torch.autograd.grad(
+            ends, wanted, starts, retain_graph=keeps_graph, allow_unused=True
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
     for use, gradient in zip(uses.single, single, strict=True):
         if use is not None:
             terms[use] = gradient

@@ -94,7 +94,7 @@ class BlockManager:
             source = self._host.borrow(block)
             target = slot.buffer[: source.numel()]
             slot.ready = self._streams.copy(target, source, after=slot.released)
-        self._host.lent_until(block, slot.ready)
+        self._host.borrowed_until(block, slot.ready)
         slot.state, slot.block = SlotState.LOADING, block
         return source.numel()
 

@@ -26,7 +26,9 @@ from tests.exact.together import (
     Control,
     Loss,
     Program,
+    add_noise,
     build,
+    clamp,
     ends,
     layers,
     of,
@@ -280,18 +282,6 @@ def reading(model: Model, batch: Batch) -> torch.Tensor:
 def reading_before(model: Model, batch: Batch) -> torch.Tensor:
     found = size(each.grad for each in trained(model))
     return own_loss(model, batch) * (1 + found)
-
-
-def clamp(model: Model) -> None:
-    for each in trained(model):
-        if each.grad is not None:
-            each.grad.clamp_(-1e-3, 1e-3)
-
-
-def add_noise(model: Model) -> None:
-    for each in trained(model):
-        if each.grad is not None:
-            each.grad += 1e-3 * torch.randn_like(each)
 
 
 def put(model: Model) -> None:

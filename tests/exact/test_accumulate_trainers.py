@@ -17,7 +17,17 @@ from poros.gates.reference import compare_trajectories
 from poros.gates.trainer_parity import trainer_arguments
 from poros.head.logits import LazyLogits
 from tests.exact.arms import Bases
-from tests.exact.together import Batch, Rows, dense, ends_so, num_groups, reasons, trained
+from tests.exact.together import (
+    Batch,
+    Rows,
+    add_noise,
+    clamp,
+    dense,
+    ends_so,
+    num_groups,
+    reasons,
+    trained,
+)
 from tests.exact.trainer_arms import FULL, Arms
 from tests.exact.trl_arms import PREFERENCES, TEXTS, trl
 from tests.exact.trl_arms import Arms as TrlArms
@@ -82,18 +92,6 @@ def with_loss(change: Callable[[Any, Batch], object], loss: Any = lambda *_: 0.0
         return Own
 
     return make
-
-
-def clamp(model: Model) -> None:
-    for each in trained(model):
-        if each.grad is not None:
-            each.grad.clamp_(-1e-3, 1e-3)
-
-
-def add_noise(model: Model) -> None:
-    for each in trained(model):
-        if each.grad is not None:
-            each.grad += 1e-3 * torch.randn_like(each)
 
 
 def step(model: Model) -> None:

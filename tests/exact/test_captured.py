@@ -13,7 +13,7 @@ from poros.gates.tape import TapeRecorder
 from poros.replay.captures import NEW
 from tests.exact.adapter_arms import adapted, differences, step
 from tests.exact.arms import Bases
-from tests.exact.recorded import CHANGES, autocast, recorded, train
+from tests.exact.recorded import CHANGES, autocast, recorded, train, trained
 from tests.support import same_bits
 
 Model = Any
@@ -66,6 +66,23 @@ def test_a_form_that_never_comes_back_costs_nothing(bases: Bases) -> None:
         tokens = torch.arange(length)[None]
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     assert recorder.num_recorded == 0 and captures.num_replays == 0
+
+
+def test_what_a_backward_has_never_shown_whole_is_not_recorded_until_one_has(bases: Bases) -> None:
+    model = adapted(bases)
+    captures, _ = recorded(model)
+    tokens = torch.arange(12)[None]
+
+    def loss() -> torch.Tensor:
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
+
+    for _ in range(30):
+        torch.autograd.grad(loss(), trained(model))
+    assert captures.num_recorded == 0 and captures.num_replays == 0
+    # Seldom looked at by then, but not never.
+    for _ in range(8):
+        loss().backward()
+    assert captures.num_replays > 0
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])

@@ -62,6 +62,18 @@ def batches(
     return found
 
 
+def clamp(model: Model) -> None:
+    for each in trained(model):
+        if each.grad is not None:
+            each.grad.clamp_(-1e-3, 1e-3)
+
+
+def add_noise(model: Model) -> None:
+    for each in trained(model):
+        if each.grad is not None:
+            each.grad += 1e-3 * torch.randn_like(each)
+
+
 class Rows(Dataset[Batch]):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -15,8 +15,8 @@ held out, not ROUGE or BLEU.
 
 The base optimizer is Adafactor, products are in TF32. *Naive* and *LoRA* run through the same
 optimizer with nothing projected; LoRA trains embeddings, norms and biases beside its adapters, as
-the paper's does. Learning rates are swept for Naive and for LoRA of the middle rank, each on runs
-of a third of the length; Naive's is taken for None and FLORA. A seed decides the order of the rows,
+the paper's does. Learning rates are swept for Naive and for LoRA and FLORA of the middle rank, on
+runs of a third of the length; Naive's is taken for None. A seed decides the order of the rows,
 the projections and the weights that ``momentum`` begins with. ``memory`` repeats the lowest rank
 over AdamW, whose state is as large as the weights.
 
@@ -48,7 +48,18 @@ from poros.optim import Flora
 SOURCES = {"first": ("torch", "numpy"), "arms": ("scipy", "sklearn", "transformers")}
 LENGTH, TARGET, VOCABULARY = 256, 64, 8192
 EVALUATED = 128
-RATES = {"accumulation": (3e-3, 1e-2, 3e-2), "momentum": (1e-3, 3e-3, 1e-2)}
+RATES = {
+    "accumulation": {
+        "Naive": (3e-3, 1e-2, 3e-2),
+        "LoRA": (1e-2, 3e-2, 1e-1),
+        "FLORA": (3e-3, 1e-2, 3e-2),
+    },
+    "momentum": {
+        "Naive": (1e-3, 3e-3, 1e-2),
+        "LoRA": (3e-3, 1e-2, 3e-2),
+        "FLORA": (1e-3, 3e-3, 1e-2),
+    },
+}
 
 
 def docstrings(packages: tuple[str, ...], most_files: int) -> Iterator[tuple[int, str]]:
@@ -248,8 +259,9 @@ def jobs_of(model: str, device: Any, options: argparse.Namespace) -> list[dict[s
         jobs.append({**common, "setting": setting, "arm": arm, "rank": rank, **more})
 
     for setting, updates in settings.items():
-        for lr in RATES[setting]:
-            for arm, rank in (("Naive", 0), ("LoRA", ranks[len(ranks) // 2])):
+        for arm, rates in RATES[setting].items():
+            rank = 0 if arm == "Naive" else ranks[len(ranks) // 2]
+            for lr in rates:
                 add(setting, arm, rank, lr=lr, updates=max(5, updates // 3), is_sweep=True)
     repeated = [("Naive", 0), ("FLORA", most), ("LoRA", least), ("FLORA", least), ("LoRA", most)]
     others = [(arm, rank) for rank in ranks[1:-1] for arm in ("FLORA", "LoRA")] + [("None", 0)]
@@ -273,30 +285,31 @@ class Plan:
     def __init__(self, jobs: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
         self.has_first_model = False
         self.sweeps: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        done = [row for row in rows if row["model"] == jobs[0]["model"]]
-        for row in done:
-            self.note(row)
-        own = {"device", "folder"}
-        self.jobs = [
-            job
-            for job in jobs
-            if not any(row.items() >= {k: job[k] for k in job.keys() - own}.items() for row in done)
-        ]
+        self.done = [row for row in rows if row["model"] == jobs[0]["model"]]
+        self.jobs = jobs
+        for row in self.done:
+            if row.get("lr") in RATES.get(row["setting"], {}).get(row["arm"], ()):
+                self.note(row)
 
     def next_job(self) -> dict[str, Any] | None:
-        """The first that can begin."""
-        for job in self.jobs:
+        """The first that can begin and has not been done."""
+        for job in list(self.jobs):
             rate = job.get("lr") or self.rate_of(job)
             if rate and (job["setting"] == "momentum" or self.has_first_model):
                 self.jobs.remove(job)
-                return {**job, "lr": rate}
+                ready = {**job, "lr": rate}
+                if not self.has_row_of(ready):
+                    return ready
         return None
 
+    def has_row_of(self, job: dict[str, Any]) -> bool:
+        wanted = {key: job[key] for key in job.keys() - {"device", "folder"}}
+        return any(row.items() >= wanted.items() for row in self.done)
+
     def rate_of(self, job: dict[str, Any]) -> float | None:
-        found = self.sweeps.get(
-            (job["setting"], job["arm"] if job["arm"] == "LoRA" else "Naive"), []
-        )
-        if len(found) < len(RATES[job["setting"]]):
+        swept = "Naive" if job["arm"] == "None" else job["arm"]
+        found = self.sweeps.get((job["setting"], swept), [])
+        if len(found) < len(RATES[job["setting"]][swept]):
             return None
         best: float = min(found, key=lambda row: row["best loss"])["lr"]
         return best

@@ -22,13 +22,15 @@ over AdamW, whose state is as large as the weights.
 
 Models are spread over the GPUs. Runs are started in the order of what is worth most, so that a run
 that ends after ``--seconds`` has whole comparisons of fewer seeds. Runs that are in ``--out``
-already are left out.
+already are left out, if they are of the same text (its digest is in each row); sweeps of another
+text are taken, since they choose nothing but the learning rate.
 """
 
 import argparse
 import ast
 import contextlib
 import gc
+import hashlib
 import importlib.util
 import json
 import math
@@ -94,6 +96,14 @@ def make_data(folder: Path, most_files: int) -> None:
             rows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
             torch.save(rows[order].to(torch.int16), folder / f"{part}_{name}.pt")
+
+
+def digest_of(folder: Path) -> str:
+    """Of the rows of tokens in it."""
+    found = hashlib.sha256()
+    for part in ("first_train", "arms_train", "arms_held_out"):
+        found.update(torch.load(folder / f"{part}.pt").numpy().tobytes())
+    return found.hexdigest()[:12]
 
 
 def make_model(name: str, seed: int, device: torch.device, is_tiny: bool) -> Any:
@@ -249,7 +259,7 @@ def jobs_of(model: str, device: Any, options: argparse.Namespace) -> list[dict[s
     settings = {"momentum": options.momentum_updates, "accumulation": options.updates}
     least, *_, most = ranks = options.ranks
     common = {"model": model, "device": device, "folder": str(options.folder)}
-    common |= {"is_tiny": options.tiny}
+    common |= {"is_tiny": options.tiny, "text": digest_of(options.folder)}
     jobs: list[dict[str, Any]] = []
 
     def add(setting: str, arm: str, rank: int, **more: Any) -> None:
@@ -303,7 +313,8 @@ class Plan:
         return None
 
     def has_row_of(self, job: dict[str, Any]) -> bool:
-        wanted = {key: job[key] for key in job.keys() - {"device", "folder"}}
+        unlike = {"device", "folder"} | ({"text"} if job.get("is_sweep") else set())
+        wanted = {key: job[key] for key in job.keys() - unlike}
         return any(row.items() >= wanted.items() for row in self.done)
 
     def rate_of(self, job: dict[str, Any]) -> float | None:
@@ -409,9 +420,12 @@ def show(path: Path) -> None:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         key = (*(row[k] for k in ("model", "setting", "arm", "rank", "lr")), row.get("kappa", ""))
+        key += (row.get("text", ""),)
         groups.setdefault((bool(row.get("is_sweep")), *key), []).append(row)
-    print("| model | setting | arm | rank | lr | kappa | loss, by seed | state MB | with weights |")
-    print("| --- " * 9 + "|")
+    print(
+        "| model | setting | arm | rank | lr | kappa | text | loss, by seed | state MB | with weights |"
+    )
+    print("| --- " * 10 + "|")
     for (is_sweep, *key), rows in sorted(groups.items(), key=str):
         losses = ", ".join(
             f"{row['best loss']:.3f}" for row in sorted(rows, key=lambda r: r["seed"])

@@ -422,9 +422,8 @@ def show(path: Path) -> None:
         key = (*(row[k] for k in ("model", "setting", "arm", "rank", "lr")), row.get("kappa", ""))
         key += (row.get("text", ""),)
         groups.setdefault((bool(row.get("is_sweep")), *key), []).append(row)
-    print(
-        "| model | setting | arm | rank | lr | kappa | text | loss, by seed | state MB | with weights |"
-    )
+    heads = "model, setting, arm, rank, lr, kappa, text, loss by seed, state MB, with weights"
+    print("|", heads.replace(", ", " | "), "|")
     print("| --- " * 10 + "|")
     for (is_sweep, *key), rows in sorted(groups.items(), key=str):
         losses = ", ".join(

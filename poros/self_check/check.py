@@ -163,20 +163,34 @@ class SelfCheck:
         ends = [each for _, each in named("", result) if each.requires_grad]
         if is_open and ends:
             # Emptied by the check: the graph may live on, with the loss.
-            ends[0].register_hook(partial(self._check_late, index, [evidence]))
+            late = partial(self._check_late, index, [evidence], ends[0].output_nr)
+            ends[0].grad_fn.register_prehook(late)  # type: ignore[union-attr]
         else:
             self._check_apart(index, evidence, needs_gradient)
         return result
 
-    def _check_late(self, index: int, held: list[Evidence], _: torch.Tensor) -> None:
-        """The hook on what a layer gave."""
+    def _check_late(
+        self,
+        index: int,
+        held: list[Evidence],
+        number: int,
+        gradients: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        """The hook on the node that gave a layer's result, as its result ``number``."""
         evidence = held.pop() if held else None
         if evidence is None or index not in self._unchecked or not evidence.is_intact():
             return
-        if is_streamed(evidence.layer):  # not restored since
-            self._check_apart(index, evidence, needs_gradient=True)
+        gradient = gradients[number]
+        if gradient is not None and is_streamed(evidence.layer):  # not restored since
+            self._check_apart(index, evidence, needs_gradient=True, gradient=gradient)
 
-    def _check_apart(self, index: int, evidence: Evidence, needs_gradient: bool) -> None:
+    def _check_apart(
+        self,
+        index: int,
+        evidence: Evidence,
+        needs_gradient: bool,
+        gradient: torch.Tensor | None = None,
+    ) -> None:
         evidence.rng_backward = drawn_states(self._device)
         self._note_checked(index, needs_gradient)
         condition = streamed_layer(evidence.layer).condition()
@@ -184,7 +198,7 @@ class SelfCheck:
         try:
             with _without_saved_tensors_hooks():
                 mismatch = self._damaged_bytes(index // self._block_size) or self._mismatch(
-                    index, evidence
+                    index, evidence, gradient
                 )
         finally:
             _active_collector.reset(token)
@@ -300,12 +314,15 @@ class SelfCheck:
                 return spec.name
         return None
 
-    def _mismatch(self, index: int, evidence: Evidence) -> str | None:
-        """Of a layer that recomputes in the graph: it is streamed once more, with drawn gradients.
+    def _mismatch(
+        self, index: int, evidence: Evidence, gradient: torch.Tensor | None
+    ) -> str | None:
+        """Of a layer that recomputes in the graph: it is streamed once more.
 
-        Its forward is compared as it was.
+        Its forward is compared as it was. Its gradients are drawn, but for a layer in which hooks
+        of the user may run: these see the ``gradient`` that arrives, as they will behind the check.
         """
-        incoming = evidence.drawn_gradients(self._device)
+        incoming = evidence.incoming(self._device, gradient)
         again = self._runs.streamed(evidence, incoming, is_steady=False)
         resident = self._runs.resident(index, evidence, incoming)
         disturbed = first_difference(

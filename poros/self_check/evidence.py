@@ -3,7 +3,8 @@
 Everything here is read from the call itself and from PyTorch and transformers, not from what the
 recomputation captured: a state that the recomputation forgets is then missing on one side only.
 
-Gradients are drawn, since a layer is checked behind its forward, or before its backward begins.
+Gradients are drawn, since a layer is checked behind its forward. Only where hooks of the user may
+run inside it, it is checked as its backward begins, with the gradient that arrives.
 """
 
 import copy
@@ -113,8 +114,9 @@ class Evidence:
         return evidence, result
 
     def is_intact(self) -> bool:
-        """Whether the inputs still are those of the forward; if not, its backward refuses."""
-        return self.input_versions == _versions(self.inputs)
+        """Whether inputs and trained parameters are the forward's; else its backward refuses."""
+        are_trained = all(each.requires_grad for each in self.trained.values())
+        return are_trained and self.input_versions == _versions(self.inputs)
 
     def given(self) -> dict[str, Any]:
         """What the forward gave, but for outputs that someone has edited in place since."""
@@ -178,8 +180,16 @@ class Evidence:
         """Where what the backward recomputed is not what the forward gave."""
         return first_difference(self.given(), self.again)
 
-    def drawn_gradients(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Gradients for the outputs that need one, normal, from a generator of their own."""
+    def incoming(
+        self, device: torch.device, gradient: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Gradients for the outputs that need one, normal, from a generator of their own.
+
+        With a ``gradient``, it alone, for the first of them.
+        """
+        if gradient is not None:
+            first = next(name for name, (_, needed) in self.outputs.items() if needed)
+            return {first: gradient}
         generator = torch.Generator(device)
         return {
             name: torch.empty_like(tensor).normal_(generator=generator)

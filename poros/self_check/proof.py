@@ -248,7 +248,7 @@ class Runs:
         """The gradients, and the random states behind them."""
         # By tensor: one that comes out under two names has one gradient, not twice the same.
         pairs = {
-            id(outputs[name]): (outputs[name], gradient)
+            id(outputs[name]): (outputs[name], gradient.clone())  # a hook may write to it
             for name, gradient in incoming.items()
             if name in outputs and outputs[name].requires_grad
         }

@@ -127,6 +127,9 @@ class RecomputedCall:
         # Code of the user inside the layer may draw from anywhere.
         self._is_watched = condition.has_hooks
         self._start = Start.capture(layer.device) if self._is_watched else self._ambient.rng
+        self._num_tokens = (
+            args[0].shape[-2] if args and _is_tensor(args[0]) and args[0].dim() > 1 else 0
+        )
         self._sums: list[torch.Tensor] = []
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
@@ -235,11 +238,24 @@ class RecomputedCall:
         if is_in_slot:
             return _InSlot.of(tensor)
         if self._is_watched:
-            self._sums.append(_sums(tensor))
+            self._sums += self._sums_of(tensor)
         saved = _Saved(len(self._saved), tensor, self._is_watched)
         self._saved.append(ref(saved))
         self._forms.append((tensor.shape, tensor.dtype))
         return saved
+
+    def _sums_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Of what an operator has computed in it; on the layer's device.
+
+        PyTorch's attention kernels save seeds that without dropout nobody has written, and log-sums
+        in rows of whole multiples of 32, of which they write the first.
+        """
+        if tensor.dtype is torch.uint64 or (not tensor.dim() and tensor.dtype is torch.int64):
+            return []
+        count = self._num_tokens
+        if tensor.dtype is torch.float32 and tensor.shape[2:] == (-(-count // 32) * 32,):
+            tensor = tensor[..., :count]
+        return [_sums(tensor).to(self.layer.device)]
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, _Packed) and self._through is not None:
@@ -305,7 +321,7 @@ class RecomputedCall:
             number = len(forms)
             forms.append((tensor.shape, tensor.dtype))
             if self._is_watched:
-                sums.append(_sums(tensor))
+                sums.extend(self._sums_of(tensor))
             if number < len(self._saved) and self._saved[number]() is not None:
                 values[number] = tensor.detach(), _version(tensor)
 

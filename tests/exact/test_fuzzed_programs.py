@@ -45,6 +45,18 @@ def judge() -> campaign.Judge:
 
 
 PROGRAMS: dict[str, Program] = {
+    "a backward hook inside a layer that is checked": Program(
+        before=(Hook(kind="backward_pre", part="mlp.down_proj"),)
+    ),
+    "a backward hook of all modules that comes before a step": Program(
+        steps=(Step(before=(Hook(kind="global_backward_pre", layer=-1, part="norm"),)),)
+    ),
+    "a hook on a tensor inside a layer that is checked": Program(
+        steps=(Step(before=(Hook(kind="tensor", part="self_attn"),)),)
+    ),
+    "an adapter trains no more before its layer is checked": Program(
+        before=(Hook(part="self_attn"),), steps=(Step(between=(Train(),)),)
+    ),
     "a hook comes as its layer is recorded": Program(
         subject=Subject(num_layers=2),
         policy=Policy(keep_last=2, recorded=True),

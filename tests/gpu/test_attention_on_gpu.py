@@ -130,6 +130,10 @@ def test_the_first_attention_of_a_process(how: str, tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
+    if how == "unsettled" and done.returncode:
+        # The check warns, and the recomputation, which finds another kernel's tensors, refuses.
+        assert "self-check failed" in done.stderr and "RematerializationError" in done.stderr
+        return
     assert done.returncode == 0, done.stderr
     is_wrong = how == "unsettled" and "changed True" in done.stdout
     assert f"status {'failed' if is_wrong else 'passed'}" in done.stdout, done.stdout

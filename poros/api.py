@@ -174,7 +174,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
     planner: list[Planner] = []
 
     def estimate(
-        shape: Shape, budget: int | None, wanted: Wanted, is_checking: bool
+        shape: Shape, budget: int | None, wanted: Wanted, is_checking: bool, replays: bool
     ) -> "MemoryPlan":
         from poros.planning.planner import Planner
         from poros.planning.request import PlanRequest
@@ -197,6 +197,7 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
             adapter_kernels=policy.adapter_kernels,
             lora_paths=policy.lora_paths,
             cuda_graphs=policy.cuda_graphs if device.type == "cuda" else False,
+            without_recordings=not replays,
             share_dense=policy.share_dense if device.type == "cuda" else bool(policy.share_dense),
             library_num_bytes=library_workspace(device),
             # Gradients may be there already: how many passes make a step is not known here.

@@ -168,10 +168,10 @@ class MeasuredSizer(Sizer):
     def plan(self) -> "MemoryPlan | None":
         if self._shape is None or self._room is None:
             return None
-        known = (self._shape, self._room, self._conditions)
+        known = (self._shape, self._room, self._conditions, self.replays)
         if self._planned[0] != known:
             try:
-                plan = self._estimate(self._shape, None, Wanted(*self._room), False)
+                plan = self._estimate(self._shape, None, Wanted(*self._room), False, self.replays)
             except PorosError:
                 plan = None  # a kind of adapters that cannot be estimated
             self._planned = (known, plan)

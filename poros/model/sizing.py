@@ -88,9 +88,10 @@ class Wanted(NamedTuple):
     offload_inputs: bool | None
 
 
-Estimate = Callable[[Shape, "int | None", Wanted, bool], "MemoryPlan"]
+Estimate = Callable[[Shape, "int | None", Wanted, bool, bool], "MemoryPlan"]
 """Of a step with micro-batches of a shape, for a budget in bytes, of a wanted room, with the
-self-check's share or without. Raises ``VRAMBudgetError`` if it does not fit."""
+self-check's share or without, with room for recorded visits or without. Raises ``VRAMBudgetError``
+if it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ class Sizer:
     def estimated(self, shape: Shape, wanted: Wanted, is_checking: bool) -> "MemoryPlan":
         """An estimate, or an error by which trainers know that a batch is too large."""
         try:
-            plan = self._estimate(shape, self.budget, wanted, is_checking)
+            plan = self._estimate(shape, self.budget, wanted, is_checking, True)
             self.replays, self.shares_dense = plan.replays, plan.shares_dense
             if is_checking:
                 self.check_kernels = plan.check_kernels

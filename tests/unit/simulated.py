@@ -95,7 +95,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Prepare:
         monkeypatch.setattr("poros.model.runtime.device_memory", lambda device: memory)
         model = prepare_plain(build(), device="cpu", **policy).train()
         runtime = poros.runtime(model)
-        runtime.sizer._estimate = lambda _, budget, wanted, check: Estimated(wanted)  # type: ignore[assignment]
+        runtime.sizer._estimate = lambda _, budget, wanted, *rest: Estimated(wanted)  # type: ignore[assignment]
         memory.hold(runtime)
         return model, memory
 

@@ -1,4 +1,4 @@
-"""Architectures that this project promises, and some others, in five ways on a GPU: 0 bits differ."""
+"""Promised architectures, and some others, in five ways on a GPU: 0 bits differ."""
 
 from pathlib import Path
 from typing import Any

@@ -217,6 +217,9 @@ def _(action: EditAdapter, arm: "Arm") -> bool:
         others = {named[id(each)]: each.detach() * 1.25 for each in chosen}
         arm.model.load_state_dict(others, strict=False, assign=True)
         return bool(chosen)
+    if arm.is_between and action.how in ("data", "numpy"):
+        # Of a trained parameter PyTorch does not count such edits, and nobody sees them.
+        chosen = [each for each in chosen if not each.requires_grad]
     for parameter in chosen:
         if action.how == "cast":
             other = torch.bfloat16 if parameter.dtype == torch.float32 else torch.float32

@@ -62,6 +62,8 @@ class Arm:
         self.layers = layers_of(model)
         self.record = Record()
         self.step_index = 0
+        self.is_between = False
+        """Whether a forward is done and its backward has not begun."""
         self.is_resident = True
         self.hooks: dict[int, list[Hooked]] = {}
         self.captured: dict[int, torch.Tensor] = {}
@@ -230,8 +232,12 @@ class Arm:
         return [loss.detach() for loss in losses]
 
     def _between(self, step: Step) -> None:
-        for action in step.between:
-            self._do(action)
+        self.is_between = True
+        try:
+            for action in step.between:
+                self._do(action)
+        finally:
+            self.is_between = False
 
     def _backward(self, losses: Sequence[torch.Tensor], how: str, where: str) -> None:
         total = torch.stack([loss.float() for loss in losses]).sum()

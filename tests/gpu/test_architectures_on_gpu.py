@@ -38,9 +38,11 @@ def test_equals_resident(
 ) -> None:
     folder: Path = tmp_path_factory.getbasetemp()
     is_grouped, policy = WAYS[way]
+    # PEFT has no dropout for adapters of fused experts.
+    dropout = 0.0 if architecture in ("mixtral", "qwen3_moe") else 0.05
     if architecture not in resident:
-        resident[architecture] = run(model_of(folder, architecture), False)
-    model = model_of(folder, architecture)
+        resident[architecture] = run(model_of(folder, architecture, dropout=dropout), False)
+    model = model_of(folder, architecture, dropout=dropout)
     poros.prepare(model, loss="reference", **policy)
     assert same_runs(run(model, is_grouped), resident[architecture])
     stats = poros.runtime(model).stats()

@@ -77,7 +77,7 @@ class Estimated:
 
 
 def test_a_room_for_several_shapes_is_planned_as_it_is() -> None:
-    def estimate(shape: Shape, budget: object, wanted: Wanted, is_checking: bool) -> Any:
+    def estimate(shape: Shape, budget: object, wanted: Wanted, *_: bool) -> Any:
         return Estimated(shape, wanted)
 
     sizer = Sizer(StreamingPolicy(vram_budget="1GiB"), estimate)

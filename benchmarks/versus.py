@@ -41,7 +41,9 @@ def work(name: str, num_layers: int | None) -> None:
     from benchmarks.models import config_of, random_model, with_lora
     from benchmarks.work import Work, batch_of
 
-    device = torch.device("cuda")
+    has_gpu = torch.cuda.is_available()  # without one the figures mean nothing, but it runs
+    device = torch.device("cuda" if has_gpu else "cpu")
+    synchronize = torch.cuda.synchronize if has_gpu else int
     config = config_of(name, num_layers)
     model = with_lora(random_model(config)).train()
     batch = batch_of(config.vocab_size, Work(1, 512), device)
@@ -54,27 +56,28 @@ def work(name: str, num_layers: int | None) -> None:
                 poros.restore(model)
             way, optimizer = value, None
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+            if has_gpu:
+                torch.cuda.reset_peak_memory_stats()
             policy = policy_of(way, config.num_hidden_layers)
-            poros.prepare(model, self_check="off", device=device, **policy)
+            poros.prepare(model, self_check="off", **policy)
             optimizer = make_optimizer(model)
             answer(None)
         elif order == "steps":
             times = []
             for _ in range(value):
-                torch.cuda.synchronize()
+                synchronize()
                 began = time.perf_counter()
-                with torch.autocast("cuda", torch.bfloat16, enabled=way == "autocast"):
+                with torch.autocast(device.type, torch.bfloat16, enabled=way == "autocast"):
                     loss = model(**batch).loss
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                torch.cuda.synchronize()
+                synchronize()
                 times.append((time.perf_counter() - began) * 1e3)
             answer(times)
         else:
             stats = poros.runtime(model).stats()
-            answer([stats["num_replayed_visits"], torch.cuda.max_memory_allocated()])
+            answer([stats["num_replayed_visits"], torch.cuda.max_memory_allocated() * has_gpu])
 
 
 def answer(value: Any) -> None:
@@ -87,7 +90,7 @@ class Worker:
     def __init__(self, checkout: Path, name: str, num_layers: int | None) -> None:
         # This file may be younger than the checkout, whose modules it imports.
         path = [str(checkout), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(
             [sys.executable, __file__, "--work", name, str(num_layers or 0)],
             cwd=checkout,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
@@ -97,12 +100,10 @@ class Worker:
         )
 
     def ask(self, order: str, value: Any = None) -> None:
-        assert self._process.stdin is not None
         print(json.dumps([order, value]), file=self._process.stdin, flush=True)
 
     def hear(self) -> Any:
         """The answer to the last order; other lines are what libraries print."""
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith('{"answer": '):
                 return json.loads(line)["answer"]

@@ -92,7 +92,8 @@ types: $(STAMP)
 	@tree=$$(mktemp -d) && trap 'rm -rf "$$tree"' EXIT && mkdir "$$tree/poros" \
 	&& ln -s "$(CURDIR)"/poros/* "$(CURDIR)/loaders" "$(CURDIR)/gates" "$(CURDIR)/examples" \
 		"$$tree/poros/" \
-	&& cd "$$tree" && "$(CURDIR)/$(VENV)/bin/python" -m mypy -p poros \
+	&& ln -s "$(CURDIR)/tools" "$$tree/" \
+	&& cd "$$tree" && "$(CURDIR)/$(VENV)/bin/python" -m mypy -p poros -p tools \
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"
 
 # $(1) is the folder of the environment, $(2) its pins, $(3) the extras. An environment left half made is made

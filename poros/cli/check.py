@@ -38,10 +38,6 @@ def check(
             "MODEL_DIR in it. Checks nothing.",
         ),
     ] = False,
-    fuzz: Annotated[
-        bool,
-        typer.Option("--fuzz", help="Draw training programs and run each resident and streamed."),
-    ] = False,
     resident_kernels: Annotated[
         bool,
         typer.Option(
@@ -49,10 +45,6 @@ def check(
             help="Compare with a resident run with our adapter kernels, not a streamed one.",
         ),
     ] = False,
-    minutes: Annotated[
-        float | None, typer.Option(help="With --fuzz: for how long.", show_default="10")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="With --fuzz.", show_default="0")] = None,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Optimizer steps.", show_default="20; 3 for a checkpoint"),
@@ -63,24 +55,15 @@ def check(
 ) -> None:
     """Train resident and streamed from the same bytes and compare every bit, on this machine.
 
-    With --fuzz what is trained, and how, is drawn: hooks, penalties, autocast, adapters, edits,
-    exceptions. Each program has to end in equal bits, or in an error before a wrong update.
-
     Exit code: 0 if no bit differs, 1 if one does (with --registered: if nothing on record has the
     name), 2 for bad input.
     """
     if registered:
-        if fuzz or architecture is not None or adapter is not None:
+        if architecture is not None or adapter is not None:
             raise typer.BadParameter(
                 "--registered shows what is on record, and takes only part of a name"
             )
         _list_registered(None if model_dir is None else str(model_dir))
-    if fuzz:
-        if model_dir is not None or architecture is not None or steps is not None:
-            raise typer.BadParameter("--fuzz draws its models, and takes --minutes, --seed, --out")
-        _fuzz(10.0 if minutes is None else minutes, seed or 0, out)
-    if minutes is not None or seed is not None:
-        raise typer.BadParameter("--minutes and --seed go with --fuzz")
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
     with readable_errors(_OPTIONS):
@@ -133,23 +116,3 @@ def _list_registered(part: str | None) -> NoReturn:
             "--architecture NAME` tries it"
         )
     raise typer.Exit(0 if lines else NOT_HELD)
-
-
-def _fuzz(minutes: float, seed: int, out: Path | None) -> NoReturn:
-    """Draw training programs for so long, and report how they ended."""
-    with readable_errors():
-        if out is not None:
-            require_file(out, "--out")
-    quieten_libraries()
-    from rich.console import Console
-
-    from poros.gates.fuzz import campaign
-
-    with readable_errors():
-        tally = campaign.fuzz(minutes, seed)
-    Console().print(campaign.render(tally))
-    if out is not None:
-        with readable_errors():
-            campaign.write(tally, out)
-        typer.echo(f"report: {out}")
-    raise typer.Exit(NOT_HELD if tally.ends["failed"] else 0)

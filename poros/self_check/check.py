@@ -164,7 +164,7 @@ class SelfCheck:
         if is_open and ends:
             # Emptied by the check: the graph may live on, with the loss.
             late = partial(self._check_late, index, [evidence], ends[0].output_nr)
-            ends[0].grad_fn.register_prehook(late)  # type: ignore[union-attr]
+            ends[0].grad_fn.register_prehook(late)
         else:
             self._check_apart(index, evidence, needs_gradient)
         return result

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from poros.gates.fuzz import campaign
-from poros.gates.fuzz.program import (
+from tools.fuzz import campaign
+from tools.fuzz.program import (
     Adapter,
     Compile,
     EditAdapter,
@@ -235,7 +235,7 @@ def test_a_program_that_was_found_once(name: str, judge: campaign.Judge) -> None
 
 
 def test_new_programs_end_equal_or_refused_in_time(judge: campaign.Judge) -> None:
-    """Less than a minute; the same programs at every run. `poros check --fuzz` draws others."""
+    """Less than a minute; the same programs at every run. `python -m tools.fuzz` draws others."""
     tally = campaign.Tally(0)
     for program in campaign.draw(0, NUM_DRAWN, compiled=False):
         verdict = judge(program)
@@ -291,6 +291,6 @@ REQUIRED = (
 
 
 def _actions() -> list[type[Any]]:
-    from poros.gates.fuzz.program import Action
+    from tools.fuzz.program import Action
 
     return Action.__subclasses__()

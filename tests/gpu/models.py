@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import poros
 from poros.gates import tiny
 
 BF16 = torch.bfloat16
@@ -99,3 +100,45 @@ def gradients(model: Model, autocast: bool = False, num_tokens: int = 300) -> di
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
     return {"loss": loss.detach(), "random": torch.cuda.get_rng_state(), **found}
+
+
+def run(
+    model: Model,
+    together: bool,
+    *,
+    size: int = 4,
+    num_steps: int = 8,
+    lengths: tuple[int, ...] = (96, 64, 96, 33),
+    autocast: bool = False,
+) -> list[torch.Tensor]:
+    """What training with micro-batches gives, these together or one after the other."""
+
+    def loss(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            torch.autocast("cuda", dtype=BF16, enabled=autocast),
+        ):
+            found: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return found / size
+
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-3, fused=True)
+    generator = torch.Generator().manual_seed(2)
+    facts: list[torch.Tensor] = []
+    for _ in range(num_steps):
+        step = [
+            torch.randint(0, 100, (2, lengths[place % len(lengths)]), generator=generator).cuda()
+            for place in range(size)
+        ]
+        if together:
+            facts += poros.accumulate(model, step, loss=loss)
+        else:
+            for tokens in step:
+                value = loss(model, tokens)
+                value.backward()
+                facts.append(value.detach())
+        facts += [each.grad.clone() for each in trained(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    facts += [each.detach().clone() for each in trained(model)]
+    return [*facts, torch.cuda.get_rng_state(), torch.get_rng_state()]

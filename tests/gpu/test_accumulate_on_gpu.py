@@ -6,58 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
 from poros.gates.reference import compare_trajectories
 from poros.kernels import dense_layer
 from tests.exact.trainer_arms import FULL, Arms
-from tests.gpu.models import BF16, Model, model_of, same_runs, trained
+from tests.gpu.models import BF16, model_of, run, same_runs
 from tests.support import prepare_plain
 
 pytestmark = pytest.mark.gpu
 
 FP32 = torch.float32
-
-
-def run(
-    model: Model,
-    together: bool,
-    *,
-    size: int = 4,
-    num_steps: int = 8,
-    lengths: tuple[int, ...] = (96, 64, 96, 33),
-    autocast: bool = False,
-) -> list[torch.Tensor]:
-    def loss(model: Model, tokens: torch.Tensor) -> torch.Tensor:
-        with (
-            sdpa_kernel(SDPBackend.MATH),
-            torch.autocast("cuda", dtype=BF16, enabled=autocast),
-        ):
-            found: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        return found / size
-
-    torch.manual_seed(5)
-    optimizer = torch.optim.AdamW(trained(model), lr=1e-3, fused=True)
-    generator = torch.Generator().manual_seed(2)
-    facts: list[torch.Tensor] = []
-    for _ in range(num_steps):
-        step = [
-            torch.randint(0, 100, (2, lengths[place % len(lengths)]), generator=generator).cuda()
-            for place in range(size)
-        ]
-        if together:
-            facts += poros.accumulate(model, step, loss=loss)
-        else:
-            for tokens in step:
-                value = loss(model, tokens)
-                value.backward()
-                facts.append(value.detach())
-        facts += [each.grad.clone() for each in trained(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-    facts += [each.detach().clone() for each in trained(model)]
-    return [*facts, torch.cuda.get_rng_state(), torch.get_rng_state()]
 
 
 def check(folder: Path, policy: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:

@@ -8,8 +8,7 @@ import torch
 
 import poros
 from poros.gates import tiny
-from tests.gpu.models import model_of, same_runs
-from tests.gpu.test_accumulate_on_gpu import run
+from tests.gpu.models import model_of, run, same_runs
 
 pytestmark = pytest.mark.gpu
 

@@ -95,7 +95,6 @@ WRONG: list[tuple[str, str]] = [
     ("check --architecture qwen2 --out .", "--out: expected a file to write, found the folder"),
     ("check", "give either MODEL_DIR or --architecture NAME"),
     ("check --registered --adapter vera", "--registered shows what is on record"),
-    ("check --minutes 3", "--minutes and --seed go with --fuzz"),
     ("demo --device abacus", "--device: expected cpu or cuda"),
     ("demo --out model", "--out: expected an empty or new folder"),
 ]

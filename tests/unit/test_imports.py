@@ -155,7 +155,7 @@ def sources() -> dict[str, str]:
     """Dotted module name and text of every Python file of the project."""
     homes = {folder: f"poros.{folder}" for folder in ("loaders", "gates", "examples")}
     found = {}
-    for folder in ("poros", "loaders", "gates", "examples", "tests", "benchmarks"):
+    for folder in ("poros", "loaders", "gates", "examples", "tests", "benchmarks", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT / folder).with_suffix("").parts
             module = ".".join((homes.get(folder, folder), *inside)).removesuffix(".__init__")

@@ -209,7 +209,6 @@ def test_listing_imports_no_large_library() -> None:
     [
         ("--registered", "--architecture", "qwen2"),
         ("--registered", "--adapter", "vera"),
-        ("--registered", "--fuzz"),
     ],
 )
 def test_bad_combinations_are_refused(arguments: tuple[str, ...]) -> None:

@@ -19,13 +19,13 @@ from torch import nn
 
 import poros
 from poros.gates import tiny
-from poros.gates.fuzz import actions, optimizers
-from poros.gates.fuzz.hooks import Hooked, Thrown
-from poros.gates.fuzz.models import layers_of
-from poros.gates.fuzz.program import Action, Forward, Program, Step, Term
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from poros.nf4 import state_of
+from tools.fuzz import actions, optimizers
+from tools.fuzz.hooks import Hooked, Thrown
+from tools.fuzz.models import layers_of
+from tools.fuzz.program import Action, Forward, Program, Step, Term
 
 NUM_ROWS = 2
 

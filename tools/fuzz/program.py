@@ -71,7 +71,7 @@ class Policy(Plain):
 
 
 class Action(Plain):
-    """Something that people do around a step; ``poros.gates.fuzz.actions`` does it."""
+    """Something that people do around a step; ``tools.fuzz.actions`` does it."""
 
 
 @dataclass(frozen=True, repr=False)

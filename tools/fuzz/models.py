@@ -12,8 +12,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poros.gates import tiny
-from poros.gates.fuzz.program import Subject
 from poros.nf4 import own
+from tools.fuzz.program import Subject
 
 HIDDEN_SIZE = 32
 ARCHITECTURES = ("qwen2", "gemma3", "gemma4_shared_kv", "mixtral", "prophetnet")

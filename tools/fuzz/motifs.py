@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from poros.gates.fuzz.draft import PARTS, Draft
-from poros.gates.fuzz.program import (
+from tools.fuzz.draft import PARTS, Draft
+from tools.fuzz.program import (
     Adapter,
     Compile,
     EditAdapter,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from poros.gates.fuzz import hooks
-from poros.gates.fuzz.alive import num_alive
-from poros.gates.fuzz.models import adapter_config, draw_adapters
-from poros.gates.fuzz.program import (
+from tools.fuzz import hooks
+from tools.fuzz.alive import num_alive
+from tools.fuzz.models import adapter_config, draw_adapters
+from tools.fuzz.program import (
     Action,
     Adapter,
     Compile,
@@ -36,7 +36,7 @@ from poros.gates.fuzz.program import (
 )
 
 if TYPE_CHECKING:
-    from poros.gates.fuzz.arm import Arm
+    from tools.fuzz.arm import Arm
 
 _NUM_REPEATS = 4
 
@@ -44,7 +44,7 @@ _NUM_REPEATS = 4
 @singledispatch
 def do(action: Action, arm: "Arm") -> bool:
     """Do ``action``; False if this model has not got what it is about."""
-    raise TypeError(f"expected an action of poros.gates.fuzz.program, found {action!r}")
+    raise TypeError(f"expected an action of tools.fuzz.program, found {action!r}")
 
 
 @do.register(Hook)

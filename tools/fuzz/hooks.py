@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as globally
 
-from poros.gates.fuzz.program import Hook
 from poros.self_check.compare import bits
+from tools.fuzz.program import Hook
 
 if TYPE_CHECKING:
-    from poros.gates.fuzz.arm import Arm
+    from tools.fuzz.arm import Arm
 
 
 class Thrown(Exception):

@@ -1,6 +1,6 @@
 """Fuzzes training: draws programs, runs each resident and prepared, counts how they end.
 
-Two ends of a program are allowed, see ``poros.gates.fuzz.judge``. A failure is shrunk, and later
+Two ends of a program are allowed, see ``tools.fuzz.judge``. A failure is shrunk, and later
 failures of the same sort that have everything the shrunk program has are counted with it, so that
 one cause does not hide another and does not stop the run.
 
@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poros.errors import PolicyError
-from poros.gates.fuzz.draw import programs
-from poros.gates.fuzz.program import Program, features
-from poros.gates.fuzz.shrink import shrink
 from poros.output import write_json
+from tools.fuzz.draw import programs
+from tools.fuzz.program import Program, features
+from tools.fuzz.shrink import shrink
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from poros.gates.fuzz.judge import Verdict
+    from tools.fuzz.judge import Verdict
 
 Judge = Callable[[Program], "Verdict"]
 Shrunk = tuple[Program, "Verdict"]
@@ -267,7 +267,7 @@ def _fuzz_in_process(
     finally:
         process.kill()
         process.join()
-    from poros.gates.fuzz.judge import Verdict
+    from tools.fuzz.judge import Verdict
 
     if running is None:
         raise PolicyError(f"fuzz: expected programs to be drawn, found {reason}")
@@ -300,8 +300,8 @@ def _work(tally: Tally, start: tuple[int, int], sender: Connection) -> None:
 
 def make_judge() -> Judge:
     """A judge that keeps the models it has built."""
-    from poros.gates.fuzz.judge import judge
-    from poros.gates.fuzz.models import Models
+    from tools.fuzz.judge import judge
+    from tools.fuzz.models import Models
 
     models = Models()
     gc.collect()

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from poros.errors import PolicyError
-from poros.gates.fuzz.program import Action, Forward, Hook, Policy, Program, Step, Subject, Term
+from tools.fuzz.program import Action, Forward, Hook, Policy, Program, Step, Subject, Term
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from poros.errors import PolicyError
-from poros.gates.fuzz import optimizers
-from poros.gates.fuzz.draft import Dice, Draft
-from poros.gates.fuzz.motifs import MOTIFS, compile_layers
-from poros.gates.fuzz.program import Policy, Program, Subject
+from tools.fuzz import optimizers
+from tools.fuzz.draft import Dice, Draft
+from tools.fuzz.motifs import MOTIFS, compile_layers
+from tools.fuzz.program import Policy, Program, Subject
 
 
 def programs(*, compiled: bool = True) -> Any:

@@ -1,0 +1,1 @@
+"""What the project itself is tested and measured with; not installed."""

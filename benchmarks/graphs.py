@@ -33,8 +33,8 @@ from benchmarks.models import config_of, random_model, with_lora
 from benchmarks.visits import small_model
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
-from poros.gates.tape import TapeRecorder
 from poros.stream.boundary import streamed_layer
+from tools.tape import TapeRecorder
 
 Figures = dict[str, float]
 

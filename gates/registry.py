@@ -1,6 +1,6 @@
 """What streams exactly: one outcome for each family of models and each kind of adapters.
 
-``registry.json`` beside this file holds them; ``python -m poros.gates.sweep`` writes it at a
+``registry.json`` beside this file holds them; ``python -m tools.sweep`` writes it at a
 release. Nothing here imports PyTorch, so that commands read the file in a moment.
 """
 

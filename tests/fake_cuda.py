@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from poros.gates.adversary import SlotHazard
+from tools.adversary import SlotHazard
 
 Clock = dict["FakeStream", int]
 

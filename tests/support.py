@@ -17,9 +17,9 @@ import poros
 from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.gates import tiny
-from poros.gates.adversary import AdversarialStreams
 from poros.gates.kinds import attach
 from poros.slots.schedule import Action
+from tools.adversary import AdversarialStreams
 
 AS_PLAIN = {"loss": "reference", "adapter_kernels": "exact"}
 """Policy fields with which what trains has the bits of a plain model."""

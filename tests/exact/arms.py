@@ -18,14 +18,14 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.gates import tiny
-from poros.gates.adversary import POISON, AdversarialStreams
 from poros.gates.kinds import attach
 from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_digests, train
-from poros.gates.tape import TapeRecorder
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
 from tests.support import AS_PLAIN, AdversarialPrepare
+from tools.adversary import POISON, AdversarialStreams
+from tools.tape import TapeRecorder
 
 Model = Any
 Program = Callable[[Model], object]

@@ -16,10 +16,10 @@ from torch import nn
 import poros
 from poros.api import prepare_with
 from poros.errors import PorosError
-from poros.gates.tape import TapeRecorder
 from tests.exact.adapter_arms import SEVEN
 from tests.exact.arms import Bases
 from tests.support import same_bits
+from tools.tape import TapeRecorder
 
 Model = Any
 Facts = dict[str, torch.Tensor]

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import poros
 from poros.gates import tiny
-from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
 from tests.exact.arms import slice_resident_loss
 from tests.support import prepare_plain
+from tests.trainer_parity import train_with_trainer, trainer_arguments
 
 NUM_STEPS = 2
 UNUSED = "second"

@@ -9,8 +9,8 @@ import torch
 
 import poros
 from poros.api import prepare_with
-from poros.gates.tape import TapeRecorder
 from poros.replay.captures import Captures
+from tools.tape import TapeRecorder
 
 Model = Any
 KEPT = {"slots": 2, "keep_last": 2}

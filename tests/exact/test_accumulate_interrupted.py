@@ -19,7 +19,6 @@ from poros.accumulation import micro_batch as micro_batch_module
 from poros.accumulation.group import Group
 from poros.accumulation.head import SharedHead
 from poros.api import prepare_with
-from poros.gates.tape import TapeRecorder
 from poros.kernels.dense_layer import DenseLayer
 from poros.stream.body import LayerBody
 from poros.stream.visit import BlockVisit
@@ -28,6 +27,7 @@ from tests.exact.arms import Bases
 from tests.exact.together import Batch, dense, num_groups, own_loss, same, train, trained
 from tests.exact.trainer_arms import Arms
 from tests.support import prepare_plain, same_bits
+from tools.tape import TapeRecorder
 
 Model = Any
 POLICY: Any = {

@@ -14,7 +14,6 @@ import poros
 import poros.accumulation.trainer as block_major
 from poros.errors import RematerializationError
 from poros.gates.reference import compare_trajectories
-from poros.gates.trainer_parity import trainer_arguments
 from poros.head.logits import LazyLogits
 from tests.exact.arms import Bases
 from tests.exact.together import (
@@ -32,6 +31,7 @@ from tests.exact.trainer_arms import FULL, Arms
 from tests.exact.trl_arms import PREFERENCES, TEXTS, trl
 from tests.exact.trl_arms import Arms as TrlArms
 from tests.support import prepare_plain, same_bits
+from tests.trainer_parity import trainer_arguments
 
 Model = Any
 Kind = Callable[[tuple[type, ...]], type[Trainer]]

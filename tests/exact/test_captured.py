@@ -9,12 +9,12 @@ import torch
 
 import poros
 from poros.errors import ParityError, PolicyError, RematerializationError
-from poros.gates.tape import TapeRecorder
 from poros.replay.captures import NEW
 from tests.exact.adapter_arms import adapted, differences, step
 from tests.exact.arms import Bases
 from tests.exact.recorded import CHANGES, autocast, recorded, train, trained
 from tests.support import same_bits
+from tools.tape import TapeRecorder
 
 Model = Any
 STEPS = 6

@@ -8,13 +8,13 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import poros
-from poros.gates.tape import TapeRecorder
-from poros.gates.trainer_parity import trainer_arguments
 from poros.replay.captures import ARGUMENTS
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.recorded import KEPT, recorded, train, trained
 from tests.support import same_bits
+from tests.trainer_parity import trainer_arguments
+from tools.tape import TapeRecorder
 
 Model = Any
 

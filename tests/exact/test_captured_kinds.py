@@ -13,12 +13,12 @@ import torch
 
 import poros
 from poros.errors import ParityError
-from poros.gates.tape import TapeRecorder
 from poros.replay.forms import HeldGraphs
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
 from tests.exact.recorded import CHANGES, KEPT, autocast, recorded, train, trained
 from tests.support import same_bits
+from tools.tape import TapeRecorder
 
 Model = Any
 

@@ -20,7 +20,6 @@ from poros.api import prepare_with
 from poros.config import MIN_SLOTS, StreamingPolicy
 from poros.errors import ParityError, PolicyError
 from poros.gates import tiny
-from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import Trajectory, compare_trajectories, start_digests
 from poros.host.store import HostStore
 from poros.layout import BlockLayout
@@ -35,6 +34,7 @@ from tests.covers import cover
 from tests.exact.arms import Model, Residents, Run, narrow_slices
 from tests.snapshots import layers_of
 from tests.support import prepare_plain, same_bits
+from tools.adversary import AdversarialStreams, SlotHazard
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

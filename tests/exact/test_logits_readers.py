@@ -11,9 +11,9 @@ import torch.nn.functional as F
 import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.gates import tiny
-from poros.gates.trainer_parity import trainer_arguments
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
 from tests.snapshots import batches, build, changes, digest
+from tests.trainer_parity import trainer_arguments
 
 Model = Any
 

@@ -15,7 +15,6 @@ from transformers import Trainer
 import poros
 from poros.config import LORA_ORDERS, StreamingPolicy
 from poros.errors import CheckpointFormatError, PolicyError, PreparedModelError
-from poros.gates.trainer_parity import trainer_arguments
 from poros.kernels.adapters import tally_of
 from poros.kernels.paths import TABLE_FORMAT, LoraShape, Paths
 from tests.exact import together
@@ -24,6 +23,7 @@ from tests.exact.arms import Bases
 from tests.exact.recorded import recorded
 from tests.exact.trainer_arms import rows
 from tests.support import AdversarialPrepare, same_bits
+from tests.trainer_parity import trainer_arguments
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICIES: dict[str, dict[str, Any]] = {

@@ -8,8 +8,6 @@ import torch
 
 import poros
 from poros.api import prepare_with
-from poros.gates.adversary import AdversarialStreams
-from poros.gates.tape import TapeRecorder
 from poros.kernels import dense_layer, dequantize
 from poros.kernels.dense_layer import DenseLayer
 from poros.stream.body import LayerBody
@@ -18,6 +16,8 @@ from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases, on_tapes
 from tests.exact.together import num_groups, reasons, same, train
 from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
+from tools.adversary import AdversarialStreams
+from tools.tape import TapeRecorder
 
 Model = Any
 Patch = pytest.MonkeyPatch

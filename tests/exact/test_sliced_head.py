@@ -20,13 +20,13 @@ from poros.api import prepare_with
 from poros.config import StreamingPolicy
 from poros.errors import ParityError, PolicyError, PreparedModelError
 from poros.gates import tiny
-from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits
 from poros.head.slices import SliceReader
 from poros.model.sizing import Room
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
+from tools.adversary import AdversarialStreams, SlotHazard
 
 Model = Any
 SHAPE = {"seq_len": 16, "batch_size": 2}

@@ -8,15 +8,15 @@ import torch
 
 from poros.gates import tiny
 from poros.gates.reference import Trajectory, compare_trajectories
-from poros.gates.trainer_parity import (
+from poros.self_check.compare import compare_mappings
+from tests.exact.faulty import flip_nibble
+from tests.trainer_parity import (
     ADAPTER_FILES,
     EVALUATION_LOSS,
     run_trainer_parity,
     train_with_trainer,
     trainer_arguments,
 )
-from poros.self_check.compare import compare_mappings
-from tests.exact.faulty import flip_nibble
 
 
 def build() -> Any:

@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from poros.gates import tiny
 from poros.gates.reference import Trajectory
-from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
+from tests.trainer_parity import train_with_trainer, trainer_arguments
 
 NUM_LAYERS = 4
 NUM_STEPS = 8

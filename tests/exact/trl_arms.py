@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 import poros
 from poros.gates import tiny
 from poros.gates.reference import Entry, Trajectory, compare_trajectories
-from poros.gates.trainer_parity import ADAPTER_FILES, train_with_trainer
 from tests.support import prepare_plain
+from tests.trainer_parity import ADAPTER_FILES, train_with_trainer
 
 trl = pytest.importorskip("trl", reason="trl is an optional dependency of the tests")
 datasets = pytest.importorskip("datasets", reason="trl needs datasets")

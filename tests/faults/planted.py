@@ -13,10 +13,10 @@ import torch
 
 import poros
 from poros.errors import RematerializationError
-from poros.gates.adversary import AdversarialStreams
 from poros.slots.schedule import Phase
 from tests.faults import planting as how
 from tests.snapshots import build
+from tools.adversary import AdversarialStreams
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 from transformers.utils.output_capturing import _active_collector
 
 import poros
-from poros.gates.adversary import AdversarialStreams
 from poros.slots import manager as manager_module
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
@@ -24,6 +23,7 @@ from poros.stream.visit import BlockVisit
 from poros.streams import Event
 from tests import mutants
 from tests.snapshots import layers_of
+from tools.adversary import AdversarialStreams
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]

@@ -11,7 +11,6 @@ from poros.accumulation import group, surroundings
 from poros.accumulation.draws import Draws, later
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
-from poros.gates.adversary import SlotHazard
 from poros.slots.manager import BlockManager
 from poros.stream.rng import RngStash
 from tests.exact.arms import Bases
@@ -29,6 +28,7 @@ from tests.exact.together import (
     train,
 )
 from tests.support import AdversarialPrepare
+from tools.adversary import SlotHazard
 
 Patch = pytest.MonkeyPatch
 PLAIN = program(sizes=(4, 3))

@@ -1,6 +1,6 @@
 """Any walk at all of blocks in slots, under the worst copy engine: each read is of its own block.
 
-Copies are as late and overwrites as early as the events allow (see ``poros.gates.adversary``). That
+Copies are as late and overwrites as early as the events allow (see ``tools.adversary``). That
 models trained so are exact is in ``tests/exact/test_cells``.
 """
 
@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poros.gates.adversary import AdversarialStreams
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, count
 from tests.slots import Slots
+from tools.adversary import AdversarialStreams
 
 
 class Interrupted(Exception):

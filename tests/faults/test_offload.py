@@ -13,7 +13,6 @@ import poros
 from poros.api import prepare_with
 from poros.errors import HostMemoryError, RematerializationError
 from poros.gates import tiny
-from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import TrainingSpec, Trajectory, compare_trajectories, train
 from poros.host import limits
 from poros.host.store import HostSlab
@@ -23,6 +22,7 @@ from poros.stream.offload import ActivationOffloader, OffloadedInput
 from tests.planning.cells import OperatorBytes
 from tests.snapshots import layers_of
 from tests.support import AdversarialPrepare, make_model, prepare_plain
+from tools.adversary import AdversarialStreams, SlotHazard
 
 NUM_LAYERS = 5
 SPEC = TrainingSpec(num_steps=2, accumulation=2)

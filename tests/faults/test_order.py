@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from poros import streams as streams_module
-from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.head.rows import RowReader
 from poros.head.slices import SliceReader
@@ -24,6 +23,7 @@ from tests.fake_cuda import FakeCuda, FakeStream, FakeTensor
 from tests.slots import Slots
 from tests.snapshots import build, resident_run, run
 from tests.support import AdversarialPrepare, same_bits
+from tools.adversary import AdversarialStreams, SlotHazard
 
 Problem = str | None
 Scenario = Callable[[AdversarialStreams, Trajectory], Problem]

@@ -17,8 +17,8 @@ from transformers import TrainerCallback
 import poros
 from poros.gates import tiny
 from poros.gates.reference import Trajectory, compare_trajectories
-from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
 from poros.head.takeover import slice_loss
+from tests.trainer_parity import train_with_trainer, trainer_arguments
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from poros.errors import CheckpointFormatError
-from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.host import disk
 from poros.host.disk import NUM_STAGING, DiskStore
 from poros.host.store import HostStore
@@ -26,6 +25,7 @@ from poros.slots.schedule import Phase, loads, training_visits, walk
 from poros.streams import EagerStreams, StreamContext
 from tests.slots import Slots, random_store
 from tests.unit.driver import FakeDriver, install
+from tools.adversary import AdversarialStreams, SlotHazard
 
 pytestmark = pytest.mark.usefixtures("readers")
 

@@ -19,7 +19,6 @@ from poros.api import prepare_with
 from poros.errors import DroppedTowerError, PolicyError, UnsupportedModelError
 from poros.gates import tiny
 from poros.gates.kinds import attach
-from poros.gates.tape import TapeRecorder
 from poros.loaders.checkpoint import Checkpoint
 from poros.merging.merge import merge
 from poros.model.targets import excluded_modules
@@ -27,6 +26,7 @@ from tests.covers import with_slow
 from tests.exact.together import num_groups, own_loss, reasons, same, train
 from tests.loading.loaded import tensors
 from tests.support import AS_PLAIN, prepare_plain, same_bits
+from tools.tape import TapeRecorder
 
 Model = Any
 NUM_LAYERS = 4

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from poros.errors import PorosError
-from poros.gates.adversary import POISON, AdversarialStreams, SlotHazard
 from poros.streams import Event
 from tests.support import same_bits
+from tools.adversary import POISON, AdversarialStreams, SlotHazard
 
 SIZE = 64
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poros.errors import PorosError, SlotStateError
-from poros.gates.adversary import AdversarialStreams
 from poros.host.store import HostStore
 from poros.layout import BlockLayout
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase, count, training_visits, walk
 from poros.streams import EagerStreams, Event
 from tests.slots import Slots
+from tools.adversary import AdversarialStreams
 
 FREE, LOADING, READY, IN_USE = SlotState.FREE, SlotState.LOADING, SlotState.READY, SlotState.IN_USE
 FORWARD, BACKWARD, INFERENCE = Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE

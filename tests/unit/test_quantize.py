@@ -9,11 +9,11 @@ import torch
 
 from poros.digests import PackedDigests, digest
 from poros.errors import CheckpointFormatError, ParityError
-from poros.gates.adversary import AdversarialStreams, SlotHazard
 from poros.loaders.quantize import Quantizer, require_finite
 from poros.nf4 import Format
 from poros.streams import EagerStreams
 from tests.support import same_bits
+from tools.adversary import AdversarialStreams, SlotHazard
 
 CPU = torch.device("cpu")
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -18,10 +18,11 @@ import poros
 from poros.cli.app import app
 from poros.config import StreamingPolicy
 from poros.errors import PolicyError, UnsupportedModelError, UnvalidatedArchitectureError
-from poros.gates import registry, sweep, tiny
+from poros.gates import registry, tiny
 from poros.gates.kinds import KINDS
 from poros.gates.registry import Outcome, Record, Registry, RegistryError, read_registry
 from poros.gates.report import ParityReport
+from tools import sweep
 
 QUICK = "starcoder2"
 REAL = registry.PATH

@@ -19,17 +19,17 @@ import torch
 from poros.api import prepare_with, restore, runtime
 from poros.config import StreamingPolicy
 from poros.errors import ParityError, PorosError, SlotStateError
-from poros.gates.adversary import AdversarialStreams, SlotHazard
-from poros.gates.tape import TapeRecorder
 from poros.replay.call import LayerCall
 from poros.self_check.compare import bits, differing
 from poros.stream.boundary import is_streamed
 from poros.stream.general import RecomputedCall
 from poros.streams import StreamContext, streams_for
+from tools.adversary import AdversarialStreams, SlotHazard
 from tools.fuzz.alive import collect
 from tools.fuzz.arm import Arm, Record, frozen_tensors, run_arm
 from tools.fuzz.models import Models
 from tools.fuzz.program import Program
+from tools.tape import TapeRecorder
 
 End = Literal["equal", "refused", "raised", "skipped", "failed"]
 

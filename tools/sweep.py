@@ -1,6 +1,6 @@
 """Runs the gate for the registry, at a release: every family of models and every kind of adapters.
 
-``python -m poros.gates.sweep`` goes through every model type with a causal language model, then
+``python -m tools.sweep`` goes through every model type with a causal language model, then
 through every kind of adapter, each in a process of its own with a limit on time and memory, and
 writes the registry after each. With names it runs these alone: model types, names of
 ``poros.gates.tiny.ARCHITECTURES``, or kinds.
@@ -21,12 +21,12 @@ import torch
 
 from poros.errors import PorosError
 from poros.gates import tiny
-from poros.gates.adversary import AdversarialStreams
 from poros.gates.kinds import KINDS, kind_of
 from poros.gates.multimodal import MULTIMODAL
 from poros.gates.parity import check_architecture
 from poros.gates.registry import OUTCOMES, Outcome, Record, read_registry
 from poros.gates.report import ParityReport, environment
+from tools.adversary import AdversarialStreams
 
 _MAX_BYTES = 6 << 30
 _MAX_REASON = 400

@@ -59,11 +59,11 @@ class DemoReport:
     phase_s: dict[str, float] = field(default_factory=dict)
 
     @property
-    def num_differing_bits(self) -> int:
-        """Differing bits in the gate and between the streamed and the reloaded model's logits."""
+    def num_differing(self) -> int:
+        """Differing elements in the gate and between the streamed and the reloaded logits."""
         tallies = self.parity.tallies.values() if self.parity else ()
-        in_logits = self.logits_difference.num_differing_bits if self.logits_difference else 0
-        return sum(tally.num_differing_bits for tally in tallies) + (in_logits or 0)
+        in_logits = self.logits_difference.num_differing if self.logits_difference else 0
+        return sum(tally.num_differing_elements for tally in tallies) + (in_logits or 0)
 
     @property
     def same_outputs(self) -> bool:
@@ -96,7 +96,7 @@ class DemoReport:
         return {
             **vars(self),
             "passed": self.passed,
-            "num_differing_bits": self.num_differing_bits,
+            "num_differing": self.num_differing,
             "same_outputs": self.same_outputs,
             "same_losses": self.same_losses,
             "runs": {
@@ -141,7 +141,7 @@ def render(report: DemoReport, console: "Console | None" = None) -> None:
     stats = report.stats
     exact = report.parity is not None and report.parity.exact
     table.add_row(
-        "differing bits", _colored(str(report.num_differing_bits), exact and report.same_outputs)
+        "differing elements", _colored(str(report.num_differing), exact and report.same_outputs)
     )
     outputs = f"identical: {report.num_logits:,} logits bit for bit, and the same tokens"
     if not report.num_logits:

@@ -31,7 +31,6 @@ class Tally:
     num_elements: int = 0
     num_differing_tensors: int = 0
     num_differing_elements: int = 0
-    num_differing_bits: int = 0
     first_difference: Difference | None = None
 
     def add(self, num_elements: int, difference: Difference | None) -> None:
@@ -42,7 +41,6 @@ class Tally:
             return
         self.num_differing_tensors += 1
         self.num_differing_elements += difference.num_differing or 0
-        self.num_differing_bits += difference.num_differing_bits or 0
         self.first_difference = self.first_difference or difference
 
 
@@ -181,7 +179,7 @@ def render(report: ParityReport, console: "Console | None" = None) -> None:
     table.add_column("quantity", no_wrap=True)
     for heading in ("tensors", "elements"):
         table.add_column(heading, justify="right")
-    for heading in ("tensors", "elements", "bits"):
+    for heading in ("tensors", "elements"):
         table.add_column(f"differing\n{heading}", justify="right")
     for quantity, tally in report.tallies.items():
         numbers = (
@@ -189,7 +187,6 @@ def render(report: ParityReport, console: "Console | None" = None) -> None:
             tally.num_elements,
             tally.num_differing_tensors,
             tally.num_differing_elements,
-            tally.num_differing_bits,
         )
         style = "red" if tally.num_differing_tensors else "green"
         table.add_row(quantity, *(f"{number:,}" for number in numbers), style=style)

@@ -3,10 +3,6 @@
 Value comparison is the wrong tool for a claim about bits: ``torch.equal`` accepts +0 against -0 and
 rejects two equal NaNs. Every element is therefore read as the integer that its bytes spell, and two
 elements are equal exactly when those integers are.
-
-Distances are counted in units in the last place on one line of integers on which all bit patterns
-of a float type stand in numeric order. The line holds -0 and +0 as neighbours, one apart, so two
-different patterns are never at distance 0; NaNs lie beyond the infinities.
 """
 
 import hashlib
@@ -20,10 +16,6 @@ Kind = Literal["value", "dtype", "shape", "digest", "missing", "extra"]
 
 _INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Floats that are not sign and magnitude in one element: the first has no sign bit, the second packs
-# two values. They are compared like any other, but a distance in ULP would mean nothing.
-_UNORDERED_FLOATS = ("torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2")
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -36,22 +28,20 @@ class Difference:
             one side has no tensor of this name.
         num_elements: Elements of the expected tensor (of the found one when ``extra``).
         num_differing: Elements whose bits differ; None when the kind leaves nothing to count.
-        num_differing_bits: Bits that differ, over all elements; None like ``num_differing``.
         first_index: Index of the first differing element in row-major order, () for a 0-d tensor.
         expected: What was expected there: value and bits, or the dtype, shape or digest.
         found: What was found there, in the same form.
-        max_ulp: Largest distance in units in the last place; None for types that are not floats.
+        largest: The largest difference between two values; None where there is none to take.
     """
 
     name: str
     kind: Kind
     num_elements: int
     num_differing: int | None = None
-    num_differing_bits: int | None = None
     first_index: tuple[int, ...] | None = None
     expected: str = ""
     found: str = ""
-    max_ulp: int | None = None
+    largest: float | None = None
 
     def __str__(self) -> str:
         if self.kind == "missing":
@@ -60,10 +50,10 @@ class Difference:
             return f"{self.name}: expected no such tensor, found one of {self.found}"
         if self.kind != "value":
             return f"{self.name}: expected {self.kind} {self.expected}, found {self.found}"
-        ulp = "" if self.max_ulp is None else f", at most {self.max_ulp} ULP apart"
+        apart = "" if self.largest is None else f", by at most {self.largest:.3g}"
         index = list(self.first_index or ())
         return (
-            f"{self.name}: {self.num_differing} of {self.num_elements} elements differ{ulp}; "
+            f"{self.name}: {self.num_differing} of {self.num_elements} elements differ{apart}; "
             f"first at {index}: expected {self.expected}, found {self.found}"
         )
 
@@ -121,7 +111,6 @@ def differing(expected: torch.Tensor, found: torch.Tensor, name: str) -> Differe
     mask = left_bits != right_bits
     if not bool(mask.any()):
         return None
-    left_off, right_off = left_bits[mask], right_bits[mask]
     if expected.is_complex():
         mask = mask.any(-1)
     index = tuple(torch.nonzero(mask)[0].tolist())
@@ -130,11 +119,10 @@ def differing(expected: torch.Tensor, found: torch.Tensor, name: str) -> Differe
         "value",
         expected.numel(),
         num_differing=int(mask.sum()),
-        num_differing_bits=_num_set_bits(left_off ^ right_off),
         first_index=index,
         expected=_describe(expected[index]),
         found=_describe(found[index]),
-        max_ulp=_max_ulp(left_off, right_off) if _has_ulp(expected) else None,
+        largest=_largest(expected, found),
     )
 
 
@@ -207,9 +195,10 @@ def differing_digests(
         yield name, num_elements, difference
 
 
-def _has_ulp(tensor: torch.Tensor) -> bool:
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    return is_float and str(tensor.dtype) not in _UNORDERED_FLOATS
+def _largest(expected: torch.Tensor, found: torch.Tensor) -> float | None:
+    if expected.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return None
+    return float((expected.double().cpu() - found.double().cpu()).abs().max())
 
 
 def _outline(tensor: torch.Tensor) -> str:
@@ -225,20 +214,3 @@ def _describe(element: torch.Tensor) -> str:
         return f"{element.item()!r} ({' '.join(words)})"
     except NotImplementedError:  # torch reads no number out of this type
         return " ".join(words)
-
-
-def _num_set_bits(words: torch.Tensor) -> int:
-    return sum(int(((words >> place) & 1).sum()) for place in range(words.element_size() * 8))
-
-
-def _max_ulp(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Largest distance on the ordered line of patterns (see the module's docstring)."""
-    width = left.element_size() * 8
-    # A negative float counts downwards as its magnitude bits grow: flip them, keep the sign.
-    ordered = [
-        words.long() ^ ((words.long() >> 63) & (2 ** (width - 1) - 1)) for words in (left, right)
-    ]
-    # The distance of two 64-bit words needs 65 bits: a wrapped (negative) one is the larger.
-    distance = torch.maximum(*ordered) - torch.minimum(*ordered)
-    wrapped = distance[distance < 0]
-    return int(wrapped.max()) + 2**64 if wrapped.numel() else int(distance.max())

@@ -200,7 +200,7 @@ def test_frozen_bytes_are_those_of_the_format() -> None:
 
 def test_a_small_demo_holds_every_claim(demo: DemoReport) -> None:
     assert demo.parity is not None and demo.parity.exact
-    assert demo.num_differing_bits == 0
+    assert demo.num_differing == 0
     assert demo.num_logits == SMALL.num_eval_rows * SMALL.size.num_tokens * SMALL.size.vocab_size
     assert demo.same_outputs and demo.completions["streamed"] == demo.completions["resident"]
     for part in ("train", "held_out"):
@@ -242,7 +242,7 @@ def test_the_record_is_on_disk(demo: DemoReport) -> None:
     assert record["passed"] is True and record["parity"]["exact"] is True
     assert record["same_losses"] is True
     assert record["runs"]["resident"]["median_ms"] > 0 < record["runs"]["streamed"]["median_ms"]
-    assert record["loss_after"] == demo.loss_after and record["num_differing_bits"] == 0
+    assert record["loss_after"] == demo.loss_after and record["num_differing"] == 0
     assert all(Path(path).exists() for path in record["files"].values())
 
 
@@ -275,7 +275,7 @@ def with_flipped_bit(model: Any) -> Any:
 
 def test_a_flipped_bit_fails_the_gate_and_ends_the_demo(tmp_path: Path) -> None:
     report = short_demo(tmp_path, prepare=with_flipped_bit)
-    assert report.num_differing_bits > 0 and not report.passed
+    assert report.num_differing > 0 and not report.passed
     assert "adapter" not in report.files and not report.loss_before
     assert "FAILED: streamed and resident training" in rendered(report)
 
@@ -289,7 +289,7 @@ def test_a_bit_flipped_after_the_gate_fails_the_comparison(tmp_path: Path) -> No
 
     report = short_demo(tmp_path, prepare=prepare)
     assert report.parity is not None and report.parity.exact
-    assert report.logits_difference is not None and report.num_differing_bits > 0
+    assert report.logits_difference is not None and report.num_differing > 0
     assert not report.same_outputs and not report.passed
     assert "FAILED: the reloaded resident model" in rendered(report)
 

@@ -79,7 +79,7 @@ def test_gate_rejects_a_changed_base_and_says_where_it_begins() -> None:
     assert report.differences[0].name.startswith("step 0, ")
     assert report.num_differences > len(report.differences) == 50
     assert report.tallies["start bytes"].num_differing_tensors == 0
-    assert report.tallies["adapter weights"].num_differing_bits > 0
+    assert report.tallies["adapter weights"].num_differing_elements > 0
     assert report.hashes["resident"] != report.hashes["streamed"]
     assert report.verdict().startswith("DIFFERENT") and "step 0, " in text_of(report)
 

@@ -69,7 +69,7 @@ class Fault:
 
 FIRST_LOSS, FIRST_GRADIENT = "step 0, loss of micro-batch 0", "step 0, gradient of"
 LAYER = r"layers\.\d: "
-GRADIENT = LAYER + r"gradient of .* elements differ, at most \d+ ULP apart; first at \["
+GRADIENT = LAYER + r"gradient of .* elements differ, by at most \S+; first at \["
 OUTPUT = LAYER + r"output: \d+ of \d+ elements differ"
 OTHERS_SAVED = "expected the recomputation to save the tensors that the forward saved"
 TRACE = "its backward has to leave no trace of random draws"

@@ -296,7 +296,7 @@ class Captures:
                 found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
             self.num_replays += 1
             return found
-        with call.layer.visit(Phase.BACKWARD, facts.adapters):
+        with call.layer.visit(Phase.BACKWARD, facts.leaves):
             tensors = call.with_input(tensors)
             inputs = facts.inputs(tensors)
             with call.ambient.rng.replay():
@@ -326,7 +326,7 @@ class Captures:
         """A backward has run: compare its replay with it."""
         proof = form.deterministic.get(around)
         if proof is not None:
-            own_visit = call.layer.visit(Phase.BACKWARD, facts.adapters)
+            own_visit = call.layer.visit(Phase.BACKWARD, facts.leaves)
             with own_visit, call.ambient.rng.replay():
                 wanted = with_steady_attention(facts, tensors, gradients, around)
         is_kept = proof is None and form.kind == "kept"

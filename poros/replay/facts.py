@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from poros.errors import RematerializationError
 from poros.graphs import Spec
@@ -17,6 +16,7 @@ from poros.replay.routing import differentiate
 from poros.replay.uses import Uses
 from poros.stream.args import tree_unflatten
 from poros.stream.state import enter_autocast
+from poros.stream.visit import stand_ins
 from poros.stream.within import Within
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ class CallFacts:
         results: These.
 
     Attributes:
-        adapters: Places of its adapters, with proxy leaves of its own, of which a visit has to
-            know.
+        leaves: What stands in for its trained parameters, of which a visit has to know.
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
         uses: How its graph uses its tensors and adapters; empty until a backward has shown it.
@@ -48,11 +47,8 @@ class CallFacts:
         self.forms = _forms(results)
         self._call = call.without_tensors()
         # Of its own, so that its graph meets no other one in them.
-        own = {id(each): nn.Parameter(each.detach()) for each in call.parameters}
-        self._proxies = list(own.values())
-        self.adapters = [
-            each._replace(proxy=own[id(each.parameter)]) for each in call.condition.adapters
-        ]
+        self.leaves, own = stand_ins(call.condition.trained.places)
+        self._own = list(own.values())
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self.uses, self.gives_casts = Uses((), ()), False
@@ -137,7 +133,7 @@ class CallFacts:
         """
         with _around(around):
             return differentiate(
-                *(self._call.layer.name, results, gradients, inputs, self._proxies, self.uses),
+                *(self._call.layer.name, results, gradients, inputs, self._own, self.uses),
                 has_casts=self._call.has_casts,
                 through_casts=self.gives_casts,
                 keeps_graph=keeps_graph,

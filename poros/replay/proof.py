@@ -20,7 +20,7 @@ Gradients = Sequence[torch.Tensor | None]
 def varies(call: "LayerCall", facts: "CallFacts", tensors: Tensors) -> bool:
     """Whether the gradients of such a call need not repeat themselves; not within a visit."""
     with (
-        call.layer.visit(Phase.BACKWARD, facts.adapters),
+        call.layer.visit(Phase.BACKWARD, facts.leaves),
         facts.recording(),
         AttentionKernels() as attention,
     ):

@@ -24,10 +24,10 @@ from poros.stream.adapters import AdapterPlace, staying_places
 from poros.stream.compiled import CompiledForward
 from poros.stream.condition import Condition
 from poros.stream.frozen import LayerBindings
-from poros.stream.layer_index import Adapter, LayerIndex
+from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.stream.staying import Staying, StayingState
-from poros.stream.visit import BlockVisit, Visits
+from poros.stream.visit import BlockVisit, StandIn, Visits
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class LayerBody:
         hand_back(layer.modules())
 
     @contextmanager
-    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[torch.Tensor]:
+    def visit(self, phase: Phase, leaves: Sequence[StandIn] = ()) -> Iterator[torch.Tensor]:
         """Hold the layer's block in its slot, ready to be computed with; its bytes.
 
         See ``BlockVisit.hold``, for streams and for what else is raised.
@@ -237,7 +237,7 @@ class LayerBody:
             VRAMBudgetError: If the device has no room for what the layer computes.
         """
         try:
-            with self.weights.hold(phase, adapters) as slab:
+            with self.weights.hold(phase, leaves) as slab:
                 staying = self._staying.state()
                 yield slab
                 self._staying.require_unwritten(staying)
@@ -248,9 +248,9 @@ class LayerBody:
         """Hold the layer's block in its slot for work that was recorded."""
         return self.weights.occupy(phase)
 
-    def expose(self, adapters: Sequence[Adapter]) -> AbstractContextManager[None]:
+    def expose(self, leaves: Sequence[StandIn]) -> AbstractContextManager[None]:
         """The layer with its device tensors, to be recorded: its block is not loaded for that."""
-        return self.weights.expose(adapters)
+        return self.weights.expose(leaves)
 
     def sharing_dense(self) -> AbstractContextManager[None]:
         """Calls in the body share the layer's dense weights, if there is memory for them."""
@@ -359,7 +359,7 @@ class LayerBody:
     def cast_trained_biases(self) -> bool:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
 
-        It would do so inside the layer, to the proxy leaf of the bias instead of the parameter.
+        It would do so inside the layer, to the leaf that stands in for the bias there.
 
         Returns:
             Whether there was any to cast.

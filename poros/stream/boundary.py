@@ -91,7 +91,7 @@ class StreamedLayer(LayerBody):
 
     def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
-        with self.visit(Phase.FORWARD, ()) as slab:
+        with self.visit(Phase.FORWARD) as slab:
             if self.context.check_bytes is not None:
                 self.context.check_bytes(self.index, slab)
             return self.run(args, kwargs)
@@ -109,7 +109,7 @@ class StreamedLayer(LayerBody):
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward when no gradient passes through the layer."""
-        with self.visit(Phase.INFERENCE, ()):
+        with self.visit(Phase.INFERENCE):
             return self.run(args, kwargs)
 
     def drop_caches(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

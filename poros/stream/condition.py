@@ -5,13 +5,11 @@ what of it stays on the device, frozen adapters among it. A call notes it; its b
 whatever is recorded of it, has to find the same.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from poros.errors import RematerializationError
-from poros.stream.layer_index import Adapter
 from poros.stream.state import adapter_state
 from poros.stream.staying import StayingState
 
@@ -26,7 +24,7 @@ class Condition:
 
     Attributes:
         contents: Its modules.
-        adapters: Each place of each trained parameter.
+        trained: Its trained parameters.
         parameters: These, each once.
         versions: Of these.
         frozen: Places of tensors of frozen adapters that act.
@@ -39,8 +37,7 @@ class Condition:
     def __init__(self, layer: "LayerBody") -> None:
         self._layer = layer
         self.contents = contents = layer.contents()
-        self._trained = trained = contents.adapters()
-        self.adapters: Sequence[Adapter] = trained.places
+        self.trained = trained = contents.adapters()
         self.parameters = trained.parameters
         self.versions = list(map(_version, self.parameters))
         self.frozen = [place for place in trained.frozen if place.acts()]
@@ -64,8 +61,8 @@ class Condition:
     def addresses(self) -> Any:
         """Where what it reads lies, besides its arguments."""
         return (
-            self._trained.ids,
-            self._trained.where,
+            self.trained.ids,
+            self.trained.where,
             [mark and (*mark[:2], mark[2][1:]) for mark in self.staying.marks],
             id(self._layer.weights.bindings),
         )

@@ -40,11 +40,11 @@ from poros.slots.schedule import Phase
 from poros.stream.args import PLAIN
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
-from poros.stream.layer_index import Adapter
 from poros.stream.rng import RngStash, Start
 from poros.stream.side_outputs import is_shared_mapping
 from poros.stream.state import AmbientState
 from poros.stream.unchanged import require_unchanged
+from poros.stream.visit import StandIn
 from poros.stream.within import SavedTensorHooks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -98,7 +98,7 @@ class RecomputedCall:
         args: Its arguments; mutable ones are copied, and the layer gets the copies' originals.
         kwargs: Likewise.
         condition: What decides what it computes, as it is now.
-        adapters: Places whose proxy leaves are to be there instead of the parameters.
+        leaves: What is to be there instead of parameters.
 
     Raises:
         UnsupportedModelError: If an argument may be written to by the side.
@@ -110,10 +110,10 @@ class RecomputedCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         condition: Condition,
-        adapters: Sequence[Adapter] = (),
+        leaves: Sequence[StandIn] = (),
     ) -> None:
         self.layer = layer
-        self._adapters = adapters
+        self._leaves = leaves
         self._condition = condition
         self._module = layer.module()  # lives as long as its graph, as the parameters do
         self._args = tuple(
@@ -157,7 +157,7 @@ class RecomputedCall:
         self._versions = _versions(self._given)
         first = torch._C._autograd._get_sequence_nr()
         with (
-            layer.visit(Phase.FORWARD, self._adapters) as slot,
+            layer.visit(Phase.FORWARD, self._leaves) as slot,
             SavedTensorHooks(self._pack, self._unpack),
         ):
             self._memory = slot.untyped_storage().data_ptr()
@@ -321,7 +321,7 @@ class RecomputedCall:
                 tally.begin(is_unwatched and not torch._C._len_torch_dispatch_stack())
             with (
                 layer.context.watching_graph() or nullcontext(),
-                layer.visit(Phase.BACKWARD, self._adapters) as slot,
+                layer.visit(Phase.BACKWARD, self._leaves) as slot,
                 self._ambient.but_random(contents.modules()),
                 self._start.replay(),
                 torch.enable_grad(),

@@ -32,16 +32,11 @@ _TRAIN = attrgetter("train")
 
 
 class Adapter(NamedTuple):
-    """One place of a trainable parameter in a layer, and the leaf that stands in for it there.
-
-    The proxy leaf shares storage and version counter with the parameter. Gradients are taken with
-    respect to it, so that hooks on the parameter run once, when autograd accumulates the result.
-    """
+    """One place of a trainable parameter in a layer."""
 
     owner: dict[str, Any]
     key: str
     parameter: nn.Parameter
-    proxy: torch.Tensor
 
 
 class Adapters:
@@ -53,27 +48,32 @@ class Adapters:
 
     Attributes:
         places, frozen: Likewise.
-        parameters: Each once. Likewise their ``proxies``.
-        ids: Of the parameters.
-        where: Where these lie, and in which form; so do the parameters.
+        parameters: Each once.
+        ids: Of these.
+        where: Where these lie, and in which form.
     """
 
     def __init__(self, places: list[Adapter], frozen: list[AdapterPlace]) -> None:
         self.places = places
         self.frozen = frozen
-        distinct = {id(adapter.parameter): adapter for adapter in places}
-        self.parameters = [adapter.parameter for adapter in distinct.values()]
-        self.proxies = [adapter.proxy for adapter in distinct.values()]
+        distinct = {id(adapter.parameter): adapter.parameter for adapter in places}
+        self.parameters = list(distinct.values())
         self.ids = list(distinct)
-        self.where = places_of(self.proxies)
+        self.where = places_of(self.parameters)
 
     def are_as_they_were(self) -> bool:
         """Whether all still require gradients, at the same addresses and in the same form."""
-        return (
-            all(map(_REQUIRES, self.parameters))
-            and places_of(self.parameters) == self.where
-            and places_of(self.proxies) == self.where
-        )
+        return all(map(_REQUIRES, self.parameters)) and places_of(self.parameters) == self.where
+
+    def moved(self) -> Adapter | None:
+        """A place where the parameter of then is no longer, or not as it was."""
+        known = dict(zip(self.ids, zip(*self.where, strict=True), strict=True))
+        for place in self.places:
+            held = place.owner.get(place.key)
+            where = _POINTER(place.parameter), _FORM(place.parameter)
+            if held is not place.parameter or where != known[id(held)]:
+                return place
+        return None
 
 
 class LayerIndex:
@@ -111,7 +111,6 @@ class LayerIndex:
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self._adapter_places: list[AdapterPlace] = []
         self.attributes = Attributes(layer)
-        self._proxies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._frozen = frozen
         self._adapters: Adapters | None = None
         # What was in the owners when those were looked up, and what of it was not trainable.
@@ -188,7 +187,7 @@ class LayerIndex:
             self._idle = [value for *_, value in parameters if not value.requires_grad]
             self._adapters = Adapters(
                 [
-                    Adapter(owner, key, parameter, self._stand_in(parameter))
+                    Adapter(owner, key, parameter)
                     for owner, key, parameter in parameters
                     if parameter.requires_grad
                 ],
@@ -214,27 +213,10 @@ class LayerIndex:
         now = map(dict.get, owners, keys, repeat(self))
         return sum(map(len, self._owners)) == len(values) and all(map(is_, now, values))
 
-    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        known = self._proxies.get(id(parameter))
-        if known is not None and known[0] is parameter and shares_memory(*known):
-            return known[1]
-        proxy = nn.Parameter(parameter.detach())
-        self._proxies[id(parameter)] = (parameter, proxy)
-        return proxy
-
 
 def places_of(tensors: Sequence[torch.Tensor]) -> Any:
     """Where they lie, and in which form. Looked up in C: this runs at every visit."""
     return list(map(_POINTER, tensors)), list(map(_FORM, tensors))
-
-
-def shares_memory(parameter: nn.Parameter, proxy: torch.Tensor) -> bool:
-    """Whether ``proxy`` still is the same bits as ``parameter``, in the same form."""
-    return (
-        proxy.data_ptr() == parameter.data_ptr()
-        and proxy.dtype == parameter.dtype
-        and proxy.shape == parameter.shape
-    )
 
 
 def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str], list[bool]]:

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from poros.errors import RematerializationError
-from poros.stream.layer_index import shares_memory
 from poros.stream.staying import StayingState
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ def require_unchanged(
             f"{name}: expected the adapters that were active at the forward, found another "
             "choice (or scaling, or merge) at its backward; call backward first"
         )
-    # The same list says that each is in its place, and its proxy leaf still the same bits.
-    is_same = now.adapters is before.adapters
     if [each._version for each in before.parameters] != before.versions:
         raise RematerializationError(
             f"{name}: expected its adapters as they were at the forward, found one edited in "
@@ -53,14 +50,13 @@ def require_unchanged(
             f"{edited}: expected it as it was at the forward, found it edited, cast or "
             "replaced before the backward of its layer; do so between steps"
         )
-    for adapter in () if is_same else before.adapters:
-        held = adapter.owner.get(adapter.key)
-        if held is not adapter.parameter or not shares_memory(held, adapter.proxy):
-            raise RematerializationError(
-                f"{name}: adapter parameter {adapter.key!r} of shape "
-                f"{tuple(adapter.parameter.shape)} was replaced, moved or cast between forward "
-                "and backward; do so between steps"
-            )
+    # The same object says that each is in its place, and of the same bits.
+    moved = None if now.trained is before.trained else before.trained.moved()
+    if moved is not None:
+        raise RematerializationError(
+            f"{name}: adapter parameter {moved.key!r} of shape {tuple(moved.parameter.shape)} was "
+            "replaced, moved or cast between forward and backward; do so between steps"
+        )
     attributes = before.contents.attributes
     if attributes.differ(before.attributes, now.attributes):
         changes = ", ".join(attributes.changes(before.attributes))

@@ -16,9 +16,10 @@ Note: Interruptions
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from poros.errors import PreparedModelError, SlotStateError
@@ -28,6 +29,27 @@ from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
 from poros.stream.frozen import LayerBindings
 from poros.stream.layer_index import Adapter
+
+
+class StandIn(NamedTuple):
+    """One place of a trained parameter in a layer, and the leaf that is to be there in a visit."""
+
+    owner: dict[str, Any]
+    key: str
+    parameter: nn.Parameter
+    leaf: nn.Parameter
+
+
+def stand_ins(adapters: Sequence[Adapter]) -> tuple[list[StandIn], dict[int, nn.Parameter]]:
+    """Leaves for these places, which meet no other graph and have no hooks.
+
+    Returns:
+        One for each place; and the leaves by the ids of the parameters, each over the memory and
+        the version counter of its own.
+    """
+    parameters = {id(each.parameter): each.parameter for each in adapters}
+    leaves = {number: nn.Parameter(each.detach()) for number, each in parameters.items()}
+    return [StandIn(*each, leaves[id(each.parameter)]) for each in adapters], leaves
 
 
 class _Note:
@@ -162,12 +184,12 @@ class BlockVisit:
         self.bindings = self.bindings.without_device_tensors()
 
     @contextmanager
-    def hold(self, phase: Phase, adapters: Sequence[Adapter] = ()) -> Iterator[torch.Tensor]:
-        """Hold the block in its slot, with device tensors and proxy leaves in place; its bytes.
+    def hold(self, phase: Phase, leaves: Sequence[StandIn] = ()) -> Iterator[torch.Tensor]:
+        """Hold the block in its slot, with device tensors and leaves in place; its bytes.
 
         Args:
             phase: What the visit belongs to.
-            adapters: Places whose proxy leaves are to be there instead of the parameters.
+            leaves: What is to be there instead of parameters.
 
         Streams:
             The compute stream waits for the block's copy; at the end an event is recorded behind
@@ -182,13 +204,11 @@ class BlockVisit:
         if not self._is_bound:
             raise self._unbound()
         # The bindings of now: a visit that is undone later is undone as it began.
-        undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, leaves)
         with self._visits.begin(self._name, undo) as require_alone:
             slot = self._acquire(phase)
             version = slot.buffer._version
-            self.bindings.swap_in()
-            for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.proxy
+            self._put_in_place(leaves)
             with labelled(phase.value, self._label):
                 yield slot.buffer
             require_alone()
@@ -281,8 +301,8 @@ class BlockVisit:
         return slot
 
     @contextmanager
-    def expose(self, adapters: Sequence[Adapter]) -> Iterator[None]:
-        """Device tensors and proxy leaves in place, whatever the slot holds: to be recorded only.
+    def expose(self, leaves: Sequence[StandIn]) -> Iterator[None]:
+        """Device tensors and leaves in place, whatever the slot holds: to be recorded only.
 
         As ``hold`` otherwise.
         """
@@ -290,14 +310,17 @@ class BlockVisit:
         self.bindings.require_at_rest()
         if not self._is_bound:
             raise self._unbound()
-        undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, leaves)
         with self._visits.begin(self._name, undo) as require_alone:
-            self.bindings.swap_in()
-            for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.proxy
+            self._put_in_place(leaves)
             yield
             require_alone()
             self.bindings.require_device_tensors()
+
+    def _put_in_place(self, leaves: Sequence[StandIn]) -> None:
+        self.bindings.swap_in()
+        for place in leaves:
+            place.owner[place.key] = place.leaf
 
     def _unbound(self) -> PreparedModelError:
         return PreparedModelError(
@@ -319,11 +342,11 @@ def _end_visit(
     manager: BlockManager,
     block: int,
     bindings: LayerBindings,
-    adapters: Sequence[Adapter],
+    leaves: Sequence[StandIn],
 ) -> None:
-    for adapter in adapters:
-        if adapter.owner.get(adapter.key) is adapter.proxy:
-            adapter.owner[adapter.key] = adapter.parameter
+    for place in leaves:
+        if place.owner.get(place.key) is place.leaf:
+            place.owner[place.key] = place.parameter
     bindings.swap_out()
     _release(manager, block)
 

@@ -1,10 +1,15 @@
-"""What a layer is called with, as far as two runs of the same code can be compared by it."""
+"""What a layer is called with and in, as far as two runs of the same code can be compared by it."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
+
+from poros.stream.state import Surroundings
+from poros.stream.within import Within
 
 INPUT = object()
 """Stands for the layer's input among its arguments."""
@@ -68,3 +73,36 @@ def is_fixed(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(is_fixed, value))
     return value is INPUT or isinstance(value, (torch.Tensor, Cache, *_PLAIN, *_FIXED))
+
+
+class Environment(NamedTuple):
+    """What is around a call of code, at one time."""
+
+    surroundings: Surroundings
+    has_cache: bool
+    """Whether autocast keeps what it has cast."""
+    watchers: tuple[int, int, bool]
+    """How many modes see operators and functions, and whether somebody packs saved tensors."""
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "Environment":
+        """That of now, for work on ``device``."""
+        watchers = (
+            torch._C._len_torch_dispatch_stack(),
+            torch._C._len_torch_function_stack(),
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        )
+        return cls(Surroundings.capture(device), torch.is_autocast_cache_enabled(), watchers)
+
+    def entering(self, now: "Environment") -> Callable[[], AbstractContextManager[object]]:
+        """What has the body in this, where ``now`` is around; watchers left out.
+
+        Each body is an autocast region of its own.
+        """
+        if self[:2] == now[:2] and not self.surroundings.is_autocast:
+            return nullcontext
+
+        def fill(stack: ExitStack) -> None:
+            self.surroundings.enter(stack, self.has_cache)
+
+        return lambda: Within(fill)

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from poros.accumulation.calls import Environment
 from poros.accumulation.distributed import Ranks
 from poros.accumulation.draws import NONE, Draws, between, later
 from poros.accumulation.gradients import Gradients, Watch
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import MicroBatch
 from poros.accumulation.reasons import OTHER_VALUES, NotGrouped
-from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import Around, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.stream.rng import RngStash, Start
@@ -249,7 +249,7 @@ class Group:
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches = []
         conditions: list[Condition] = []
-        around = Surroundings.capture(self._layers[0].device)
+        around = Environment.capture(self._layers[0].device)
         for run in runs:
             batch = MicroBatch(self._layers, around, conditions)
             with self._ahead():
@@ -261,7 +261,7 @@ class Group:
                 raise NotGrouped("the loss changes which parameters are trained")
             if not self._around.is_same():
                 raise NotGrouped("the model's code changes the model")
-            if Surroundings.capture(self._layers[0].device) != around:
+            if Environment.capture(self._layers[0].device) != around:
                 raise NotGrouped("the loss changes settings of PyTorch")
             self._table.require_predictable(batch.key)
             self._run_first(batch, conditions[0])

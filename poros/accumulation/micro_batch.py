@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poros.accumulation.calls import INPUT, Call, is_fixed
+from poros.accumulation.calls import INPUT, Call, Environment, is_fixed
 from poros.accumulation.cuts import Cut, Unread
 from poros.accumulation.draws import NONE
 from poros.accumulation.reasons import OTHER_VALUES, NotGrouped, Stopped
-from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.watching import (
     Collector,
     Passer,
@@ -40,9 +39,9 @@ from poros.accumulation.watching import (
     watching,
 )
 from poros.errors import PorosError, UnsupportedModelError
-from poros.replay.casts import confines_autocast
+from poros.replay.call import confines_autocast
+from poros.stream.args import is_shared_mapping, recorded_outputs
 from poros.stream.rng import RngStash, Start
-from poros.stream.side_outputs import is_recording, shared_mappings
 
 if TYPE_CHECKING:
     from poros.stream.boundary import StreamedLayer
@@ -83,11 +82,11 @@ class MicroBatch:
     def __init__(
         self,
         layers: Sequence["StreamedLayer"],
-        around: Surroundings,
+        around: Environment,
         conditions: list["Condition"],
     ) -> None:
         self._trained: Sequence[torch.Tensor] = ()
-        self._around = self._surroundings = around
+        self._around = self._environment = around
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
         self.differs: list[torch.Tensor] = []
@@ -168,7 +167,7 @@ class MicroBatch:
             for each in tensors_of(value)
         ):
             raise NotGrouped("layers are given other tensors that need gradients")
-        if shared_mappings(kwargs):
+        if any(map(is_shared_mapping, kwargs.values())):
             raise NotGrouped("layers share tensors")
         for value in (*args, *kwargs.values()):
             for each in tensors_of(value):
@@ -200,14 +199,14 @@ class MicroBatch:
             raise NotGrouped("layers that change from one micro-batch to the next")
 
     def _begin(self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_recording():
+        if recorded_outputs():
             raise NotGrouped("outputs of layers are recorded")
         self.states = [RngStash.capture(self._device)]
         self._given, self._version = given, given._version
-        self._surroundings = surroundings = Surroundings.capture(self._device)
-        if surroundings.watchers != self._around.watchers:
+        self._environment = environment = Environment.capture(self._device)
+        if environment.watchers != self._around.watchers:
             raise NotGrouped("somebody watches operators or packs saved tensors within the loss")
-        self._entering = surroundings.entering(self._around)
+        self._entering = environment.entering(self._around)
         self._is_confined = confines_autocast(self._layers[0].context)
         self.key = (
             tuple(
@@ -215,7 +214,7 @@ class MicroBatch:
                 for value in (*args, *kwargs.values())
                 for each in tensors_of(value)
             ),
-            surroundings.autocast,
+            environment.surroundings.autocast,
         )
         # What is known of the input behind the model's code is its value and whether it needs a
         # gradient; the code itself, and a trained embedding, come again.
@@ -353,7 +352,7 @@ class MicroBatch:
         """Raise ``NotGrouped`` unless a layer is called in what was around the first one."""
         if not RngStash.capture(self._device).equals(self.states[0]):
             raise NotGrouped("the model draws random numbers between its layers")
-        if Surroundings.capture(self._device) != self._surroundings:
+        if Environment.capture(self._device) != self._environment:
             raise NotGrouped("the model changes autocast or settings between its layers")
 
     def hand_on(self, place: int, layer: "StreamedLayer", given: Any, is_ahead: bool) -> Any:
@@ -364,7 +363,7 @@ class MicroBatch:
         if place >= len(self._layers) or layer is not self._layers[place] or given is None:
             raise NotGrouped("the model runs more than once with gradients for one loss")
         if place == 0:
-            if Surroundings.capture(self._device) != self._surroundings:
+            if Environment.capture(self._device) != self._environment:
                 raise NotGrouped("autocast or settings are others when the model runs again")
             if not RngStash.capture(self._device).equals(self.states[0]):
                 raise NotGrouped("the model draws other random numbers when it runs again")

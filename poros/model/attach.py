@@ -34,10 +34,10 @@ from poros.stream.boundary import (
     attach_layer,
     detach_layer,
     is_streamed,
+    refuse_tracing,
     streamed_class,
     streamed_layer,
 )
-from poros.stream.compiled import refuse_tracing
 from poros.stream.frozen import FrozenTensor, constant_parts
 from poros.stream.staying import SmallTensors
 from poros.streams import StreamContext

@@ -1,7 +1,7 @@
 """One call of one layer that is replayed: its arguments taken apart, and the state around it.
 
 What may change between its forward and its backward is what may change between those of a layer
-that keeps the graph of its forward, with the same errors: see ``poros.stream.unchanged`` and
+that keeps the graph of its forward, with the same errors: see ``poros.stream.condition`` and
 ``poros.stream.state``; its input or any other tensor it was given must not be edited in place.
 
 An edit that PyTorch does not count (a fused optimizer's step, a write through ``.data``) between a
@@ -10,6 +10,7 @@ stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
+import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -19,16 +20,13 @@ import torch
 from torch import nn
 
 from poros.errors import RematerializationError
-from poros.replay.casts import confines_autocast
 from poros.replay.forms import CHECK, Form
-from poros.stream.args import tree_flatten, tree_unflatten
-from poros.stream.body import LayerBody
+from poros.stream.args import RESULTS, recorded_outputs, tree_flatten, tree_unflatten
+from poros.stream.body import LayerBody, ModelContext
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput
 from poros.stream.rng import RngStash
-from poros.stream.side_outputs import recorded_outputs
 from poros.stream.state import AmbientState
-from poros.stream.unchanged import require_unchanged
 
 
 class LayerCall:
@@ -82,7 +80,7 @@ class LayerCall:
     @cached_property
     def has_casts(self) -> bool:
         """Whether autocast makes casts of parameters and keeps them in its region."""
-        return self.ambient.is_autocast and torch.is_autocast_cache_enabled()
+        return self.ambient.surroundings.is_autocast and torch.is_autocast_cache_enabled()
 
     @cached_property
     def shares_casts(self) -> bool:
@@ -122,7 +120,7 @@ class LayerCall:
             return "compiled layers"
         if self.condition.has_hooks:
             return "hooks"
-        if recorded_outputs():
+        if recorded_outputs() - {RESULTS}:
             return "what layers return aside is recorded"
         if self.layer.context.watching_graph() is not None:
             return CHECK
@@ -153,8 +151,7 @@ class LayerCall:
             ),
             self.has_casts,
             self.shares_casts,
-            self.ambient.autocast,
-            self.ambient.settings,
+            self.ambient.surroundings,
             self.ambient.training,
             self.condition.adapter_state,
         )
@@ -164,15 +161,6 @@ class LayerCall:
         found = copy.copy(self)
         found.tensors, found.offloaded, found.form, found._module = (), None, None, None
         return found
-
-    def is_current(self) -> bool:
-        """Whether the layer has the modules, settings and choice of adapters that it had."""
-        now, before = self.layer.condition(), self.condition
-        return (
-            now.contents is before.contents
-            and now.adapter_state == before.adapter_state
-            and not before.contents.attributes.changes(before.attributes)
-        )
 
     def surroundings(self) -> AbstractContextManager[object]:
         """The state around its forward but for random numbers; everything is put back."""
@@ -196,4 +184,25 @@ class LayerCall:
 
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
-        require_unchanged(self.layer, self.condition, self.condition.staying)
+        self.layer.condition().require_as(self.condition, self.condition.staying)
+
+
+def confines_autocast(context: ModelContext) -> bool:
+    """Whether the active region ends with the call of the model that runs now.
+
+    Accelerate wraps the forward of a model in one: nobody else can use a parameter in it.
+    """
+    if context.is_confined is not None:
+        return context.is_confined
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    frame = inspect.currentframe() if nesting == 2 else None
+    is_inside = False
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "decorate_autocast":
+            is_inside = frame.f_globals.get("__name__") == "torch.amp.autocast_mode"
+        elif name == "_call_impl" and context.is_model(frame.f_locals.get("self")):
+            return is_inside
+        frame = frame.f_back
+    return False

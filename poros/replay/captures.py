@@ -50,8 +50,7 @@ from poros.replay.forms import (
     Replayed,
     SharedMemory,
 )
-from poros.replay.proof import different_ones, varies, with_steady_attention
-from poros.replay.recording import Recordings
+from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
 from poros.replay.uses import Observation, walk
 from poros.saying import Slowly
@@ -412,8 +411,11 @@ class Captures:
 
     def _is_ready(self, layer: "LayerBody", form: Form) -> bool:
         """Whether it can be recorded now: adapters may be switched off for a while, for one."""
-        is_current = form.facts is not None and form.facts.are_current(form.condition.addresses)
-        return is_current and (form.forward is not None or self._makes_way(layer, form))
+        now = layer.condition()
+        # A recording would run hooks once more than the program of the user.
+        if form.facts is None or now.has_hooks or not now.reads_as(form.condition):
+            return False
+        return form.forward is not None or self._makes_way(layer, form)
 
     def _record(self, layer: "LayerBody", form: Form) -> None:
         try:

@@ -4,7 +4,7 @@ For those that record it (``poros.replay.recording``): its tensors lie elsewhere
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,6 @@ from poros.kernels.unformed import forget
 from poros.replay.routing import differentiate
 from poros.replay.uses import Uses
 from poros.stream.args import tree_unflatten
-from poros.stream.state import enter_autocast
 from poros.stream.visit import stand_ins
 from poros.stream.within import Within
 
@@ -61,14 +60,6 @@ class CallFacts:
     def is_of_adapter(self, use: int) -> bool:
         """Whether the gradient for that use is an adapter's."""
         return self.uses.sources[use].number >= len(self.specs)
-
-    def are_current(self, addresses: Any) -> bool:
-        """Whether the layer would do now what it did, with its tensors at ``addresses``.
-
-        Not if it has got hooks since: a recording would run them once more than the user's program.
-        """
-        now = self._call.layer.condition()
-        return self._call.is_current() and not now.has_hooks and now.addresses == addresses
 
     def result_of(self, values: Sequence[Any]) -> Any:
         """A layer's result in its own form, with ``values`` in the places of its tensors."""
@@ -131,7 +122,7 @@ class CallFacts:
             around: What the backward runs under.
             keeps_graph: Whether the graph of the results stays.
         """
-        with _around(around):
+        with Within(around.surroundings.enter):
             return differentiate(
                 *(self._call.layer.name, results, gradients, inputs, self._own, self.uses),
                 has_casts=self._call.has_casts,
@@ -157,11 +148,3 @@ class CallFacts:
 
 def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:
     return [(each.shape, each.dtype, each.requires_grad) for each in results]
-
-
-def _around(around: "Around") -> AbstractContextManager[Any]:
-    def fill(stack: ExitStack) -> None:
-        enter_autocast(around.autocast, stack)
-        stack.enter_context(around.settings.replay())
-
-    return Within(fill)

@@ -32,18 +32,16 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from poros.errors import RematerializationError, UnsupportedModelError
+from poros.errors import RematerializationError
 from poros.kernels.adapters import note_last
 from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.unformed import forget, values_of
 from poros.slots.schedule import Phase
-from poros.stream.args import PLAIN
+from poros.stream.args import copied
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
-from poros.stream.side_outputs import is_shared_mapping
 from poros.stream.state import AmbientState
-from poros.stream.unchanged import require_unchanged
 from poros.stream.visit import StandIn
 from poros.stream.within import SavedTensorHooks
 
@@ -117,11 +115,10 @@ class RecomputedCall:
         self._condition = condition
         self._module = layer.module()  # lives as long as its graph, as the parameters do
         self._args = tuple(
-            _copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
+            copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
         )
         self._kwargs = {
-            key: _copied(value, f"argument {key!r} of {layer.name}")
-            for key, value in kwargs.items()
+            key: copied(value, f"argument {key!r} of {layer.name}") for key, value in kwargs.items()
         }
         self._ambient = AmbientState.capture(layer.device, condition.training)
         # Code of the user inside the layer may draw from anywhere.
@@ -168,7 +165,7 @@ class RecomputedCall:
                 f"{layer.name}: expected its arguments to be left alone, found one edited in "
                 "place by the layer itself; the recomputation would edit it again"
             )
-        self._condition.require_adapters_unedited(layer.name)
+        self._condition.require_unedited(layer.name)
         # What the layer has changed now it will change again.
         contents.attributes.disregard(self._condition.attributes)
         contents.note_names()
@@ -287,7 +284,7 @@ class RecomputedCall:
     def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Run the layer once more; what its operators save, by number, and its version then."""
         layer, contents = self.layer, self._condition.contents
-        require_unchanged(layer, self._condition, self._staying)
+        layer.condition().require_as(self._condition, self._staying)
         if self._versions != _versions(self._given):
             raise RematerializationError(
                 f"{layer.name}: its input or another tensor it was given was edited in place "
@@ -520,24 +517,8 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(_version, tensors))
 
 
-def _copied(value: Any, where: str) -> Any:
-    """``value`` with lists and mappings of its own, over the same tensors."""
-    if isinstance(value, (torch.Tensor, *PLAIN)):
-        return value
-    if isinstance(value, tuple | list):
-        parts = [_copied(part, f"{where}[{i}]") for i, part in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if type(value) is dict or is_shared_mapping(value):
-        return type(value)({key: _copied(each, f"{where}[{key!r}]") for key, each in value.items()})
-    raise UnsupportedModelError(
-        f"{where}: expected tensors, tuples, lists and dictionaries of them or plain values, found "
-        f"a {type(value).__qualname__}. What a layer writes to such an object by the side it would "
-        "write twice, so streaming it is refused"
-    )
-
-
 def _fresh(value: Any) -> Any:
-    return _copied(value, "")
+    return copied(value, "")
 
 
 def _plain(value: Any) -> Any:

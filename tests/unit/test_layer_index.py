@@ -28,21 +28,16 @@ def tree_of(layer: Layer) -> LayerIndex:
     return LayerIndex(layer, {id(layer.base.weight)})
 
 
-Places = list[tuple[int, str, int, int, torch.dtype, tuple[int, ...]]]
+Places = list[tuple[Any, ...]]
 
 
 def places(tree: LayerIndex) -> Places:
-    """What ``adapters`` says: owners, keys, parameters, and their memory."""
+    """What ``adapters`` says: owners, keys, parameters, and the memory of these."""
+    found = tree.adapters()
+    where = dict(zip(found.ids, zip(*found.where, strict=True), strict=True))
     return [
-        (
-            id(each.owner),
-            each.key,
-            id(each.parameter),
-            each.parameter.data_ptr(),
-            each.parameter.dtype,
-            tuple(each.parameter.shape),
-        )
-        for each in tree.adapters().places
+        (id(each.owner), each.key, id(each.parameter), *where[id(each.parameter)])
+        for each in found.places
     ]
 
 

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from poros.accumulation.calls import Environment
-from poros.accumulation.reasons import Stopped
+from poros.accumulation.calls import Environment, Stopped
 from poros.errors import RematerializationError
 from poros.head.loss import Asked
 from poros.head.online import Online

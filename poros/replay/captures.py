@@ -210,7 +210,7 @@ class Captures:
             returned = run()
             self._note_visit(form)
             call.note_end()
-            with call.layer.occupy(phase), call.ambient.rng.replay():
+            with call.layer.weights.occupy(phase), call.ambient.rng.replay():
                 results = forward.run(call.tensors, self.memory)
                 same_end = call.ends_with(RngStash.capture(self._device))
             wanted = [each.detach() for each in call.taken_apart(returned)[1]]
@@ -219,7 +219,7 @@ class Captures:
             return returned
         # Before the forward, which the copy overlaps with.
         kept = call.offload_input() if form.kind == "recomputed" else call.tensors
-        with call.layer.occupy(phase):
+        with call.layer.weights.occupy(phase):
             results = forward.run(call.tensors, self.memory)
         call.note_end()
         self.num_replays += 1
@@ -290,7 +290,7 @@ class Captures:
         is_open = not call.is_seen()
         replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
         if replayed is not None and replayed.is_proved:
-            with call.layer.occupy(Phase.BACKWARD):
+            with call.layer.weights.occupy(Phase.BACKWARD):
                 tensors = call.with_input(tensors)
                 found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
             self.num_replays += 1
@@ -330,7 +330,7 @@ class Captures:
                 wanted = with_steady_attention(facts, tensors, gradients, around)
         is_kept = proof is None and form.kind == "kept"
         try:
-            with call.layer.occupy(Phase.BACKWARD):
+            with call.layer.weights.occupy(Phase.BACKWARD):
                 found = self._run_backward(call, proof or replayed, tensors, gradients, is_kept)
             different = different_ones(found, wanted, "gradient")
         except RematerializationError:

@@ -61,7 +61,7 @@ class Recordings:
         wanted = [around for around, made in form.backwards.items() if made is None]
         proofs = [around for around, made in form.deterministic.items() if made is None]
         with (
-            layer.expose(facts.leaves),
+            layer.weights.expose(facts.leaves),
             layer.assuming_dense(form.dense_address),
             facts.recording(),
             # Another thread would have workspaces of cuBLAS of its own.

@@ -37,9 +37,9 @@ from poros.self_check.evidence import (
 from poros.slots.schedule import Phase
 from poros.stream.attention import AttentionKernels, deterministic_flag, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
-from poros.stream.frozen import LayerBindings, bind_block
+from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
-from poros.stream.visit import stand_ins
+from poros.stream.visit import LayerBindings, stand_ins
 from poros.stream.within import Within
 
 Gradients = Sequence[torch.Tensor | None]

@@ -9,7 +9,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,55 +23,17 @@ from poros.slots.schedule import Phase
 from poros.stream.adapters import AdapterPlace, staying_places
 from poros.stream.compiled import CompiledForward
 from poros.stream.condition import Condition
-from poros.stream.frozen import LayerBindings
 from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.stream.staying import Staying, StayingState
-from poros.stream.visit import BlockVisit, StandIn, Visits
+from poros.stream.visit import BlockVisit, LayerBindings, StandIn, Visits
+
+if TYPE_CHECKING:
+    from poros.accumulation.calls import Watcher
+    from poros.replay.captures import Captures
+    from poros.self_check.check import SelfCheck
 
 logger = logging.getLogger(__name__)
-
-
-class InPlace(Protocol):
-    """What is called in place of layers, where gradients are enabled.
-
-    Attributes:
-        begins: Whether a call of the model makes room for its micro-batch.
-    """
-
-    begins: bool
-
-    def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of the forward of a streamed layer."""
-
-
-class Check(Protocol):
-    """What looks at the first call of each layer."""
-
-    def awaits(self, index: int) -> bool:
-        """Whether a call of the layer at this place is to be checked."""
-
-    def watch(self, index: int, run: Callable[[], Any], arguments: tuple[Any, Any]) -> Any:
-        """Run a layer's forward by ``run`` and look at it; takes the arguments as they came."""
-
-
-class Replays(Protocol):
-    """Calls of layers that are replayed from recordings (``poros.replay.captures``)."""
-
-    def call(
-        self,
-        kind: Literal["recomputed", "kept", "inference"],
-        layer: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: Condition,
-        run: Callable[[], Any],
-        beside: Callable[[], Any] | None = None,
-    ) -> Any:
-        """The result of a call, which ``run`` gives if it is not replayed.
-
-        Beside a replay that is compared with it ``beside`` does, if given.
-        """
 
 
 class ModelContext:
@@ -92,7 +54,6 @@ class ModelContext:
         visits: Of all its layers.
         offloader: Where inputs wait for their backward; None keeps them on the device.
         check: Looks at the first calls of layers; None if nothing is checked.
-        check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
         frugal: Classes of nodes of others that were seen to hold no activations by themselves.
         captures: Visits that are recorded and replayed; None if all of them run.
@@ -123,13 +84,12 @@ class ModelContext:
         self.dense = dense
         self.visits = Visits()
         self.offloader: ActivationOffloader | None = None
-        self.check: Check | None = None
-        self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
+        self.check: SelfCheck | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
-        self.captures: Replays | None = None
+        self.captures: Captures | None = None
         self.frugal: set[type] = set()
         self.fallbacks: list[str] = []
-        self.in_place: Callable[[], InPlace | None] | None = None
+        self.in_place: Callable[[], Watcher | None] | None = None
         self.is_confined: bool | None = None
 
     def fall_back(self, what: str, why: str) -> None:
@@ -243,14 +203,6 @@ class LayerBody:
                 self._staying.require_unwritten(staying)
         except torch.OutOfMemoryError as error:
             raise self.context.explain(self.name, error) from error
-
-    def occupy(self, phase: Phase) -> AbstractContextManager[None]:
-        """Hold the layer's block in its slot for work that was recorded."""
-        return self.weights.occupy(phase)
-
-    def expose(self, leaves: Sequence[StandIn]) -> AbstractContextManager[None]:
-        """The layer with its device tensors, to be recorded: its block is not loaded for that."""
-        return self.weights.expose(leaves)
 
     def sharing_dense(self) -> AbstractContextManager[None]:
         """Calls in the body share the layer's dense weights, if there is memory for them."""

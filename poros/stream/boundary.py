@@ -59,7 +59,7 @@ class StreamedLayer(LayerBody):
             self._refuse_frozen_adapters()
         check, replays = self.context.check, self.context.captures
         forward = partial(self._recompute, args, kwargs, condition)
-        if check is not None and check.awaits(self.index):
+        if check is not None and self.index in check.unchecked:
             return check.watch(self.index, forward, given)
         if replays is not None:
             return replays.call("recomputed", self, args, kwargs, condition, forward)
@@ -86,9 +86,10 @@ class StreamedLayer(LayerBody):
 
     def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
+        check = self.context.check
         with self.visit(Phase.FORWARD) as slab:
-            if self.context.check_bytes is not None:
-                self.context.check_bytes(self.index, slab)
+            if check is not None and self.index in check.unchecked:
+                check.watch_bytes(self.index, slab)
             return self.run(args, kwargs)
 
     def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition) -> Any:

@@ -177,7 +177,7 @@ class LayerIndex:
                 # Kinds that hold tensors in a ParameterDict come and go by its keys alone.
                 self._adapter_places = adapter_places(self.modules()[0], self._frozen)
             entries = [(owner, *item) for owner in self._owners for item in owner.items()]
-            # Whether a frozen tensor is still frozen is looked at by poros.stream.frozen.
+            # Whether a frozen tensor is still frozen is looked at by poros.stream.visit.
             parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = [
                 (owner, key, value)
                 for owner, key, value in entries

@@ -23,7 +23,7 @@ from poros.errors import (
 )
 from poros.replay.routing import RegionCasts
 from poros.stream.boundary import is_streamed
-from poros.stream.frozen import LayerBindings
+from poros.stream.visit import LayerBindings
 from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P

@@ -91,10 +91,14 @@ def accumulate(
     ranks = Ranks(model)
     samples, step = Samples(todo), Step(lambda: find_runtime(model), ranks, compute, run, [loss])
     found: list[torch.Tensor] = []
-    for number in range(1, len(todo) + 1):
-        is_last = number == len(todo)
-        with nullcontext() if is_last else ranks.no_sync():
-            found.append(samples.take(step, is_last))
+    try:
+        for number in range(1, len(todo) + 1):
+            is_last = number == len(todo)
+            with nullcontext() if is_last else ranks.no_sync():
+                found.append(samples.take(step, is_last))
+    except BaseException:
+        samples.finish()
+        raise
     return found
 
 
@@ -114,7 +118,11 @@ class Step(NamedTuple):
 
 
 class Samples:
-    """The micro-batches of one optimizer step, on their way."""
+    """The micro-batches of one optimizer step, on their way.
+
+    Whoever takes them calls ``finish`` if not all are taken, after an error or Ctrl-C too: those
+    before have their gradients then, as one after the other.
+    """
 
     def __init__(self, samples: Iterable[Any]) -> None:
         self._todo = list(samples)
@@ -152,10 +160,6 @@ class Samples:
             self.finish()
             # What the loss has edited, or taken out, is there again.
             return step.run(spare)
-        except BaseException:
-            # Those before it have their gradients, as one after the other: after Ctrl-C too.
-            self.finish()
-            raise
         if group.is_over or is_last:
             self.finish()
         return loss

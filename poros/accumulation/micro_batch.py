@@ -45,7 +45,6 @@ from poros.accumulation.calls import (
 )
 from poros.accumulation.draws import NONE
 from poros.errors import PorosError, UnsupportedModelError
-from poros.replay.call import confines_autocast
 from poros.stream.args import is_shared_mapping, recorded_outputs
 from poros.stream.rng import RngStash, Start
 
@@ -273,7 +272,7 @@ class MicroBatch:
         if environment.watchers != self._around.watchers:
             raise NotGrouped("somebody watches operators or packs saved tensors within the loss")
         self._entering = environment.entering(self._around)
-        self._is_confined = confines_autocast(self._layers[0].context)
+        self._is_confined = self._layers[0].context.confines_autocast()
         self.key = (
             tuple((each.shape, each.dtype) for each in tensors_of((*args, *kwargs.values()))),
             environment.surroundings.autocast,

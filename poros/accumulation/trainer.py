@@ -70,7 +70,7 @@ class BlockMajorMixin:
             accelerator: Any = self.accelerator  # type: ignore[attr-defined]
             return samples.take(step, is_last=bool(accelerator.sync_gradients))
         except BaseException:
-            self._samples = None
+            self._end_samples()
             raise
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class BlockMajorMixin:
             self._end_samples()
 
     def _end_samples(self) -> None:
-        """A step was left before its last micro-batch: have the gradients that belong to it."""
+        """If a step was left before its last micro-batch, have the gradients that belong to it."""
         samples, self._samples = self._samples, None
         if samples is not None:
             samples.finish()

@@ -10,7 +10,6 @@ stays on the device, it is not seen, here or by autograd.
 """
 
 import copy
-import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -22,7 +21,7 @@ from torch import nn
 from poros.errors import RematerializationError
 from poros.replay.forms import CHECK, Form
 from poros.stream.args import RESULTS, recorded_outputs, tree_flatten, tree_unflatten
-from poros.stream.body import LayerBody, ModelContext
+from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput
 from poros.stream.rng import RngStash
@@ -86,7 +85,7 @@ class LayerCall:
     def shares_casts(self) -> bool:
         """Whether others may use casts of its adapters too."""
         context = self.layer.context
-        return self.has_casts and (bool(context.tied_adapters) or not confines_autocast(context))
+        return self.has_casts and (bool(context.tied_adapters) or not context.confines_autocast())
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
@@ -185,24 +184,3 @@ class LayerCall:
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
         self.layer.condition().require_as(self.condition, self.condition.staying)
-
-
-def confines_autocast(context: ModelContext) -> bool:
-    """Whether the active region ends with the call of the model that runs now.
-
-    Accelerate wraps the forward of a model in one: nobody else can use a parameter in it.
-    """
-    if context.is_confined is not None:
-        return context.is_confined
-    nesting = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    frame = inspect.currentframe() if nesting == 2 else None
-    is_inside = False
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name == "decorate_autocast":
-            is_inside = frame.f_globals.get("__name__") == "torch.amp.autocast_mode"
-        elif name == "_call_impl" and context.is_model(frame.f_locals.get("self")):
-            return is_inside
-        frame = frame.f_back
-    return False

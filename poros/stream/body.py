@@ -5,6 +5,7 @@ stay on the device, and adapters. A recomputation has to find all of them, and t
 them, as the forward has found them.
 """
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,6 +107,26 @@ class ModelContext:
             yield
         finally:
             self.is_confined = None
+
+    def confines_autocast(self) -> bool:
+        """Whether the active region ends with the call of the model that runs now.
+
+        Accelerate wraps the forward of a model in one: nobody else can use a parameter in it.
+        """
+        if self.is_confined is not None:
+            return self.is_confined
+        nesting = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        frame = inspect.currentframe() if nesting == 2 else None
+        is_inside = False
+        while frame is not None:
+            name = frame.f_code.co_name
+            if name == "decorate_autocast":
+                is_inside = frame.f_globals.get("__name__") == "torch.amp.autocast_mode"
+            elif name == "_call_impl" and self.is_model(frame.f_locals.get("self")):
+                return is_inside
+            frame = frame.f_back
+        return False
 
     def is_model(self, module: object) -> bool:
         """Whether ``module`` is the prepared model itself."""

@@ -99,8 +99,8 @@ class Condition:
             and self.staying.has_values_of(other.staying)
         )
 
-    def require_unedited(self, name: str) -> None:
-        """Raise ``RematerializationError`` if the forward of layer ``name`` edits its adapters."""
+    def require_unedited(self) -> None:
+        """Raise ``RematerializationError`` if the layer's own forward has edited its adapters."""
         if self.versions == list(map(_version, self.parameters)):
             return
         versions = dict(zip(map(id, self.parameters), self.versions, strict=True))
@@ -110,7 +110,7 @@ class Condition:
             if versions.get(id(parameter), parameter._version) != parameter._version
         )
         raise RematerializationError(
-            f"{name}: expected adapters that only training changes, found that its "
+            f"{self._layer.name}: expected adapters that only training changes, found that its "
             f"own forward edits {edited}, as OFT does with coft=True. The "
             "recomputation in backward would edit it a second time, so it cannot be streamed. "
             "Use an adapter that does not (coft=False), or call poros.restore(model) and train "

@@ -165,7 +165,7 @@ class RecomputedCall:
                 f"{layer.name}: expected its arguments to be left alone, found one edited in "
                 "place by the layer itself; the recomputation would edit it again"
             )
-        self._condition.require_unedited(layer.name)
+        self._condition.require_unedited()
         # What the layer has changed now it will change again.
         contents.attributes.disregard(self._condition.attributes)
         contents.note_names()

@@ -91,7 +91,7 @@ class LayerIndex:
         self._layer = weakref.ref(layer)
         self._inner = modules[1:]
         self._child_tables = [module._modules for module in modules]
-        self._children = _values(self._child_tables)
+        self._children = values_of(self._child_tables)
         self._tensor_tables = [
             table for module in modules for table in (module._parameters, module._buffers)
         ]
@@ -119,7 +119,7 @@ class LayerIndex:
 
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
-        return self._children == _values(self._child_tables)
+        return self._children == values_of(self._child_tables)
 
     def has_same_names(self) -> bool:
         """Whether its tensors are called what they were called when that was noted."""
@@ -127,12 +127,12 @@ class LayerIndex:
 
     def has_same_tensors(self) -> bool:
         """Whether it holds the tensors that were noted, and no others."""
-        now = list(map(id, _values(self._tensor_tables)))
+        now = list(map(id, values_of(self._tensor_tables)))
         return now == self._ids or set(now) == set(self._ids)
 
     def note_tensors(self) -> None:
         """Note which tensors there are now. They are kept alive, so that ids stay theirs."""
-        self._tensors = _values(self._tensor_tables)
+        self._tensors = values_of(self._tensor_tables)
         self._ids = list(map(id, self._tensors))
 
     def note_names(self) -> None:
@@ -221,10 +221,10 @@ def places_of(tensors: Sequence[torch.Tensor]) -> Any:
 
 def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str], list[bool]]:
     """How many keys each of these dictionaries has, which there are, and where nothing is held."""
-    is_empty = list(map(is_, _values(tables), repeat(None)))
+    is_empty = list(map(is_, values_of(tables), repeat(None)))
     return list(map(len, tables)), set(chain.from_iterable(filter(None, tables))), is_empty
 
 
-def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
+def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
     """What these dictionaries hold, one after the other."""
     return list(chain.from_iterable(map(dict.values, filter(None, tables))))

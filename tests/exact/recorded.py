@@ -85,6 +85,14 @@ def evaluation_between(model: Model, number: int) -> None:
     model.train()
 
 
+def other_activation(model: Model, number: int) -> None:
+    """A module in the place of another, neither of which has attributes that could differ."""
+    if number in (0, 5):
+        for name, module in list(model.named_modules()):
+            if name.endswith("mlp"):
+                module.act_fn = torch.nn.Tanh() if number == 0 else torch.nn.Sigmoid()
+
+
 def a_hook_comes(model: Model, number: int) -> None:
     if number == 5:
         mlp = model.base_model.model.model.layers[0].mlp
@@ -99,6 +107,7 @@ CHANGES: dict[str, Callable[[Model, int], None] | None] = {
     "edited norms": edited_norms,
     "evaluation between": evaluation_between,
     "a hook comes": a_hook_comes,
+    "another activation": other_activation,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import poros
-import poros.accumulation.trainer as block_major
+import poros.accumulation.loop as block_major
 from poros.errors import RematerializationError
 from poros.gates.reference import compare_trajectories
 from poros.head.logits import LazyLogits

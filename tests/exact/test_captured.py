@@ -153,7 +153,7 @@ def test_control_a_random_state_that_is_not_replayed_differs(
     model = adapted(bases, lora_dropout=0.1)
     recorded(model)
     train(model, 6, 1)
-    monkeypatch.setattr(RngStash, "_set", lambda self: None)
+    monkeypatch.setattr(RngStash, "restore", lambda self: None)
     with pytest.raises(RematerializationError, match="other random numbers"):
         train(model, 2, 1)
 

@@ -78,7 +78,7 @@ def foreign(patch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise KeyError("an error that says nothing")
 
-    patch.setattr("poros.stream.general.require_unchanged", fail)
+    patch.setattr("poros.stream.condition.Condition.require_as", fail)
 
 
 def too_late(patch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def too_late(patch: pytest.MonkeyPatch) -> None:
                 each.zero_()
         raise UnsupportedModelError("a refusal")
 
-    patch.setattr("poros.stream.general.require_unchanged", fail)
+    patch.setattr("poros.stream.condition.Condition.require_as", fail)
 
 
 def keeps_calls(patch: pytest.MonkeyPatch) -> None:

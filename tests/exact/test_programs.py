@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import poros
-from poros.replay.casts import RegionCasts
 from poros.replay.remat import RematerializeLayer
-from poros.replay.routing import Terms
+from poros.replay.routing import RegionCasts, Terms
 from poros.replay.uses import Uses
 from poros.stream.body import LayerBody
 from tests.exact import hazards as H

@@ -21,9 +21,9 @@ from poros.errors import (
     SlotStateError,
     UnsupportedModelError,
 )
-from poros.replay.casts import RegionCasts
+from poros.replay.routing import RegionCasts
 from poros.stream.boundary import is_streamed
-from poros.stream.frozen import LayerBindings
+from poros.stream.visit import LayerBindings
 from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
@@ -193,7 +193,7 @@ def test_an_update_within_a_region_is_refused(
     harmless = partial(R.updates_in_one_region, fused=fused, lr=1e-12)
     assert residents.compare(S.FP32_NO_DROPOUT, harmless, prepare) == {}
     # The control: let through, it differs.
-    monkeypatch.setattr("poros.replay.casts.require_current", lambda *_: None)
+    monkeypatch.setattr("poros.replay.routing.require_current", lambda *_: None)
     monkeypatch.setattr("poros.stream.general.require_current", lambda *_: None)
     harmful = partial(R.updates_in_one_region, fused=fused)
     assert residents.compare(S.FP32_NO_DROPOUT, harmful, prepare) != {}

@@ -3,7 +3,8 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,15 +72,18 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def make_model(
     architecture: str = "qwen2",
     *,
+    num_layers: int = 6,
+    hidden_size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
     dropout: float = 0.0,
     seed: int = 0,
     rank: int = 8,
     adapter: str = "lora",
-    **options: Any,
+    **loading: Any,
 ) -> Any:
-    """``tiny.make_model``; its checkpoint is written once for all models of the same sizes."""
-    base = make_base(architecture, dropout=dropout, seed=seed, **options)
-    return attach(base, adapter, rank=rank, dropout=dropout, seed=seed + 1)
+    """``tiny.make_model``; its checkpoint is written and loaded once for all models of its sizes."""
+    folder = _checkpoint(architecture, num_layers, hidden_size, dtype, dropout, seed)
+    return loaded(folder, dtype, (adapter, rank, dropout, seed + 1), **loading)
 
 
 def make_base(
@@ -94,7 +98,29 @@ def make_base(
 ) -> Any:
     """The model of ``make_model``, without adapters."""
     folder = _checkpoint(architecture, num_layers, hidden_size, dtype, dropout, seed)
-    base = tiny.load_base(folder, dtype=dtype, **loading)
+    return loaded(folder, dtype, **loading)
+
+
+Adapter = tuple[str, int, float, int]
+"""Kind, rank, dropout and seed."""
+
+
+def loaded(folder: str, dtype: torch.dtype, adapter: Adapter | None = None, **loading: Any) -> Any:
+    """``tiny.load_base`` of a checkpoint that stays as it is, and adapters; a copy of its own."""
+    options = tuple(loading.items())
+    if torch.is_inference_mode_enabled():  # its tensors are of another kind
+        return _load.__wrapped__(folder, dtype, adapter, options)
+    return deepcopy(_load(folder, dtype, adapter, options))
+
+
+@lru_cache(maxsize=16)
+def _load(folder: str, dtype: torch.dtype, adapter: Adapter | None, loading: Any) -> Any:
+    if adapter is not None:
+        kind, rank, dropout, seed = adapter
+        base = loaded(folder, dtype, **dict(loading))
+        return attach(base, kind, rank=rank, dropout=dropout, seed=seed)
+    with torch.random.fork_rng(devices=[]):
+        base = tiny.load_base(folder, dtype=dtype, **dict(loading))
     base.name_or_path = base.config.name_or_path = ""
     return base
 

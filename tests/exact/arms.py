@@ -19,13 +19,12 @@ import poros
 from poros.api import prepare_with
 from poros.gates import tiny
 from poros.gates.adversary import POISON, AdversarialStreams
-from poros.gates.kinds import attach
 from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_digests, train
 from poros.gates.tape import TapeRecorder
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
-from tests.support import AS_PLAIN, AdversarialPrepare
+from tests.support import AS_PLAIN, AdversarialPrepare, loaded
 
 Model = Any
 Program = Callable[[Model], object]
@@ -57,16 +56,14 @@ class Bases:
             sizes = {"num_layers": num_layers, "hidden_size": hidden_size}
             config = tiny.small_config(architecture, **sizes, dropout=dropout)
             tiny.write_checkpoint(config, where, dtype=dtype)
-        base = tiny.load_base(where, dtype=dtype, **loading)
-        base.name_or_path = base.config.name_or_path = ""
-        return base
+        return loaded(str(where), dtype, **loading)
 
     def build(
         self, architecture: str = "qwen2", *, adapter: str = "lora", rank: int = 8, **of_base: Any
     ) -> Model:
         """With adapters that are not zero; ``of_base`` as for ``base``."""
-        base = self.base(architecture, **of_base)
-        return attach(base, adapter, rank=rank, dropout=of_base.get("dropout", 0.05), seed=1)
+        attached = adapter, rank, of_base.get("dropout", 0.05), 1
+        return self.base(architecture, adapter=attached, **of_base)
 
 
 Subject = Callable[[Bases], Model]

@@ -81,7 +81,7 @@ def make_model(
     adapter: str = "lora",
     **loading: Any,
 ) -> Any:
-    """``tiny.make_model``; its checkpoint is written and loaded once for all models of its sizes."""
+    """``tiny.make_model``; what is equal is written, loaded and adapted once."""
     folder = _checkpoint(architecture, num_layers, hidden_size, dtype, dropout, seed)
     return loaded(folder, dtype, (adapter, rank, dropout, seed + 1), **loading)
 

@@ -216,19 +216,24 @@ def in_order(program: Program) -> Program:
 
 
 @cache
-def often(program: Program) -> Program:
+def often(program: Program, num_times: int = NUM_TIMES) -> Program:
     """The program several times, so that visits are replayed; the gradients of each as well."""
 
     def repeated(model: Model) -> object:
         found: list[object] = []
-        for _ in range(NUM_TIMES):
+        for _ in range(num_times):
             model.train().zero_grad()
-            found.append(program(model))
-            named = model.named_parameters()
-            found.append({n: each.grad.clone() for n, each in named if each.grad is not None})
+            result, named = program(model), model.named_parameters()
+            gradients = {n: each.grad.clone() for n, each in named if each.grad is not None}
+            found.append([result, gradients, torch.get_rng_state()])
         return found
 
     return repeated
+
+
+def of_the_first(facts: Facts) -> Facts:
+    """Of a program that ran ``often``: what it gave for the first time."""
+    return {name: fact for name, fact in facts.items() if name.startswith("result, 0, ")}
 
 
 def with_sliced_loss(model: Model, **policy: Any) -> Model:

@@ -29,6 +29,8 @@ def build(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
 
 
 dense = partial(build, quantize=False)
+two_layers = partial(dense, num_layers=2)
+"""Where it does not matter what streams: both have a slot."""
 
 
 def layers(model: Model) -> Any:
@@ -170,7 +172,7 @@ class Program(NamedTuple):
     make: Callable[[Model], Loss | None] = unchanged
     end: End = None
     form: Callable[[Batch], Any] = lambda batch: batch
-    base: Callable[[Bases], Model] = dense
+    base: Callable[[Bases], Model] = two_layers
     policy: tuple[tuple[str, Any], ...] = ()
     is_late: bool = False
     run: tuple[tuple[str, Any], ...] = ()

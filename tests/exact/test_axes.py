@@ -38,8 +38,18 @@ def known() -> dict[Cell, Facts]:
     return {}
 
 
-FAST = pairwise(all_cells(), unrelated=("optimizer", "exchange"))
-"""Both change tensors between steps, and neither knows of the other."""
+def are_unrelated(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    """Optimizers and exchanges change tensors between steps, and neither knows of the other.
+
+    What is exchanged is frozen tensors, which LoRA and DoRA have none of.
+    """
+    values = dict([one, other])
+    if "exchange" not in values:
+        return False
+    return "optimizer" in values or values.get("adapter") in ("LoRA", "DoRA")
+
+
+FAST = pairwise(all_cells(), are_unrelated)
 REST = [cell for cell in pairwise(all_cells()) if cell not in FAST]
 
 

@@ -103,16 +103,16 @@ def cells() -> Iterator[Cell]:
         run = Run(architecture=name, num_layers=5 if name == "gemma4_shared_kv" else 3)
         twice = replace(run, num_layers=5, accumulation=2)
         # Others have the operators of qwen2, which the grid watches, and nothing beside them.
-        yield Cell(run)
-        yield Cell(run, "watched", OFF, is_slow=name not in (*SIDE_CHANNELS, "gemma3", "phi3"))
+        is_apart = name in SIDE_CHANNELS
+        yield Cell(run, is_slow=is_apart)  # below, in blocks of two
+        yield Cell(run, "watched", OFF, is_slow=not is_apart)
         if name in SIDE_CHANNELS:
             yield Cell(run, "adversarial", is_slow=True)
             yield Cell(twice, "adversarial", {"block_size": 2})
         if name in ("gemma3", "gemma4", "gemma4_shared_kv", "mixtral"):
-            has_short_block = name in ("gemma3", "mixtral")
-            yield Cell(twice, policy={"keep_last": 3}, is_slow=has_short_block)
+            yield Cell(twice, policy={"keep_last": 3}, is_slow=name != "gemma4")
             policy = {"keep_last": 3, "block_size": 2}
-            yield Cell(twice, policy=policy, is_slow=not has_short_block)
+            yield Cell(twice, policy=policy, is_slow=name != "mixtral")
         if name != "qwen2":
             for policy in BUDGETS:
                 is_fast = name == "gemma4_shared_kv" and policy == BUDGETS[1]
@@ -129,7 +129,7 @@ def cells() -> Iterator[Cell]:
         for slots in (2, 3, 7):
             # Two slots are checked; with more, every read is watched.
             streams, check = ("eager", {}) if slots == 2 else ("watched", OFF)
-            is_slow = (block_size, slots) not in ((1, 3), (1, 7), (2, 2), (2, 3), (3, 2), (7, 3))
+            is_slow = (block_size, slots) not in ((1, 7), (2, 3), (3, 2), (7, 3))
             policy = {"block_size": block_size, "slots": slots, **check}
             yield Cell(SEVEN, streams, policy, is_slow=is_slow)
 

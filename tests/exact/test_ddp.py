@@ -69,7 +69,9 @@ def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
     return resident
 
 
-TOGETHER = [each for each in CELLS if each.startswith(("together", "taken"))]
+REST = ("every_backward", "autocast", "static_graph", "trainer", "taken into", "taken at the end")
+REST += ("together, unused", "together, bucket views")
+TOGETHER = [each for each in CELLS if each.startswith(("together", "taken")) and each not in REST]
 """Grouped; or one after the other, where gradients are taken or exchanged in between."""
 
 
@@ -131,10 +133,6 @@ def test_micro_batches_that_go_together(essential: Path, cell: str) -> None:
 def test_four_ranks_do_too(tmp_path: Path) -> None:
     launch(tmp_path, ["four_ranks"], 4)
     assert len(assert_exact(tmp_path, "four_ranks")) == 4
-
-
-REST = ("every_backward", "autocast", "static_graph", "trainer")
-REST += ("together, unused", "together, bucket views")
 
 
 @pytest.fixture(scope="module")

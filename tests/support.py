@@ -110,7 +110,19 @@ def loaded(folder: str, dtype: torch.dtype, adapter: Adapter | None = None, **lo
     options = tuple(loading.items())
     if torch.is_inference_mode_enabled():  # its tensors are of another kind
         return _load.__wrapped__(folder, dtype, adapter, options)
-    return deepcopy(_load(folder, dtype, adapter, options))
+    return _copied(_load(folder, dtype, adapter, options))
+
+
+def _copied(model: Any) -> Any:
+    """A deep copy, whose 4-bit weights know their own modules."""
+    copy = deepcopy(model)
+    for module in copy.modules():
+        weight = getattr(module, "weight", None)
+        if getattr(weight, "module", None) is not None:
+            weight.module = module
+        if "quant_state" in module.__dict__:
+            module.quant_state = weight.quant_state
+    return copy
 
 
 @lru_cache(maxsize=16)

@@ -357,10 +357,11 @@ def pairwise(
         found = combinations(zip(Cell._fields, cell, strict=True), 2)
         return {(a, b) for a, b in found if not unrelated(a, b)}
 
-    left = set().union(*map(pairs, cells))
+    pairs_of = {cell: pairs(cell) for cell in cells}
+    left = set().union(*pairs_of.values())
     chosen = []
     while left:
-        best = max(cells, key=lambda cell: len(pairs(cell) & left))
+        best = max(cells, key=lambda cell: len(pairs_of[cell] & left))
         chosen.append(best)
-        left -= pairs(best)
+        left -= pairs_of[best]
     return chosen

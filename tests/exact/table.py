@@ -133,7 +133,7 @@ def losses() -> Iterator[Row]:
     yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
     for name, subject in FAMILIES.items():
         yield Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
-    yield Row("shared keys and values", SHARED, P.train, replays=False)
+    yield Row("shared keys and values", SHARED, P.train_once, replays=False)
     for name, subject in ROUTED.items():
         yield Row(f"router logits of {name}", subject, P.routers_alone, replays=False)
     programs = {
@@ -219,15 +219,15 @@ def surroundings() -> Iterator[Row]:
 
 def adapters() -> Iterator[Row]:
     for layers in ([0], [1], [2], [0, 2]):
-        yield Row(f"adapters on layers {layers}", S.on_layers(layers), P.train)
+        yield Row(f"adapters on layers {layers}", S.on_layers(layers), P.train_once)
     for name, options in KINDS.items():
-        yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train)
+        yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train_once)
     targets = ("q_proj, v_proj", *S.PROJECTIONS)
     for is_slow, (which, target) in crossed(("4 bits", "dense"), targets):
         subject = S.adapters_on(*target.split(", "), quantize=which == "4 bits")
-        yield Row(f"adapters on {target}, {which}", subject, P.train, is_slow=is_slow)
-    yield Row("adapters of DoRA on v", S.adapters_on("v_proj", use_dora=True), P.train)
-    yield Row("PEFT's own modules", S.adapters_on("q_proj", "v_proj"), P.train, PEFT)
+        yield Row(f"adapters on {target}, {which}", subject, P.train_once, is_slow=is_slow)
+    yield Row("adapters of DoRA on v", S.adapters_on("v_proj", use_dora=True), P.train_once)
+    yield Row("PEFT's own modules", S.adapters_on("q_proj", "v_proj"), P.train_once, PEFT)
     yield Row("adapters frozen by hand", S.partly_frozen, P.STEP)
     programs = {
         "no cache": STEP_WITHOUT_CACHE,
@@ -235,7 +235,7 @@ def adapters() -> Iterator[Row]:
         "a region of the model": R.own_region,
         "forwards in one region": R.forwards_in_one_region,
     }
-    yield from (Row(name, subject, P.train) for name, subject in SHARING.items())
+    yield from (Row(name, subject, P.train_once) for name, subject in SHARING.items())
     for is_slow, (name, where) in crossed(SHARING, programs):
         yield Row(f"{name}, {where}", SHARING[name], programs[where], is_slow=is_slow)
     # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.

@@ -39,14 +39,16 @@ def known() -> dict[Cell, Facts]:
 
 
 def are_unrelated(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
-    """Optimizers and exchanges change tensors between steps, and neither knows of the other.
+    """Whether neither knows of the other.
 
+    An optimizer changes tensors between steps, behind what DoRA and recordings remember of them.
     What is exchanged is frozen tensors, which LoRA and DoRA have none of.
     """
     values = dict([one, other])
-    if "exchange" not in values:
-        return False
-    return "optimizer" in values or values.get("adapter") in ("LoRA", "DoRA")
+    adapter = values.get("adapter")
+    if "optimizer" in values:
+        return adapter != "DoRA" and "is_recorded" not in values
+    return "exchange" in values and adapter in ("LoRA", "DoRA")
 
 
 FAST = pairwise(all_cells(), are_unrelated)

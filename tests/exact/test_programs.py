@@ -168,7 +168,7 @@ def test_control_a_fault_differs(
     fault(monkeypatch)
     assert residents.compare(subject, often(in_order(program)), on_tapes) != {}
     if fault is in_one_sum:  # a loss on the outputs hides it
-        assert residents.compare(S.PLAIN, often(in_order(P.train)), on_tapes) == {}
+        assert residents.compare(S.PLAIN, often(in_order(P.train_once)), on_tapes) == {}
 
 
 def test_control_per_layer_inputs_without_a_gradient_differ(

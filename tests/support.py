@@ -72,18 +72,15 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def make_model(
     architecture: str = "qwen2",
     *,
-    num_layers: int = 6,
-    hidden_size: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
     dropout: float = 0.0,
     seed: int = 0,
     rank: int = 8,
     adapter: str = "lora",
-    **loading: Any,
+    **options: Any,
 ) -> Any:
     """``tiny.make_model``; what is equal is written, loaded and adapted once."""
-    folder = _checkpoint(architecture, num_layers, hidden_size, dtype, dropout, seed)
-    return loaded(folder, dtype, (adapter, rank, dropout, seed + 1), **loading)
+    attached = adapter, rank, dropout, seed + 1
+    return make_base(architecture, dropout=dropout, seed=seed, adapter=attached, **options)
 
 
 def make_base(
@@ -108,7 +105,8 @@ Adapter = tuple[str, int, float, int]
 def loaded(folder: str, dtype: torch.dtype, adapter: Adapter | None = None, **loading: Any) -> Any:
     """``tiny.load_base`` of a checkpoint that stays as it is, and adapters; a copy of its own."""
     options = tuple(loading.items())
-    if torch.is_inference_mode_enabled():  # its tensors are of another kind
+    # Tensors of inference mode are of another kind, and memory of a GPU is measured.
+    if torch.is_inference_mode_enabled() or str(loading.get("device", "cpu")) != "cpu":
         return _load.__wrapped__(folder, dtype, adapter, options)
     return _copied(_load(folder, dtype, adapter, options))
 

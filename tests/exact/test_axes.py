@@ -42,13 +42,13 @@ def are_unrelated(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     """Whether neither knows of the other.
 
     An optimizer changes tensors between steps, behind what DoRA and recordings remember of them.
-    What is exchanged is frozen tensors, which LoRA and DoRA have none of.
+    What is exchanged is frozen tensors: none of LoRA and DoRA, and those of LoRA-FA as a second's.
     """
     values = dict([one, other])
     adapter = values.get("adapter")
     if "optimizer" in values:
         return adapter != "DoRA" and "is_recorded" not in values
-    return "exchange" in values and adapter in ("LoRA", "DoRA")
+    return "exchange" in values and adapter not in (None, "second frozen")
 
 
 FAST = pairwise(all_cells(), are_unrelated)

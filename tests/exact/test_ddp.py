@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from poros.self_check.compare import compare_mappings
-from tests.exact.ddp_arm import CELLS, NUM_STEPS, UNUSED, Bits, run_rank
+from tests.exact.ddp_arm import CELLS, NUM_STEPS, UNUSED, Bits, build, run_rank
 
 TIMEOUT_S = 400
 
@@ -25,6 +25,8 @@ def launch(folder: Path, cells: list[str], world: int) -> None:
     Ranks are forks of this process, which has imported everything; CUDA does not survive that.
     """
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    for cell in cells:
+        build(CELLS[cell], 0)  # what ranks take copies of
     ranks = [context.Process(target=run_rank, args=(folder, cells, i, world)) for i in range(world)]
     try:
         for rank in ranks:

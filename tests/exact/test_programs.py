@@ -40,9 +40,12 @@ from tests.exact.table import HOOKED, IN_ORDER, MATH_STEP, MEETINGS, ORDERED, RO
 from tests.snapshots import changes, digest, layers_of
 
 Patch = pytest.MonkeyPatch
-PARAMETERS = [
-    pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.is_slow) for row in ROWS
-]
+
+
+def rows(slow: Callable[[Row], bool]) -> Any:
+    marks = {True: [pytest.mark.slow], False: []}
+    parameters = [pytest.param(row, id=row.name, marks=marks[slow(row)]) for row in ROWS]
+    return pytest.mark.parametrize("row", parameters)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +53,7 @@ def recorded_soon(monkeypatch: Patch) -> None:
     monkeypatch.setattr("poros.replay.captures._LEAST_VISITS", 1)
 
 
-@pytest.mark.parametrize("row", PARAMETERS)
+@rows(slow=lambda row: row.is_slow or row.is_of_order)
 def test_a_program_is_exact(row: Row, residents: Residents) -> None:
     program = in_order(row.program)
     expected = of_the_first(residents.facts(row.subject, often(program)))
@@ -59,7 +62,7 @@ def test_a_program_is_exact(row: Row, residents: Residents) -> None:
     assert expected and changes(expected, found) == {}
 
 
-@pytest.mark.parametrize("row", PARAMETERS)
+@rows(slow=lambda row: row.is_slow)
 def test_a_program_whose_visits_are_replayed_is_exact(row: Row, residents: Residents) -> None:
     program = often(in_order(row.program))
     expected = residents.facts(row.subject, program)

@@ -17,10 +17,11 @@ from poros.gates.trainer_parity import (
 )
 from poros.self_check.compare import compare_mappings
 from tests.exact.faulty import flip_nibble
+from tests.support import make_model
 
 
 def build() -> Any:
-    return tiny.make_model("qwen2", num_layers=2, dropout=0.05)
+    return make_model(num_layers=2, dropout=0.05)
 
 
 def rows(num_rows: int, seed: int) -> list[dict[str, torch.Tensor]]:

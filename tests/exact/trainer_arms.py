@@ -13,7 +13,7 @@ from poros.gates import tiny
 from poros.gates.reference import Trajectory
 from poros.gates.trainer_parity import train_with_trainer, trainer_arguments
 
-NUM_LAYERS = 3
+NUM_LAYERS = 4
 NUM_STEPS = 8
 RESUME_AT = 4
 EVAL_EVERY = 2

@@ -1,7 +1,7 @@
 """Models whose visits are recorded on tapes, and how they are trained."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.replay.captures import Captures
+from tests.exact.adapter_arms import adapted
+from tests.exact.arms import Bases
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -109,6 +111,12 @@ CHANGES: dict[str, Callable[[Model, int], None] | None] = {
     "a hook comes": a_hook_comes,
     "another activation": other_activation,
 }
+
+
+@cache
+def resident(bases: Bases, change: str, num_steps: int, accumulation: int) -> list[Any]:
+    """What a resident run with dropout computes; run once for all that are compared with it."""
+    return train(adapted(bases, lora_dropout=0.1), num_steps, accumulation, CHANGES[change])
 
 
 def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Captures]:

@@ -115,7 +115,9 @@ def _control_groups(root: Path) -> Iterator[MemoryLimit]:
         # The page cache counts as used, but goes when memory is needed. What is shared or
         # in memory files is page cache too, and stays.
         free = max(limit - usage, 0) + max(reclaimable - shared, 0)
-        yield MemoryLimit(min(free, limit), f"control group {path}: {_gb(usage)} of {_gb(limit)} used")
+        yield MemoryLimit(
+            min(free, limit), f"control group {path}: {_gb(usage)} of {_gb(limit)} used"
+        )
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:

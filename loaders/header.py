@@ -151,19 +151,32 @@ def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
 def read_buffer(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
     """As ``read_at``, not copied into an immutable object."""
     target = as_bytes(torch.empty(num_bytes, dtype=torch.uint8))
+    fill(descriptor, target, offset, file)
+    return target
+
+
+def fill(descriptor: int, target: memoryview, offset: int, file: Path, **remedy: str) -> None:
+    """As ``read_at``, into memory that is there.
+
+    Args:
+        remedy: As ``defect`` takes it.
+    """
+    num_bytes = len(target)
     try:
         done = read_into(descriptor, target, offset)
     except OSError as error:
         raise defect(
-            file, f"expected to read {num_bytes} bytes at {offset}, found: {error.strerror}"
+            file,
+            f"expected to read {num_bytes} bytes at {offset}, found: {error.strerror}",
+            **remedy,
         ) from error
     if done < num_bytes:
         raise defect(
             file,
             f"expected {num_bytes - done} more bytes at {offset + done}, found the end of the "
             "file: it is cut off, or shrank while it was read",
+            **remedy,
         )
-    return target
 
 
 def read_header(descriptor: int, file: Path) -> Header:

@@ -15,9 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from poros.loaders.extras import TEMPLATES
-from poros.loaders.manifest import PARTIAL
 
 logger = logging.getLogger(__name__)
+
+PARTIAL = ".partial"
+"""How the name of a folder ends that somebody is still writing, or was when they were killed."""
 
 MARK = "poros-writer.lock"
 """In the folder, until the store is in its place."""

@@ -6,7 +6,6 @@ Note: A store is there or not
 """
 
 import errno
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,29 +16,20 @@ from typing import Any
 import torch
 
 from poros.digests import as_bytes, digest_of, num_threads, sha256
-from poros.errors import CheckpointFormatError, StoreWriteError, quoted
+from poros.errors import StoreWriteError, quoted
 from poros.host.store import Arena, HostStore
 from poros.layout import BlockLayout
 from poros.loaders.header import shown
 from poros.loaders.manifest import (
-    MANIFEST,
     REST,
     SLABS,
     Manifest,
     data_num_bytes,
-    describe_rest,
-    padding,
-    read_manifest,
     rest_header,
     slabs_header,
-    write_manifest,
 )
 from poros.loaders.options import device_name
 from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
-
-logger = logging.getLogger(__name__)
-
-_PIECE_NUM_BYTES = 16 * 2**20
 
 _ROOM = "make room on that disk, or choose a folder on another"
 _RIGHTS = "choose a folder in which you may write"
@@ -104,7 +94,7 @@ class StoreWriter:
             files: Small files of the source by name, such as ``config.json``.
 
         Returns:
-            The folder. If another writer came first with the same bytes, it is theirs.
+            The folder.
 
         Raises:
             StoreWriteError: If the disk is full, another store came first, or a part of a 4-bit
@@ -118,42 +108,29 @@ class StoreWriter:
                     (self._partial / name).parent.mkdir(exist_ok=True)
                     _write(self._partial / name, [text])
                 rest = {name: tensor.detach().contiguous() for name, tensor in rest.items()}
-                pieces = [memoryview(rest_header(rest)), *map(as_bytes, rest.values())]
-                _write(self._partial / REST, pieces)
                 with ThreadPoolExecutor(max_workers=num_threads()) as pool:
-                    digests = []
+                    slab_digests = []
                     for slab in self.host.slabs:
                         parts = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
                         self._require_as_packed(parts, pool)
-                        slab_pieces = [as_bytes(slab.bytes), padding(slab.layout)]
-                        digests.append(digest_of(slab_pieces, pool))
+                        slab_digests.append(digest_of([slab.padded], pool))
                     self._require_as_packed(rest, pool)
-                    rest_digest = digest_of(pieces, pool)
+                    hashed = pool.map(lambda part: digest_of([as_bytes(part)]), rest.values())
+                    rest_digests = dict(zip(rest, hashed, strict=True))
                 manifest = Manifest(
                     self._layouts,
-                    digests,
-                    describe_rest(rest),
-                    rest_digest,
+                    slab_digests,
+                    rest_digests,
                     {name: sha256(text) for name, text in files.items()},
                     about,
                 )
                 os.fsync(self._file)
-                _write(self._partial / MANIFEST, [write_manifest(manifest)])
-                _sync_folder(self._partial)
-                return self._put_in_place(manifest)
+                pieces = [rest_header(manifest, rest), *map(as_bytes, rest.values())]
+                _write(self._partial / REST, pieces)
+                self._put_in_place()
+                return self.directory
         finally:
             self.close()
-
-    def write(self, slab: int, source: torch.Tensor) -> None:
-        """Write the bytes of a slab that is in memory: faster than through the mapping.
-
-        Raises:
-            StoreWriteError: If the disk reports an error.
-        """
-        with _writing(self.directory):
-            _write_at(
-                self._file, as_bytes(source), self._data_offset + self.host.slabs[slab].offset
-            )
 
     def close(self) -> None:
         """Forget the slabs and remove what was not committed. Idempotent."""
@@ -185,49 +162,25 @@ class StoreWriter:
 
     def _map_slabs(self) -> None:
         header = slabs_header(self._layouts)
-        self._data_offset = len(header)
         size = data_num_bytes(self._layouts)
-        self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _write(self._partial / SLABS, [header])
+        self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CLOEXEC)
         self._undo.callback(os.close, self._file)
         # A page that found no room later would end the process with a signal.
         _reserve(self._file, len(header) + size)
-        _write_at(self._file, memoryview(header), 0)
-        if size:
-            arena = Arena(size, file=self._file, offset=len(header))
-            self.host = HostStore.over(arena, self._layouts)
-        else:
-            self.host = HostStore.allocate(self._layouts)
+        arena = Arena(size, file=self._file, offset=len(header)) if size else Arena(0)
+        self.host = HostStore.over(arena, self._layouts)
 
-    def _put_in_place(self, manifest: Manifest) -> Path:
+    def _put_in_place(self) -> None:
+        """Move the folder, unless somebody has put another one there meanwhile."""
+        _sync_folder(self._partial)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(self._partial, 0o777 & ~mask)  # mkdtemp's is for its owner alone
-        try:
-            os.rename(self._partial, self.directory)
-        except OSError:
-            with suppress(CheckpointFormatError):
-                if read_manifest(self.directory / MANIFEST).holds_the_same_as(manifest):
-                    logger.info("poros: %s was written by another process", self.directory)
-                    return self.directory
-            raise
+        os.rename(self._partial, self.directory)
         with suppress(OSError):
             (self.directory / MARK).unlink()
         _sync_folder(self.directory.parent)
-        return self.directory
-
-
-def write_store(
-    directory: str | os.PathLike[str],
-    host: HostStore,
-    rest: Mapping[str, torch.Tensor],
-    about: Mapping[str, Any],
-    files: Mapping[str, bytes] | None = None,
-) -> Path:
-    """Write a store that is in memory: ``host`` has one slab per layer. See ``StoreWriter``."""
-    with StoreWriter(directory, [slab.layout for slab in host.slabs]) as writer:
-        for index, slab in enumerate(host.slabs):
-            writer.write(index, slab.bytes)
-        return writer.commit(rest, about, files)
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -273,12 +226,6 @@ def _write(file: Path, pieces: Iterable[Any]) -> None:
             stream.write(piece)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _write_at(file: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done : done + _PIECE_NUM_BYTES], offset + done)
 
 
 def _reserve(file: int, num_bytes: int) -> None:

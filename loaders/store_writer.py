@@ -5,11 +5,10 @@ Note: A store is there or not
     renamed: a writer that is killed leaves nothing that opens, and of two writers one wins.
 """
 
-import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +28,7 @@ from poros.loaders.manifest import (
     slabs_header,
 )
 from poros.loaders.options import device_name
-from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
-
-_ROOM = "make room on that disk, or choose a folder on another"
-_RIGHTS = "choose a folder in which you may write"
-_REMEDIES = {
-    0: "choose a folder that does not exist yet, on a disk that works",
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: f"{_ROOM}: your quota is used up",
-    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a file system that "
-    "takes files of that size",
-    errno.ENOENT: "make its parent folder, or choose another",
-    errno.ENOTDIR: "choose a folder whose parent is a folder",
-    errno.EACCES: _RIGHTS,
-    errno.EPERM: _RIGHTS,
-    errno.EROFS: _RIGHTS,
-    errno.ENAMETOOLONG: "choose a shorter name",
-}
+from poros.loaders.partial import partial_folder, put_in_place, writing_to
 
 
 class StoreWriter:
@@ -64,16 +47,14 @@ class StoreWriter:
 
     def __init__(self, directory: str | os.PathLike[str], layouts: Sequence[BlockLayout]) -> None:
         self.directory = Path(directory).resolve()
+        self._place = shown(self.directory)
         self.host = HostStore([])
         self._layouts = list(layouts)
         self._undo = ExitStack()
         try:
-            with _writing(self.directory):
+            with writing_to(self._place):
                 self._require_place()
-                remove_stale(self.directory)
-                self._partial, lock = make_partial(self.directory)
-                self._undo.callback(os.close, lock)
-                self._undo.callback(remove_partial, self._partial)
+                self._partial = self._undo.enter_context(partial_folder(self.directory))
                 self._map_slabs()
         except BaseException:
             self.close()
@@ -103,7 +84,7 @@ class StoreWriter:
         """
         files = files or {}
         try:
-            with _writing(self.directory):
+            with writing_to(self._place):
                 for name, text in files.items():
                     (self._partial / name).parent.mkdir(exist_ok=True)
                     _write(self._partial / name, [text])
@@ -127,7 +108,7 @@ class StoreWriter:
                 os.fsync(self._file)
                 pieces = [rest_header(manifest, rest), *map(as_bytes, rest.values())]
                 _write(self._partial / REST, pieces)
-                self._put_in_place()
+                put_in_place(self._partial, self.directory)
                 return self.directory
         finally:
             self.close()
@@ -150,7 +131,7 @@ class StoreWriter:
         name = self.host.as_packed.damaged(tensors, pool)
         if name is not None:
             raise StoreWriteError(
-                f"{shown(self.directory)}: {quoted(name, is_bare=True)}: expected the digest of "
+                f"{self._place}: {quoted(name, is_bare=True)}: expected the digest of "
                 "what was quantized or read, found another in the store: bytes changed on their "
                 "way there. Nothing was left; write it again, and if that does not help, the "
                 "memory of this machine is at fault"
@@ -170,17 +151,6 @@ class StoreWriter:
         _reserve(self._file, len(header) + size)
         arena = Arena(size, file=self._file, offset=len(header)) if size else Arena(0)
         self.host = HostStore.over(arena, self._layouts)
-
-    def _put_in_place(self) -> None:
-        """Move the folder, unless somebody has put another one there meanwhile."""
-        _sync_folder(self._partial)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(self._partial, 0o777 & ~mask)  # mkdtemp's is for its owner alone
-        os.rename(self._partial, self.directory)
-        with suppress(OSError):
-            (self.directory / MARK).unlink()
-        _sync_folder(self.directory.parent)
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -206,20 +176,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StoreWriteError):
-            raise
-        raise StoreWriteError(
-            f"expected to write a store at {shown(directory)}, found: "
-            f"{quoted(error.strerror or str(error), is_bare=True)}. Nothing was left there; "
-            f"{_REMEDIES.get(error.errno or 0, _REMEDIES[0])}"
-        ) from error
-
-
 def _write(file: Path, pieces: Iterable[Any]) -> None:
     with file.open("xb") as stream:
         for piece in pieces:
@@ -233,11 +189,3 @@ def _reserve(file: int, num_bytes: int) -> None:
         os.posix_fallocate(file, 0, num_bytes)
     else:
         os.ftruncate(file, num_bytes)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

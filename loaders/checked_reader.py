@@ -32,7 +32,7 @@ class Run:
 
 
 def read_checked(descriptor: int, file: Path, runs: Sequence[Run]) -> None:
-    """Fill the targets of all runs, a piece a thread, so that the disk is the limit.
+    """Fill the targets of all runs with several threads, so that the disk is the limit.
 
     Raises:
         CheckpointFormatError: If a read fails, or a run is not what it has to be, by its name.
@@ -42,7 +42,8 @@ def read_checked(descriptor: int, file: Path, runs: Sequence[Run]) -> None:
         fill(descriptor, piece, offset, file, remedy=REMEDY)
         return hash_piece([piece])
 
-    pool = ThreadPoolExecutor(num_threads(), "poros-reading")
+    # While some wait for the disk, the others hash.
+    pool = ThreadPoolExecutor(2 * num_threads(), "poros-reading")
     try:
         submitted = [
             [

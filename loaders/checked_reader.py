@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from poros.digests import PIECE_NUM_BYTES, hash_piece, join, num_threads
+from poros.digests import PIECE_NUM_BYTES, cut, hash_piece, join, num_threads
 from poros.errors import HostMemoryError, quoted
 from poros.loaders.header import defect, fill
 from poros.loaders.manifest import REMEDY
@@ -21,34 +21,36 @@ _LARGE_NUM_BYTES = 4 * 2**20
 class Run:
     """Bytes that lie in one piece in a file, and where they belong."""
 
-    name: str
-    """What they are, for messages."""
     offset: int
     """In the file."""
-    target: memoryview
-    """Memory for them."""
+    parts: Sequence[memoryview]
+    """Memory for them, one part after the other."""
     digest: str
     """What they have to be (``poros.digests``)."""
+    name: str | None = None
+    """What they are, for messages."""
 
 
 def read_checked(descriptor: int, file: Path, runs: Sequence[Run]) -> None:
-    """Fill the targets of all runs with several threads, so that the disk is the limit.
+    """Fill the parts of all runs with several threads, so that the disk is the limit.
 
     Raises:
-        CheckpointFormatError: If a read fails, or a run is not what it has to be, by its name.
+        CheckpointFormatError: If a read fails, or a run is not what it has to be.
     """
 
-    def read_piece(piece: memoryview, offset: int) -> bytes:
-        fill(descriptor, piece, offset, file, remedy=REMEDY)
-        return hash_piece([piece])
+    def read_piece(piece: list[memoryview], offset: int) -> bytes:
+        for view in piece:
+            fill(descriptor, view, offset, file, remedy=REMEDY)
+            offset += len(view)
+        return hash_piece(piece)
 
     # While some wait for the disk, the others hash.
     pool = ThreadPoolExecutor(2 * num_threads(), "poros-reading")
     try:
         submitted = [
             [
-                pool.submit(read_piece, run.target[at : at + PIECE_NUM_BYTES], run.offset + at)
-                for at in range(0, len(run.target), PIECE_NUM_BYTES)
+                pool.submit(read_piece, piece, run.offset + number * PIECE_NUM_BYTES)
+                for number, piece in enumerate(cut(run.parts))
             ]
             for run in runs
         ]

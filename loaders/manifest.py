@@ -37,8 +37,8 @@ class Manifest:
     """One per decoder layer, as ``BlockLayout.pack`` lays out its tensors."""
     slab_digests: Sequence[str]
     """The digest (``poros.digests``) of each slab, padded with zeros to a page."""
-    rest_digests: Mapping[str, str]
-    """That of each tensor that is in no slab, by name."""
+    rest_digest: str
+    """That of all tensors that are in no slab, in the order of their bytes in the file."""
     files: Mapping[str, str]
     """SHA-256 of the small files of the source, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -85,10 +85,7 @@ def read_manifest(header: Header) -> Manifest:
             file, "expected the header that was written, found it changed since", remedy=REMEDY
         )
     try:
-        manifest = _parse(metadata["store"].encode(), file)
-        if manifest.rest_digests.keys() != header.tensors.keys():
-            raise ValueError("digests of other tensors")
-        return manifest
+        return _parse(metadata["store"].encode(), file)
     except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise defect(
             file,
@@ -159,7 +156,7 @@ def _parse(text: bytes, file: Path) -> Manifest:
         # Of folders only the one that extras may have; nothing here leads out of the store.
         if not is_extra(name) and (Path(name).name != name or name in ("", ".", "..")):
             raise ValueError(f"a file called {name!r}")
-    digests = [*store["slab_digests"], *store["rest_digests"].values(), *store["files"].values()]
+    digests = [*store["slab_digests"], store["rest_digest"], *store["files"].values()]
     if not all(isinstance(digest, str) for digest in digests):
         raise TypeError("a digest that is no text")
     layouts = [_layout(tensors) for tensors in store["layouts"]]

@@ -80,15 +80,15 @@ class OpenStore:
         """Read every tensor that is in no slab, by name.
 
         Raises:
-            CheckpointFormatError: If a read fails, or a tensor is not what was written, by name.
+            CheckpointFormatError: If a read fails, or the file is not what was written.
         """
-        tensors, runs = {}, []
-        for name, entry in self._header.tensors.items():
-            flat = new_bytes(entry.num_bytes)
-            tensors[name] = flat.view(entry.dtype).view(entry.shape)
-            digest = self.manifest.rest_digests[name]
-            runs.append(Run(name, entry.offset, as_bytes(flat), digest))
-        read_checked(self._files[1], self.path / REST, runs)
+        tensors = {
+            name: new_bytes(entry.num_bytes).view(entry.dtype).view(entry.shape)
+            for name, entry in self._header.tensors.items()
+        }
+        parts = [*map(as_bytes, tensors.values())]
+        run = Run(self._header.data_offset, parts, self.manifest.rest_digest)
+        read_checked(self._files[1], self.path / REST, [run])
         return tensors
 
     def text(self, name: str) -> bytes:
@@ -111,10 +111,10 @@ class OpenStore:
         starts = slab_offsets(self.layouts)
         runs = [
             Run(
-                slab_name(index),
                 self.data_offset + starts[index],
-                slab.padded,
+                [slab.padded],
                 self.manifest.slab_digests[index],
+                slab_name(index),
             )
             for index, slab in enumerate(host.slabs, first)
         ]
@@ -134,7 +134,7 @@ class OpenStore:
         """Read every byte and compare its digest with the manifest; nothing is kept.
 
         Raises:
-            CheckpointFormatError: At the first tensor or slab that differs, by name.
+            CheckpointFormatError: At the first slab or file that differs, by name.
         """
         self.rest()
         for index, layout in enumerate(self.layouts):

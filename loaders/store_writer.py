@@ -96,12 +96,11 @@ class StoreWriter:
                         self._require_as_packed(parts, pool)
                         slab_digests.append(digest_of([slab.padded], pool))
                     self._require_as_packed(rest, pool)
-                    hashed = pool.map(lambda part: digest_of([as_bytes(part)]), rest.values())
-                    rest_digests = dict(zip(rest, hashed, strict=True))
+                    rest_digest = digest_of([*map(as_bytes, rest.values())], pool)
                 manifest = Manifest(
                     self._layouts,
                     slab_digests,
-                    rest_digests,
+                    rest_digest,
                     {name: sha256(text) for name, text in files.items()},
                     about,
                 )

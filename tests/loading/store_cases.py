@@ -97,7 +97,6 @@ STORES = [
     place("a name that is no text", 0, 0, 0, 7, "the tensor 7"),
     sealed("a digest that is no text", lambda s: s["slab_digests"].insert(0, 7), "digest"),
     sealed("a digest less", lambda s: s["slab_digests"].pop(), "digest"),
-    sealed("a digest of no tensor", lambda s: s["rest_digests"].pop("norm.weight"), "digests"),
     sealed("a slab less", lambda s: [s["layouts"].pop(), s["slab_digests"].pop()], SLABS),
     sealed(
         "a file outside", lambda s: s["files"].update({"../config.json": "00"}), "../config.json"

@@ -17,6 +17,7 @@ import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,6 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.
 """The other way round."""
 
 _LENGTH_NUM_BYTES = 8
-_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _MAX_INT = 2**63 - 1  # what torch and the system can address
 _MAX_PATH = 1000  # characters of a path in a message
 
@@ -151,19 +151,32 @@ def read_at(descriptor: int, num_bytes: int, offset: int, file: Path) -> bytes:
 def read_buffer(descriptor: int, num_bytes: int, offset: int, file: Path) -> memoryview:
     """As ``read_at``, not copied into an immutable object."""
     target = as_bytes(torch.empty(num_bytes, dtype=torch.uint8))
+    fill(descriptor, target, offset, file)
+    return target
+
+
+def fill(descriptor: int, target: memoryview, offset: int, file: Path, **remedy: str) -> None:
+    """As ``read_at``, into memory that is there.
+
+    Args:
+        remedy: As ``defect`` takes it.
+    """
+    num_bytes = len(target)
     try:
         done = read_into(descriptor, target, offset)
     except OSError as error:
         raise defect(
-            file, f"expected to read {num_bytes} bytes at {offset}, found: {error.strerror}"
+            file,
+            f"expected to read {num_bytes} bytes at {offset}, found: {error.strerror}",
+            **remedy,
         ) from error
     if done < num_bytes:
         raise defect(
             file,
             f"expected {num_bytes - done} more bytes at {offset + done}, found the end of the "
             "file: it is cut off, or shrank while it was read",
+            **remedy,
         )
-    return target
 
 
 def read_header(descriptor: int, file: Path) -> Header:
@@ -184,27 +197,41 @@ def read_header(descriptor: int, file: Path) -> Header:
         )
     start = read_at(descriptor, min(size, 64), 0, file)
     length = int.from_bytes(start[:_LENGTH_NUM_BYTES], "little")
-    if length > size - _LENGTH_NUM_BYTES:
+    data_offset = _LENGTH_NUM_BYTES + length
+    if data_offset > size or length > MAX_HEADER_NUM_BYTES:
         _refuse_other_formats(start, file)
         raise defect(
             file,
-            f"expected a header within the file's {size} bytes, found a header length of {length}",
+            f"expected a header within the file's {size} bytes and of at most "
+            f"{MAX_HEADER_NUM_BYTES}, found a header length of {length}",
         )
-    if length > MAX_HEADER_NUM_BYTES:
+    header = read_at(descriptor, length, _LENGTH_NUM_BYTES, file)
+    if not header.startswith(b"{"):
+        raise defect(file, f"expected a header that begins with '{{', found {quoted(header[:16])}")
+    document = parse_json(header, file)
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(each, str) for each in metadata.values()
+    ):
+        raise defect(file, f"expected __metadata__ to hold text by name, found {quoted(metadata)}")
+    entries = [(_entry(name, value, file, data_offset), name) for name, value in document.items()]
+    entries.sort(key=lambda each: (each[0].offset, each[0].num_bytes, each[1]))
+    end = data_offset
+    for entry, name in entries:
+        if entry.offset != end or end + entry.num_bytes > size:
+            raise defect(
+                file,
+                f"expected its bytes to begin at {end}, where those before it end, and within the "
+                f"file's {size}, found {entry.num_bytes} at {entry.offset}: a hole, an overlap, or "
+                "the file is cut off",
+                tensor=name,
+            )
+        end += entry.num_bytes
+    if end != size:
         raise defect(
-            file,
-            f"expected a header of at most {MAX_HEADER_NUM_BYTES} bytes, found one of {length}",
-            remedy="split the checkpoint into shards",
+            file, f"expected the file to end with its last tensor at {end}, found {size} bytes"
         )
-    document = _parse(read_at(descriptor, length, _LENGTH_NUM_BYTES, file), file)
-    metadata = _metadata(document.pop("__metadata__", {}), file)
-    data_offset = _LENGTH_NUM_BYTES + length
-    tensors = {name: _entry(name, value, file, data_offset) for name, value in document.items()}
-    tensors = dict(
-        sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes, item[0]))
-    )
-    _check_coverage(tensors, file, data_offset, size)
-    return Header(file, tensors, metadata, size, data_offset)
+    return Header(file, {name: entry for entry, name in entries}, metadata, size, data_offset)
 
 
 def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any]:
@@ -249,12 +276,6 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     return document
 
 
-def _parse(text: bytes, file: Path) -> dict[str, Any]:
-    if not text.startswith(b"{"):
-        raise defect(file, f"expected a header that begins with '{{', found {quoted(text[:16])}")
-    return parse_json(text, file)
-
-
 def _refuse_other_formats(start: bytes, file: Path) -> None:
     """Name the usual strangers, whose first bytes read as a header of absurd length."""
     # Beginnings of a zip archive and of a bare pickle.
@@ -273,86 +294,23 @@ def _refuse_other_formats(start: bytes, file: Path) -> None:
         )
 
 
-def _metadata(value: Any, file: Path) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise defect(file, f"expected __metadata__ to hold text by name, found {quoted(value)}")
-    return value
-
-
 def _entry(name: str, value: Any, file: Path, data_offset: int) -> TensorEntry:
     """Check one tensor on its own."""
-    if not isinstance(value, dict) or value.keys() != _ENTRY_KEYS:
-        raise defect(
-            file, f"expected dtype, shape and data_offsets, found {quoted(value)}", tensor=name
-        )
-    dtype = DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
-    if dtype is None:
-        raise defect(
-            file,
-            f"expected a dtype among {', '.join(DTYPES)}, found {quoted(value['dtype'])}",
-            tensor=name,
-            remedy="fetch it again or convert it",
-        )
-    shape, offsets = value["shape"], value["data_offsets"]
-    if not _are_sizes(shape) or len(shape) > MAX_RANK:
-        raise defect(
-            file,
-            f"expected a shape of at most {MAX_RANK} whole numbers, found {quoted(shape)}",
-            tensor=name,
-        )
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise defect(
-            file,
-            f"expected data_offsets as begin and end, begin first, found {quoted(offsets)}",
-            tensor=name,
-        )
-    num_bytes = dtype.itemsize
-    for size in shape:
-        num_bytes *= size
-        if num_bytes > _MAX_INT:
-            raise defect(
-                file, f"expected fewer than 2**63 bytes, found shape {quoted(shape)}", tensor=name
-            )
-    if offsets[1] - offsets[0] != num_bytes:
-        raise defect(
-            file,
-            f"expected {num_bytes} bytes for {value['dtype']} of shape {quoted(shape)}, found "
-            f"data_offsets {offsets} of {offsets[1] - offsets[0]} bytes",
-            tensor=name,
-        )
-    return TensorEntry(file, dtype, tuple(shape), data_offset + offsets[0], num_bytes)
-
-
-def _are_sizes(value: Any) -> bool:
-    """Whether it is a list of whole numbers that fit a size; True and 1.0 are none."""
-    return isinstance(value, list) and all(
-        type(size) is int and 0 <= size <= _MAX_INT for size in value
+    match value:
+        case {"dtype": str(kind), "shape": [*shape], "data_offsets": [begin, end], **others}:
+            # True and 1.0 are no sizes.
+            are_sizes = all(type(each) is int and each >= 0 for each in (*shape, begin, end))
+            if not others and kind in DTYPES and are_sizes and len(shape) <= MAX_RANK:
+                dtype = DTYPES[kind]
+                # Other readers multiply sizes in 64 bits, in any order.
+                is_small = dtype.itemsize * prod(filter(None, shape)) <= _MAX_INT
+                if is_small and end - begin == dtype.itemsize * prod(shape):
+                    return TensorEntry(file, dtype, tuple(shape), data_offset + begin, end - begin)
+    raise defect(
+        file,
+        f"expected a dtype that torch has, at most {MAX_RANK} sizes, and data_offsets as far apart "
+        "as these need bytes, fewer than 2**63, found "
+        f"{quoted(value)}",
+        tensor=name,
+        remedy="fetch it again or convert it",
     )
-
-
-def _check_coverage(
-    tensors: Mapping[str, TensorEntry], file: Path, data_offset: int, size: int
-) -> None:
-    """The tensors, in the order of their bytes, must fill the data exactly."""
-    end = data_offset
-    for name, entry in tensors.items():
-        if entry.offset != end:
-            kind = "a hole" if entry.offset > end else "an overlap"
-            raise defect(
-                file,
-                f"expected its bytes to begin at {end - data_offset} of the data, found "
-                f"{entry.offset - data_offset}: {kind}",
-                tensor=name,
-            )
-        end += entry.num_bytes
-        if end > size:
-            raise defect(
-                file,
-                f"expected its bytes to end within the file's {size}, found an end at {end}: "
-                "the file is cut off",
-                tensor=name,
-            )
-    if end != size:
-        raise defect(
-            file, f"expected the file to end with its last tensor at {end}, found {size} bytes"
-        )

@@ -30,7 +30,6 @@ class Limits:
     Args:
         config_num_bytes: Of ``config.json`` and ``generation_config.json``, each.
         index_num_bytes: Of the index of a sharded checkpoint.
-        manifest_num_bytes: Of the manifest of a store.
         extra_num_bytes: Of a tokenizer file, or another small file that goes into a store, each.
         num_layers: Decoder layers, and whatever else a configuration counts as layers or stages.
         num_experts: Experts of all layers together.
@@ -42,7 +41,6 @@ class Limits:
 
     config_num_bytes: int = 4 * 2**20
     index_num_bytes: int = 100_000_000
-    manifest_num_bytes: int = 64 * 2**20
     extra_num_bytes: int = 256 * 2**20
     num_layers: int = 4096
     num_experts: int = 200_000

@@ -333,7 +333,6 @@ def _open(
         clean(model)
         if used is not None:
             model.hf_quantizer.pre_quantized = about["is_prequantized"]
-        opened.check()  # what follows may write to slabs
         reader.finish(model)
         set_generation(model, generation, options)
     model.name_or_path = model.config.name_or_path = os.fspath(directory)

@@ -1,12 +1,13 @@
 """What a store says of itself: the layout and digest of each slab, and who made it from what.
 
-A manifest is a JSON object with a SHA-256 of its own text, so no bit of it can change unseen. What
-it says is checked all the same before anything is sized or placed by it.
+It stands in the metadata of ``rest.safetensors``, with a SHA-256 of the whole header, so no bit of
+that can change unseen. What it says is checked all the same before anything is sized by it.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,103 +15,78 @@ import torch
 
 from poros.digests import sha256
 from poros.errors import quoted
-from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align
+from poros.layout import PAGE_NUM_BYTES, BlockLayout, align
 from poros.loaders.extras import is_extra
-from poros.loaders.header import DTYPE_NAMES, DTYPES, TensorEntry, defect, parse_json
-from poros.loaders.limits import Limits
+from poros.loaders.header import DTYPE_NAMES, DTYPES, Header, TensorEntry, defect, parse_json
 
-SLABS, REST, MANIFEST = "slabs.safetensors", "rest.safetensors", "manifest.json"
+SLABS, REST = "slabs.safetensors", "rest.safetensors"
 
-PARTIAL = ".partial"
-"""How the name of a folder ends that somebody is still writing, or was when they were killed."""
+FORMAT, VERSION = "poros store", "4"
 
-FORMAT = "poros store"
-VERSION = 3
+REMEDY = "write the store again (poros load CHECKPOINT --out DIR)"
 
-_MAX_INT = 2**62
-
-REMEDY = "write the store again"
+Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of each tensor of a file."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of ``manifest.json``."""
+    """What the files of a store have to be."""
 
     layouts: Sequence[BlockLayout]
-    """One per decoder layer."""
+    """One per decoder layer, as ``BlockLayout.pack`` lays out its tensors."""
     slab_digests: Sequence[str]
     """The digest (``poros.digests``) of each slab, padded with zeros to a page."""
-    rest: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Dtype and shape of each tensor that is in no slab."""
     rest_digest: str
-    """The digest of the whole file."""
+    """That of all tensors that are in no slab, in the order of their bytes in the file."""
     files: Mapping[str, str]
     """SHA-256 of the small files of the source, by name."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What the writer was told: source fingerprint, quantization, versions, device, threads."""
 
-    def holds_the_same_as(self, other: "Manifest") -> bool:
-        """Whether the bytes are the same, whoever made them."""
-        return (*self._bytes(),) == (*other._bytes(),)
 
-    def _bytes(self) -> Iterable[object]:
-        return self.layouts, self.slab_digests, self.rest, self.rest_digest, self.files
-
-
-def write_manifest(manifest: Manifest) -> bytes:
-    """The text of ``manifest.json``.
+def rest_header(manifest: Manifest, rest: Mapping[str, torch.Tensor]) -> bytes:
+    """The header of ``rest.safetensors``, with the manifest in it.
 
     Raises:
         ValueError: If ``about`` is not plain JSON.
     """
-    store = {
-        "format": FORMAT,
-        "version": VERSION,
-        "slabs": [
-            {
-                "num_bytes": layout.num_bytes,
-                "digest": digest,
-                "tensors": [
-                    [spec.name, DTYPE_NAMES[spec.dtype], list(spec.shape), spec.offset]
-                    for spec in layout.tensors
-                ],
-            }
-            for layout, digest in zip(manifest.layouts, manifest.slab_digests, strict=True)
-        ],
-        "rest": {name: [dtype, list(shape)] for name, (dtype, shape) in manifest.rest.items()},
-        "rest_digest": manifest.rest_digest,
-        "files": dict(manifest.files),
-        "about": dict(manifest.about),
-    }
-    text = _canonical(store)
-    return _canonical({"sha256": sha256(text), "store": store})
+    layouts = [
+        [[spec.name, DTYPE_NAMES[spec.dtype], spec.shape] for spec in layout.tensors]
+        for layout in manifest.layouts
+    ]
+    store = json.dumps(vars(manifest) | {"layouts": layouts}, allow_nan=False)
+    return sealed_header(forms_of(rest), {"format": FORMAT, "version": VERSION, "store": store})
 
 
-def read_manifest(file: Path, limits: Limits | None = None) -> Manifest:
-    """Read and check a manifest.
+def sealed_header(forms: Forms, metadata: Mapping[str, str]) -> bytes:
+    """A header with the SHA-256 of what it says in its metadata."""
+    return safetensors_header(forms, {**metadata, "sha256": _seal(forms, metadata)})
+
+
+def read_manifest(header: Header) -> Manifest:
+    """The manifest in the header of ``rest.safetensors``.
 
     Raises:
-        CheckpointFormatError: If it is not there, cut off, changed, of another version, or says
-            what cannot be.
+        CheckpointFormatError: If there is none, it is of another version, changed, or says what
+            cannot be.
     """
-    document = parse_json((limits or Limits()).read(file, "manifest_num_bytes"), file)
-    store = document.get("store")
-    if document.keys() != {"sha256", "store"} or not isinstance(store, dict):
-        raise defect(file, "expected the manifest of a store, found other JSON", remedy=REMEDY)
-    if store.get("format") != FORMAT or store.get("version") != VERSION:
+    file, metadata = header.file, dict(header.metadata)
+    said = (metadata.get("format"), metadata.get("version"))
+    if said != (FORMAT, VERSION):
         raise defect(
             file,
-            f"expected {FORMAT!r} of version {VERSION}, found {quoted(store.get('format'))} of "
-            f"version {quoted(store.get('version'))}",
-            remedy="open it with the release of Poros that wrote it, or write it again",
+            f"expected {FORMAT!r} of version {VERSION}, found {quoted(said[0])} of version "
+            f"{quoted(said[1])}, made by another release or by no Poros",
+            remedy=REMEDY,
         )
-    if sha256(_canonical(store)) != document["sha256"]:
+    if metadata.pop("sha256", None) != _seal(forms_of(header.tensors), metadata):
         raise defect(
-            file, "expected the text that was written, found it changed since", remedy=REMEDY
+            file, "expected the header that was written, found it changed since", remedy=REMEDY
         )
     try:
-        return _parse(store)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        return _parse(metadata["store"].encode(), file)
+    except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise defect(
             file,
             f"expected a manifest that makes sense, found {quoted(str(error))}",
@@ -118,49 +94,29 @@ def read_manifest(file: Path, limits: Limits | None = None) -> Manifest:
         ) from error
 
 
-def describe_rest(
-    rest: Mapping[str, torch.Tensor | TensorEntry],
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of each tensor, as the manifest keeps them."""
-    return {name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in rest.items()}
-
-
 def safetensors_header(
-    tensors: Mapping[str, tuple[str, Sequence[int], int]], *, to: int = 8
+    forms: Forms, metadata: Mapping[str, str] | None = None, *, to: int = 8
 ) -> bytes:
     """Length and text of a safetensors header, padded so that the data start on ``to`` bytes.
 
     Args:
-        tensors: Dtype name, shape and size in bytes of each tensor, in the order of their bytes.
+        forms: Of the tensors, in the order of their bytes.
+        metadata: Texts by name.
         to: A multiple of 8.
     """
-    entries, end = {}, 0
-    for name, (dtype, shape, num_bytes) in tensors.items():
-        offsets = [end, end + num_bytes]
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-        end += num_bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    named = {"__metadata__": dict(metadata)} if metadata else {}
+    text = json.dumps(named | _entries(forms), separators=(",", ":")).encode()
     length = align(8 + len(text), to) - 8
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
 def slabs_header(layouts: Sequence[BlockLayout]) -> bytes:
     """The header of ``slabs.safetensors``; the first slab follows it, on a page."""
-    sizes = [layout.padded_num_bytes for layout in layouts]
-    return safetensors_header(
-        {slab_name(index): ("U8", [size], size) for index, size in enumerate(sizes)},
-        to=PAGE_NUM_BYTES,
-    )
-
-
-def rest_header(rest: Mapping[str, torch.Tensor]) -> bytes:
-    """The header of ``rest.safetensors``."""
-    return safetensors_header(
-        {
-            name: (DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.numel() * tensor.element_size())
-            for name, tensor in rest.items()
-        }
-    )
+    forms = {
+        slab_name(index): (torch.uint8, (layout.padded_num_bytes,))
+        for index, layout in enumerate(layouts)
+    }
+    return safetensors_header(forms, to=PAGE_NUM_BYTES)
 
 
 def slab_name(index: int) -> str:
@@ -168,79 +124,54 @@ def slab_name(index: int) -> str:
     return f"slab.{index:05d}"
 
 
-def padding(layout: BlockLayout) -> memoryview:
-    """The zeros behind a slab, up to the end of its last page."""
-    return memoryview(bytearray(layout.padded_num_bytes - layout.num_bytes))
-
-
 def data_num_bytes(layouts: Sequence[BlockLayout]) -> int:
     """Bytes of all slabs, each padded to a page."""
     return sum(layout.padded_num_bytes for layout in layouts)
 
 
-def _parse(store: dict[str, Any]) -> Manifest:
-    expected = {"format", "version", "slabs", "rest", "rest_digest", "files", "about"}
-    if store.keys() != expected:
-        raise ValueError(f"the keys {sorted(store)}")
-    layouts = [_layout(slab) for slab in store["slabs"]]
-    names = [spec.name for layout in layouts for spec in layout.tensors]
-    if len(set(names)) != len(names):
-        raise ValueError("a tensor in two places")
-    if data_num_bytes(layouts) > _MAX_INT:
-        raise ValueError("more bytes than can be addressed")
-    rest = {name: _form(*form) for name, form in store["rest"].items()}
+def forms_of(tensors: Mapping[str, torch.Tensor] | Mapping[str, TensorEntry]) -> Forms:
+    """Dtype and shape of each."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _entries(forms: Forms) -> dict[str, Any]:
+    entries, end = {}, 0
+    for name, (dtype, shape) in forms.items():
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    return entries
+
+
+def _seal(forms: Forms, metadata: Mapping[str, str]) -> str:
+    return sha256(json.dumps([_entries(forms), metadata], sort_keys=True).encode())
+
+
+def _parse(text: bytes, file: Path) -> Manifest:
+    store = parse_json(text, file)
     for name in store["files"]:
         # Of folders only the one that extras may have; nothing here leads out of the store.
         if not is_extra(name) and (Path(name).name != name or name in ("", ".", "..")):
             raise ValueError(f"a file called {name!r}")
+    digests = [*store["slab_digests"], store["rest_digest"], *store["files"].values()]
+    if not all(isinstance(digest, str) for digest in digests):
+        raise TypeError("a digest that is no text")
+    layouts = [_layout(tensors) for tensors in store["layouts"]]
+    if len(store["slab_digests"]) != len(layouts):
+        raise ValueError("a digest less, or more, than slabs")
     if not isinstance(store["about"], dict):
         raise TypeError("no description")
-    return Manifest(
-        layouts,
-        [_text(slab["digest"]) for slab in store["slabs"]],
-        {name: (DTYPE_NAMES[dtype], shape) for name, (dtype, shape) in rest.items()},
-        _text(store["rest_digest"]),
-        {name: _text(digest) for name, digest in store["files"].items()},
-        store["about"],
-    )
+    return Manifest(**store | {"layouts": layouts})
 
 
-def _layout(value: dict[str, Any]) -> BlockLayout:
-    num_bytes = _size(value["num_bytes"])
-    specs, end = [], 0
-    for name, dtype, shape, offset in value["tensors"]:
-        form, sizes = _form(dtype, shape)
-        spec = TensorSpec(_text(name), sizes, form, offset=_size(offset))
-        if spec.num_bytes:
-            if spec.offset != align(spec.offset) or spec.offset < end:
-                raise ValueError(f"{name!r} at {offset}, over its neighbour or not aligned")
-            end = spec.offset + spec.num_bytes
-        specs.append(spec)
-    if end > num_bytes:
-        raise ValueError(f"tensors up to {end} in a slab of {num_bytes}")
-    return BlockLayout(tuple(specs), num_bytes)
-
-
-def _form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    sizes = tuple(_size(length) for length in shape)
-    num_bytes = DTYPES[dtype].itemsize
-    for size in sizes:
-        num_bytes = _size(num_bytes * size)
-    return DTYPES[dtype], sizes
-
-
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_INT:
-        raise ValueError(f"the size {value!r}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} for a text")
-    return value
-
-
-def _canonical(value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.encode()
+def _layout(tensors: Any) -> BlockLayout:
+    parts = []
+    for name, dtype, shape in tensors:
+        if not isinstance(name, str) or not all(type(size) is int for size in shape):
+            raise TypeError(f"the tensor {name!r} of shape {shape!r}")
+        # torch refuses sizes that cannot be.
+        parts.append((name, torch.empty(shape, dtype=DTYPES[dtype], device="meta")))
+    return BlockLayout.pack(parts)

@@ -2,54 +2,49 @@
 
 A store is a folder:
 
-    manifest.json       what the other files must be, with a SHA-256 of itself
     slabs.safetensors   one uint8 tensor per decoder layer: its slab, on a page of the file
-    rest.safetensors    every other tensor of the model by name, and the small constants
+    rest.safetensors    every other tensor of the model by name, and the small constants; in its
+                        metadata what all files must be (``poros.loaders.manifest``)
     config.json, ...    the source's own small files: settings, tokenizer, licence
 
 The data of ``slabs.safetensors`` are the bytes of the host store, page by page (see "Layers start
-on pages" in ``poros.layout``): they are read into memory, or mapped, without being looked at.
+on pages" in ``poros.layout``): they are read into memory, or mapped, without being looked at. They
+are a file of their own because a header comes first, and digests are known last: slabs are mapped
+from their file while they are quantized.
 
 Note: Nothing is used that was not checked
-    Whatever is read is hashed meanwhile (``poros.loaders.checked_reader``), and ``OpenStore.check``
-    compares it with the manifest before the model is given out. What happens to 4-bit weights in
-    memory after that, ``poros.prepare`` sees by the digests of their parts. Slabs that stay in the
-    file are hashed when they are first read (``poros.host.disk``). A file that the manifest does
-    not name is not looked at.
+    Whatever is read is hashed (``poros.loaders.checked_reader``) and compared with the manifest.
+    What happens to 4-bit weights in memory after that, ``poros.prepare`` sees by the digests of
+    their parts. Slabs that stay in the file are hashed when they are first read
+    (``poros.host.disk``). A file that the manifest does not name is not looked at.
 """
 
-import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from poros.digests import PIECE_NUM_BYTES, Identity, as_bytes, hash_piece, identity_of, join, sha256
+from poros.digests import Identity, as_bytes, identity_of, sha256
 from poros.errors import quoted
 from poros.host.store import HostStore
 from poros.layout import BlockLayout, slab_offsets
-from poros.loaders.checked_reader import CheckedReader, Run, new_bytes, require_digest
-from poros.loaders.header import Header, defect, open_regular, read_at, read_buffer, read_header
+from poros.loaders.checked_reader import Run, new_bytes, read_checked, require_digest
+from poros.loaders.header import Header, defect, open_regular, read_at, read_header
 from poros.loaders.limits import Limits
 from poros.loaders.manifest import (
-    FORMAT,
-    MANIFEST,
-    PARTIAL,
     REMEDY,
     REST,
     SLABS,
     Manifest,
     data_num_bytes,
-    describe_rest,
-    padding,
     read_manifest,
     slab_name,
     slabs_header,
 )
+from poros.loaders.partial import PARTIAL
 
 
 @dataclass
@@ -66,11 +61,10 @@ class OpenStore:
     """What the file ``slabs`` was when it was opened."""
     _header: Header
     """Of the rest."""
-    _files: tuple[int, int] | None
+    _files: tuple[int, int]
     """Descriptors of slabs and rest."""
     _undo: ExitStack
     _limits: Limits
-    _reader: CheckedReader | None = field(default=None, init=False)
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -83,20 +77,18 @@ class OpenStore:
         return self.path / SLABS
 
     def rest(self) -> dict[str, torch.Tensor]:
-        """Read every tensor that is in no slab, by name. Checked by ``check``.
+        """Read every tensor that is in no slab, by name.
 
         Raises:
-            CheckpointFormatError: If a read fails, or the store is closed.
+            CheckpointFormatError: If a read fails, or the file is not what was written.
         """
-        _, descriptor = self._require_open()
-        file, entries = self.path / REST, self._header.tensors
         tensors = {
             name: new_bytes(entry.num_bytes).view(entry.dtype).view(entry.shape)
-            for name, entry in entries.items()
+            for name, entry in self._header.tensors.items()
         }
-        header = memoryview(bytearray(self._header.data_offset))
-        parts = [header, *map(as_bytes, tensors.values())]
-        self._reading().read(descriptor, file, [Run(0, parts, self.manifest.rest_digest)])
+        parts = [*map(as_bytes, tensors.values())]
+        run = Run(self._header.data_offset, parts, self.manifest.rest_digest)
+        read_checked(self._files[1], self.path / REST, [run])
         return tensors
 
     def text(self, name: str) -> bytes:
@@ -110,49 +102,30 @@ class OpenStore:
         require_digest(file, self.manifest.files[name], sha256(text))
         return text
 
-    def read_into(self, host: HostStore) -> None:
-        """Fill the slabs of ``host``, which are the first ones of the store or all of them.
-
-        Reads pieces with several threads, so that the disk is the limit and not the copy. Checked
-        by ``check``.
+    def read_into(self, host: HostStore, first: int = 0) -> None:
+        """Fill the slabs of ``host`` with those of the store from ``first`` on.
 
         Raises:
-            CheckpointFormatError: If a read fails, or the store is closed.
+            CheckpointFormatError: If a read fails, or a slab is not what was written, by name.
         """
-        descriptor, _ = self._require_open()
+        starts = slab_offsets(self.layouts)
         runs = [
             Run(
-                self.data_offset + start,
-                [as_bytes(slab.bytes), padding(slab.layout)],
-                digest,
+                self.data_offset + starts[index],
+                [slab.padded],
+                self.manifest.slab_digests[index],
                 slab_name(index),
             )
-            for index, (slab, start, digest) in enumerate(
-                zip(
-                    host.slabs,
-                    slab_offsets(self.layouts),
-                    self.manifest.slab_digests,
-                    strict=False,
-                )
-            )
+            for index, slab in enumerate(host.slabs, first)
         ]
-        self._reading().read(descriptor, self.slabs, runs)
-
-    def check(self) -> None:
-        """Compare all that ``rest`` and ``read_into`` have read with the manifest.
-
-        Raises:
-            CheckpointFormatError: At the first slab or file that differs, by name.
-        """
-        if self._reader is not None:
-            self._reader.check()
+        read_checked(self._files[0], self.slabs, runs)
 
     def require_source(self, fingerprint: str) -> None:
         """Raise ``CheckpointFormatError`` unless the store was made from that checkpoint."""
         source = self.manifest.about.get("source")
         if source != fingerprint:
             raise defect(
-                self.path / MANIFEST,
+                self.path,
                 f"expected a store of the checkpoint {fingerprint}, found one of {quoted(source)}",
                 remedy="open it without a source, or write a store of this checkpoint elsewhere",
             )
@@ -163,36 +136,13 @@ class OpenStore:
         Raises:
             CheckpointFormatError: At the first slab or file that differs, by name.
         """
-        slabs, rest = self._require_open()
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-
-            def digest(descriptor: int, file: Path, start: int, size: int) -> str:
-                def hash_at(offset: int) -> bytes:
-                    num_bytes = min(PIECE_NUM_BYTES, start + size - offset)
-                    return hash_piece([read_buffer(descriptor, num_bytes, offset, file)])
-
-                return join(pool.map(hash_at, range(start, start + size, PIECE_NUM_BYTES)))
-
-            file = self.path / REST
-            actual = digest(rest, file, 0, os.fstat(rest).st_size)
-            require_digest(file, self.manifest.rest_digest, actual)
-            for index, (start, layout, expected) in enumerate(
-                zip(
-                    slab_offsets(self.layouts),
-                    self.layouts,
-                    self.manifest.slab_digests,
-                    strict=True,
-                )
-            ):
-                size = layout.padded_num_bytes
-                actual = digest(slabs, self.slabs, self.data_offset + start, size)
-                require_digest(self.slabs, expected, actual, slab_name(index))
+        self.rest()
+        for index, layout in enumerate(self.layouts):
+            self.read_into(HostStore.allocate([layout]), index)
 
     def close(self) -> None:
         """Release the files. Idempotent."""
-        self._files = None
-        if self._reader is not None:
-            self._reader.close()
+        self._files = (-1, -1)
         self._undo.close()
 
     def __enter__(self) -> "OpenStore":
@@ -201,46 +151,13 @@ class OpenStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _require_open(self) -> tuple[int, int]:
-        if self._files is None:
-            raise defect(self.path, "expected an open store, found a closed one", remedy="open it")
-        return self._files
-
-    def _reading(self) -> CheckedReader:
-        if self._reader is None:
-            self._reader = CheckedReader()
-        return self._reader
-
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
-    """Whether there is a store in the folder, sound or not.
-
-    It is known by the mark of its format in the manifest, for other programs have files of that
-    name too; a manifest that is damaged, by the slabs beside it.
-    """
-    folder = Path(directory)
+    """Whether there is a store in the folder, sound or not: it is known by names of its files."""
     try:
-        if (folder / SLABS).exists():
-            return True
-        file = folder / MANIFEST
-        return file.is_file() and _has_mark(file)
+        return any((Path(directory) / name).exists() for name in (SLABS, REST))
     except (OSError, ValueError):  # an endless name, a null in it: no store in any case
         return False
-
-
-def _has_mark(file: Path) -> bool:
-    """Whether a manifest names the format. Reads no more than a manifest may be long."""
-    mark = json.dumps(FORMAT).encode()
-    end = b""
-    with file.open("rb") as stream:
-        for _ in range(-(-Limits().manifest_num_bytes // PIECE_NUM_BYTES)):
-            piece = stream.read(PIECE_NUM_BYTES)
-            if mark in end + piece:
-                return True
-            if not piece:
-                return False
-            end = piece[-len(mark) :]
-    return False
 
 
 def open_store(
@@ -256,7 +173,6 @@ def open_store(
     Raises:
         CheckpointFormatError: If anything is not as it was written; nothing is left open.
     """
-    limits = limits or Limits()
     path = Path(directory).absolute()
     if path.name.endswith(PARTIAL):
         raise defect(
@@ -267,42 +183,35 @@ def open_store(
     if not is_store(path):
         raise defect(
             path,
-            f"expected a store (a folder with {SLABS} and a {MANIFEST} of the format {FORMAT!r}), "
-            f"found {_what(path)}",
+            f"expected a store (a folder with {SLABS} and {REST}), found {_what(path)}",
             remedy="make one of a checkpoint with `poros load CHECKPOINT --out DIR`",
         )
-    manifest = read_manifest(path / MANIFEST, limits)
     with ExitStack() as undo:
+        rest, _ = open_regular(path / REST)
+        undo.callback(os.close, rest)
+        header = read_header(rest, path / REST)
+        manifest = read_manifest(header)
         slabs, status = open_regular(path / SLABS)
         undo.callback(os.close, slabs)
-        header = slabs_header(manifest.layouts)
-        expected, found = len(header) + data_num_bytes(manifest.layouts), status.st_size
+        written = slabs_header(manifest.layouts)
+        expected, found = len(written) + data_num_bytes(manifest.layouts), status.st_size
         if found != expected:
             raise defect(path / SLABS, f"expected {expected} bytes, found {found}", remedy=REMEDY)
-        if read_at(slabs, len(header), 0, path / SLABS) != header:
+        if read_at(slabs, len(written), 0, path / SLABS) != written:
             raise defect(
                 path / SLABS,
                 "expected the slabs of the manifest, found another header",
                 remedy=REMEDY,
             )
-        rest, _ = open_regular(path / REST)
-        undo.callback(os.close, rest)
-        rest_header = read_header(rest, path / REST)
-        forms = describe_rest(rest_header.tensors)
-        if forms != dict(manifest.rest):
-            name = next(iter(set(forms.items()) ^ set(manifest.rest.items())))[0]
-            raise defect(
-                path / REST, "expected the tensors of the manifest", tensor=name, remedy=REMEDY
-            )
         opened = OpenStore(
             path,
             manifest,
-            len(header),
+            len(written),
             identity_of(status),
-            rest_header,
+            header,
             (slabs, rest),
             undo,
-            limits,
+            limits or Limits(),
         )
         for name in manifest.files:
             opened.text(name)

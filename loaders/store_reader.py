@@ -94,8 +94,21 @@ class StoreReader(SlabWriter):
         self._opened = opened
         self._host = host
         self._rest = opened.rest()
-        self._dense, self._weights = self._named(opened.manifest.about)
-        self._digests = self._hashed(opened.manifest.about)
+        about = opened.manifest.about
+        try:
+            self._dense = {str(name) for name in about["dense"]}
+            self._weights = {
+                name: (DTYPES[dtype], blocksize)
+                for name, (dtype, blocksize) in about["weights"].items()
+            }
+            self._digests = {
+                str(name): bytes.fromhex(digest)
+                for name, digest in about.get(PARTS_DIGESTS, {}).items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._defect(
+                f"expected the names of its tensors and their digests, found {quoted(error)}"
+            ) from error
 
     def names(self) -> list[str]:
         """The parameters and buffers that can be fetched."""
@@ -132,32 +145,8 @@ class StoreReader(SlabWriter):
         as_bytes = [side.reshape(-1).view(torch.uint8) for side in (tensor, target)]
         return target if torch.equal(*as_bytes) else target.copy_(tensor)
 
-    def _named(self, about: Mapping[str, Any]) -> tuple[set[str], Mapping[str, tuple[Any, Any]]]:
-        """Dense tensors; and dtype and block size of each 4-bit weight."""
-        try:
-            dense = {str(name) for name in about["dense"]}
-            weights = {
-                name: (DTYPES[dtype], blocksize)
-                for name, (dtype, blocksize) in about["weights"].items()
-            }
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise self._defect(
-                f"expected the names of its tensors, found {quoted(error)}"
-            ) from error
-        return dense, weights
-
     def packed_digests(self) -> Mapping[str, bytes]:
         return self._digests
-
-    def _hashed(self, about: Mapping[str, Any]) -> Mapping[str, bytes]:
-        """Digests of the parts of 4-bit weights; those that the store has."""
-        try:
-            digests = about.get(PARTS_DIGESTS, {})
-            return {str(name): bytes.fromhex(digest) for name, digest in digests.items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise self._defect(
-                f"expected digests of the parts of its weights, found {quoted(error)}"
-            ) from error
 
     def _part(self, name: str) -> torch.Tensor:
         # What did not fit its planned place lies with the rest.

@@ -5,57 +5,30 @@ Note: A store is there or not
     renamed: a writer that is killed leaves nothing that opens, and of two writers one wins.
 """
 
-import errno
-import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from poros.digests import as_bytes, digest_of, num_threads, sha256
-from poros.errors import CheckpointFormatError, StoreWriteError, quoted
+from poros.errors import StoreWriteError, quoted
 from poros.host.store import Arena, HostStore
 from poros.layout import BlockLayout
 from poros.loaders.header import shown
 from poros.loaders.manifest import (
-    MANIFEST,
     REST,
     SLABS,
     Manifest,
     data_num_bytes,
-    describe_rest,
-    padding,
-    read_manifest,
     rest_header,
     slabs_header,
-    write_manifest,
 )
 from poros.loaders.options import device_name
-from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
-
-logger = logging.getLogger(__name__)
-
-_PIECE_NUM_BYTES = 16 * 2**20
-
-_ROOM = "make room on that disk, or choose a folder on another"
-_RIGHTS = "choose a folder in which you may write"
-_REMEDIES = {
-    0: "choose a folder that does not exist yet, on a disk that works",
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: f"{_ROOM}: your quota is used up",
-    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a file system that "
-    "takes files of that size",
-    errno.ENOENT: "make its parent folder, or choose another",
-    errno.ENOTDIR: "choose a folder whose parent is a folder",
-    errno.EACCES: _RIGHTS,
-    errno.EPERM: _RIGHTS,
-    errno.EROFS: _RIGHTS,
-    errno.ENAMETOOLONG: "choose a shorter name",
-}
+from poros.loaders.partial import partial_folder, put_in_place, writing_to
 
 
 class StoreWriter:
@@ -74,16 +47,14 @@ class StoreWriter:
 
     def __init__(self, directory: str | os.PathLike[str], layouts: Sequence[BlockLayout]) -> None:
         self.directory = Path(directory).resolve()
+        self._place = shown(self.directory)
         self.host = HostStore([])
         self._layouts = list(layouts)
         self._undo = ExitStack()
         try:
-            with _writing(self.directory):
+            with writing_to(self._place):
                 self._require_place()
-                remove_stale(self.directory)
-                self._partial, lock = make_partial(self.directory)
-                self._undo.callback(os.close, lock)
-                self._undo.callback(remove_partial, self._partial)
+                self._partial = self._undo.enter_context(partial_folder(self.directory))
                 self._map_slabs()
         except BaseException:
             self.close()
@@ -104,7 +75,7 @@ class StoreWriter:
             files: Small files of the source by name, such as ``config.json``.
 
         Returns:
-            The folder. If another writer came first with the same bytes, it is theirs.
+            The folder.
 
         Raises:
             StoreWriteError: If the disk is full, another store came first, or a part of a 4-bit
@@ -113,47 +84,33 @@ class StoreWriter:
         """
         files = files or {}
         try:
-            with _writing(self.directory):
+            with writing_to(self._place):
                 for name, text in files.items():
                     (self._partial / name).parent.mkdir(exist_ok=True)
                     _write(self._partial / name, [text])
                 rest = {name: tensor.detach().contiguous() for name, tensor in rest.items()}
-                pieces = [memoryview(rest_header(rest)), *map(as_bytes, rest.values())]
-                _write(self._partial / REST, pieces)
                 with ThreadPoolExecutor(max_workers=num_threads()) as pool:
-                    digests = []
+                    slab_digests = []
                     for slab in self.host.slabs:
                         parts = {spec.name: slab.tensor(spec) for spec in slab.layout.tensors}
                         self._require_as_packed(parts, pool)
-                        slab_pieces = [as_bytes(slab.bytes), padding(slab.layout)]
-                        digests.append(digest_of(slab_pieces, pool))
+                        slab_digests.append(digest_of([slab.padded], pool))
                     self._require_as_packed(rest, pool)
-                    rest_digest = digest_of(pieces, pool)
+                    rest_digest = digest_of([*map(as_bytes, rest.values())], pool)
                 manifest = Manifest(
                     self._layouts,
-                    digests,
-                    describe_rest(rest),
+                    slab_digests,
                     rest_digest,
                     {name: sha256(text) for name, text in files.items()},
                     about,
                 )
                 os.fsync(self._file)
-                _write(self._partial / MANIFEST, [write_manifest(manifest)])
-                _sync_folder(self._partial)
-                return self._put_in_place(manifest)
+                pieces = [rest_header(manifest, rest), *map(as_bytes, rest.values())]
+                _write(self._partial / REST, pieces)
+                put_in_place(self._partial, self.directory)
+                return self.directory
         finally:
             self.close()
-
-    def write(self, slab: int, source: torch.Tensor) -> None:
-        """Write the bytes of a slab that is in memory: faster than through the mapping.
-
-        Raises:
-            StoreWriteError: If the disk reports an error.
-        """
-        with _writing(self.directory):
-            _write_at(
-                self._file, as_bytes(source), self._data_offset + self.host.slabs[slab].offset
-            )
 
     def close(self) -> None:
         """Forget the slabs and remove what was not committed. Idempotent."""
@@ -173,7 +130,7 @@ class StoreWriter:
         name = self.host.as_packed.damaged(tensors, pool)
         if name is not None:
             raise StoreWriteError(
-                f"{shown(self.directory)}: {quoted(name, is_bare=True)}: expected the digest of "
+                f"{self._place}: {quoted(name, is_bare=True)}: expected the digest of "
                 "what was quantized or read, found another in the store: bytes changed on their "
                 "way there. Nothing was left; write it again, and if that does not help, the "
                 "memory of this machine is at fault"
@@ -185,49 +142,14 @@ class StoreWriter:
 
     def _map_slabs(self) -> None:
         header = slabs_header(self._layouts)
-        self._data_offset = len(header)
         size = data_num_bytes(self._layouts)
-        self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _write(self._partial / SLABS, [header])
+        self._file = os.open(self._partial / SLABS, os.O_RDWR | os.O_CLOEXEC)
         self._undo.callback(os.close, self._file)
         # A page that found no room later would end the process with a signal.
         _reserve(self._file, len(header) + size)
-        _write_at(self._file, memoryview(header), 0)
-        if size:
-            arena = Arena(size, file=self._file, offset=len(header))
-            self.host = HostStore.over(arena, self._layouts)
-        else:
-            self.host = HostStore.allocate(self._layouts)
-
-    def _put_in_place(self, manifest: Manifest) -> Path:
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(self._partial, 0o777 & ~mask)  # mkdtemp's is for its owner alone
-        try:
-            os.rename(self._partial, self.directory)
-        except OSError:
-            with suppress(CheckpointFormatError):
-                if read_manifest(self.directory / MANIFEST).holds_the_same_as(manifest):
-                    logger.info("poros: %s was written by another process", self.directory)
-                    return self.directory
-            raise
-        with suppress(OSError):
-            (self.directory / MARK).unlink()
-        _sync_folder(self.directory.parent)
-        return self.directory
-
-
-def write_store(
-    directory: str | os.PathLike[str],
-    host: HostStore,
-    rest: Mapping[str, torch.Tensor],
-    about: Mapping[str, Any],
-    files: Mapping[str, bytes] | None = None,
-) -> Path:
-    """Write a store that is in memory: ``host`` has one slab per layer. See ``StoreWriter``."""
-    with StoreWriter(directory, [slab.layout for slab in host.slabs]) as writer:
-        for index, slab in enumerate(host.slabs):
-            writer.write(index, slab.bytes)
-        return writer.commit(rest, about, files)
+        arena = Arena(size, file=self._file, offset=len(header)) if size else Arena(0)
+        self.host = HostStore.over(arena, self._layouts)
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -253,20 +175,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StoreWriteError):
-            raise
-        raise StoreWriteError(
-            f"expected to write a store at {shown(directory)}, found: "
-            f"{quoted(error.strerror or str(error), is_bare=True)}. Nothing was left there; "
-            f"{_REMEDIES.get(error.errno or 0, _REMEDIES[0])}"
-        ) from error
-
-
 def _write(file: Path, pieces: Iterable[Any]) -> None:
     with file.open("xb") as stream:
         for piece in pieces:
@@ -275,22 +183,8 @@ def _write(file: Path, pieces: Iterable[Any]) -> None:
         os.fsync(stream.fileno())
 
 
-def _write_at(file: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done : done + _PIECE_NUM_BYTES], offset + done)
-
-
 def _reserve(file: int, num_bytes: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, num_bytes)
     else:
         os.ftruncate(file, num_bytes)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

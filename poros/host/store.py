@@ -122,6 +122,11 @@ class HostSlab:
     def is_pinned(self) -> bool:
         return self._unpin is not None and self._unpin.alive
 
+    @property
+    def padded(self) -> memoryview:
+        """Its bytes up to the end of its last page, where it is one of several in an arena."""
+        return memoryview(self._memory)[self.offset :][: self.layout.padded_num_bytes]
+
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
         """The tensor ``spec`` describes, over the slab's memory but with a storage of its own."""
         return self._flat(spec.offset, spec.num_bytes).view(spec.dtype).view(spec.shape)

@@ -5,12 +5,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
@@ -18,7 +16,7 @@ from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
 from poros.loaders.limits import Limits
-from poros.loaders.partial import MARK, make_partial, remove_partial, remove_stale
+from poros.loaders.partial import partial_folder, put_in_place, writing_to
 from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings
 from poros.merging.adapter import Adapter
@@ -102,40 +100,12 @@ def merge(
         quantized = _quantized(config, model, config.dtype) if into == "trained" else {}
         plan = _Plan(checkpoint, own, Adapter(saved, model), quantized, dtype)
         require_folder(target.parent, "--out")
-        with _writing(target) as part:
+        with writing_to(f"--out: {quoted(str(target))}"), partial_folder(target) as partial:
             _require_room(target, plan.num_bytes)
-            _write(part, plan, shard_num_bytes, progress)
-            _write_small(part, checkpoint, saved.folder, config, limits)
-            part.chmod(0o755)
-            os.replace(part, target)
-            with suppress(OSError):
-                (target / MARK).unlink()
+            _write(partial, plan, shard_num_bytes, progress)
+            _write_small(partial, checkpoint, saved.folder, config, limits)
+            put_in_place(partial, target)
     return target
-
-
-@contextmanager
-def _writing(target: Path) -> Iterator[Path]:
-    """A hidden folder beside ``target``, held by a lock; if the body fails it goes.
-
-    Raises:
-        StoreWriteError: If the system reports an error.
-    """
-    with ExitStack() as undo:
-        try:
-            remove_stale(target)
-            part, lock = make_partial(target)
-            undo.callback(os.close, lock)
-            undo.callback(remove_partial, part)
-            yield part
-        except (OSError, SafetensorError) as error:
-            if isinstance(error, StoreWriteError):
-                raise
-            reason = getattr(error, "strerror", None) or str(error)
-            raise StoreWriteError(
-                f"--out: expected to write {quoted(str(target))}, found: "
-                f"{quoted(reason, is_bare=True)}. Nothing was left there; make room, or choose "
-                "another place"
-            ) from error
 
 
 class _Plan:

@@ -111,7 +111,7 @@ def _check_store(draft: Draft, path: Path) -> None:
 
 
 def _is_store(source: str) -> bool:
-    return (Path(source).expanduser() / "manifest.json").is_file()
+    return (Path(source).expanduser() / "slabs.safetensors").is_file()
 
 
 def _check_data(draft: Draft, recipe: Recipe) -> None:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from poros.digests import digest_of
 from poros.errors import CheckpointFormatError, PorosError
-from poros.loaders.manifest import MANIFEST, REST, describe_rest
-from tests.loading.checkpoints import SECOND, entry, file_bytes
+from poros.loaders.manifest import FORMAT, REST, VERSION, forms_of, sealed_header
+from tests.loading.checkpoints import SECOND, entry, file_bytes, header_of
 
 Break = Callable[[Path], Any]
 WEIGHTS, CONFIG, GENERATION = "model.safetensors", "config.json", "generation_config.json"
@@ -169,20 +169,30 @@ def quantized(**changes: Any) -> Break:
     return change
 
 
-def write_sealed(file: Path, store: Any) -> None:
-    """A manifest with the right SHA-256 of whatever it says."""
-    sealed = json.dumps(store, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(sealed.encode()).hexdigest()
-    file.write_text(json.dumps({"sha256": digest, "store": store}, sort_keys=True))
+def said_in(store: Path) -> Any:
+    """The JSON that is a store's manifest."""
+    return json.loads(header_of(store / REST).metadata["store"])
 
 
-def manifest(change: Callable[[dict[str, Any]], Any]) -> Break:
-    """Change a manifest and seal it again: no accident, but made up."""
+def write_sealed(store: Path, text: str, **metadata: str) -> None:
+    """A manifest with the right SHA-256 of whatever it says: no accident, but made up."""
+    header, content = header_of(store / REST), (store / REST).read_bytes()
+    said = {"format": FORMAT, "version": VERSION, "store": text, **metadata}
+    sealed = sealed_header(forms_of(header.tensors), said)
+    (store / REST).write_bytes(sealed + content[header.data_offset :])
+
+
+def manifest_text(text: str, **metadata: str) -> Break:
+    return lambda folder: write_sealed(folder, text, **metadata)
+
+
+def manifest(change: Callable[[dict[str, Any]], Any], **metadata: str) -> Break:
+    """Change a manifest and seal it again."""
 
     def rewrite(folder: Path) -> None:
-        store = json.loads((folder / MANIFEST).read_text())["store"]
+        store = said_in(folder)
         change(store)
-        write_sealed(folder / MANIFEST, store)
+        write_sealed(folder, json.dumps(store), **metadata)
 
     return rewrite
 
@@ -265,12 +275,16 @@ def rest(change: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
     """Change the tensors of a store that are in no slab, and say so in its manifest."""
 
     def rewrite(folder: Path) -> None:
-        path = folder / REST
-        found = load_file(path)
+        found = load_file(folder / REST)
         change(found)
-        save_file(found, path)
-        forms = {name: [kind, list(shape)] for name, (kind, shape) in describe_rest(found).items()}
-        digest = digest_of([memoryview(path.read_bytes())])
-        manifest(lambda store: store.update(rest=forms, rest_digest=digest))(folder)
+        write_rest(folder, said_in(folder), found)
 
     return rewrite
+
+
+def write_rest(folder: Path, said: dict[str, Any], found: dict[str, torch.Tensor]) -> None:
+    """Put other tensors into a store that says so."""
+    save_file(found, folder / REST)
+    data = (folder / REST).read_bytes()[header_of(folder / REST).data_offset :]
+    said["rest_digest"] = digest_of([memoryview(data)])
+    write_sealed(folder, json.dumps(said))

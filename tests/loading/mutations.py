@@ -3,15 +3,15 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from poros.digests import digest_of
-from poros.loaders.manifest import describe_rest
-from tests.loading.damage import write_sealed
+from poros.loaders.manifest import REST
+from tests.loading.damage import said_in, write_rest, write_sealed
 
 Mutation = Callable[[Path, random.Random], None]
 
@@ -126,9 +126,7 @@ def tensors(folder: Path, rng: random.Random) -> None:
         return
     if found:
         _change_tensor(found, rng)
-    save_file({name: part.contiguous() for name, part in found.items()}, file, {"format": "pt"})
-    if (folder / "manifest.json").exists():
-        _seal(folder, found)
+    _save(found, file)
 
 
 def states(folder: Path, rng: random.Random) -> None:
@@ -154,20 +152,17 @@ def states(folder: Path, rng: random.Random) -> None:
                 document = None
             text = json.dumps(document).encode() if rng.random() < 0.9 else damage_bytes(text, rng)
             found[name] = torch.tensor(list(text), dtype=torch.uint8)
-    save_file({name: part.contiguous() for name, part in found.items()}, file, {"format": "pt"})
-    if (folder / "manifest.json").exists():
-        _seal(folder, found)
+    _save(found, file)
 
 
 def manifest(folder: Path, rng: random.Random) -> None:
     """Change a manifest, sealed again most of the time."""
-    file = folder / "manifest.json"
-    text = file.read_bytes()
+    file = folder / REST
     if rng.random() < 0.1:
-        file.write_bytes(damage_bytes(text, rng))
+        file.write_bytes(damage_bytes(file.read_bytes(), rng))
         return
     try:
-        store = json.loads(text)["store"]
+        store = said_in(folder)
         # Most of a manifest is layouts; what it says of itself deserves as much.
         if isinstance(store.get("about"), dict) and rng.random() < 0.5:
             store["about"] = change_json(store["about"], rng)
@@ -175,7 +170,7 @@ def manifest(folder: Path, rng: random.Random) -> None:
             store = change_json(store, rng)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return
-    write_sealed(file, store)
+    write_sealed(folder, json.dumps(store))
 
 
 def _change_tensor(
@@ -211,18 +206,14 @@ def _change_tensor(
         found[name] = tensor.flatten().flip(0).reshape(tensor.shape).clone()
 
 
-def _seal(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Have a manifest say what its rest is now."""
-    file = folder / "rest.safetensors"
-    try:
-        store = json.loads((folder / "manifest.json").read_bytes())["store"]
-        if {"rest", "rest_digest"} <= store.keys():
-            forms = describe_rest(load_file(file)).items()
-            store["rest"] = {name: [kind, list(shape)] for name, (kind, shape) in forms}
-            store["rest_digest"] = digest_of([memoryview(file.read_bytes())])
-    except Exception:  # of an earlier change
+def _save(found: dict[str, torch.Tensor], file: Path) -> None:
+    """Write the tensors; in a store, have its manifest say what its rest is now."""
+    found = {name: part.contiguous() for name, part in found.items()}
+    if file.name != REST:
+        save_file(found, file, {"format": "pt"})
         return
-    write_sealed(folder / "manifest.json", store)
+    with suppress(Exception):  # of an earlier change
+        write_rest(file.parent, said_in(file.parent), found)
 
 
 INDEX = "model.safetensors.index.json"

@@ -3,11 +3,13 @@
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from poros.loaders.manifest import MANIFEST, REST, SLABS
+from poros.loaders.manifest import REST, SLABS
 from tests.loading.damage import (
     CONFIG,
     Break,
@@ -20,6 +22,7 @@ from tests.loading.damage import (
     instead,
     kept_config,
     manifest,
+    manifest_text,
     put,
     rest,
     size,
@@ -43,15 +46,8 @@ def sealed(name: str, change: Callable[[dict[str, Any]], Any], says: str) -> Cas
 
 
 def place(name: str, slab: int, tensor: int, field: int, value: Any, says: str) -> Case:
-    """Name, dtype, shape or offset of a tensor in a slab."""
-    return sealed(
-        name, lambda s: s["slabs"][slab]["tensors"][tensor].__setitem__(field, value), says
-    )
-
-
-def first(name: str, num_bytes: Any, says: str) -> Case:
-    """The size of the first slab."""
-    return sealed(name, lambda s: s["slabs"][0].update(num_bytes=num_bytes), says)
+    """Name, dtype or shape of a tensor in a slab."""
+    return sealed(name, lambda s: s["layouts"][slab][tensor].__setitem__(field, value), says)
 
 
 def loaded(name: str, break_it: Break, says: str | None) -> Case:
@@ -63,51 +59,60 @@ def weights(value: Any) -> Break:
     return about(weights=value)
 
 
+def bare(folder: Path) -> None:
+    """The tensors without a manifest, as releases before version 4 wrote them."""
+    save_file(load_file(folder / REST), folder / REST)
+
+
 STORES = [
-    opened("no manifest", drop(MANIFEST), MANIFEST),
+    opened("no manifest", bare, "version None.*poros load"),
     opened("no slabs", drop(SLABS), SLABS),
     opened("no rest", drop(REST), REST),
     opened("no config", drop(CONFIG), CONFIG),
-    opened("empty manifest", put(MANIFEST, b""), MANIFEST),
-    opened("no JSON", put(MANIFEST, b"{"), MANIFEST),
-    opened("other JSON", put(MANIFEST, b"[1]"), MANIFEST),
-    opened("another object", put(MANIFEST, b'{"weights": 1}'), MANIFEST),
-    opened("manifest cut off", cut(MANIFEST), MANIFEST),
+    opened("empty rest", put(REST, b""), REST),
+    opened("empty manifest", manifest_text(""), REST),
+    opened("no JSON", manifest_text("{"), REST),
+    opened("other JSON", manifest_text("[1]"), REST),
+    opened("another object", manifest_text('{"weights": 1}'), REST),
     opened("slabs cut off", cut(SLABS), SLABS),
     opened("slabs cut to nothing", size(SLABS, lambda _: 0), SLABS),
     opened("rest cut off", cut(REST), REST),
     opened("slabs too long", size(SLABS, lambda found: found + 1), SLABS),
     opened("another slab header", text(SLABS, b"slab.00001", b"slab.00007"), SLABS),
-    opened("another name in the rest", text(REST, b"norm.weight", b"norm.height"), "norm."),
+    opened("another name in the rest", text(REST, b"norm.weight", b"norm.height"), REST),
     opened("another config", put(CONFIG, b"{}"), CONFIG),
-    opened("manifest is a folder", instead(MANIFEST, os.mkdir), "regular file"),
+    opened("rest is a folder", instead(REST, os.mkdir), "regular file"),
     opened("slabs are a folder", instead(SLABS, os.mkdir), "regular file"),
     opened("rest is a pipe", instead(REST, os.mkfifo), "regular file"),
     opened("slabs are a loop", instead(SLABS, lambda f: f.symlink_to(SLABS)), SLABS),
-    sealed("another version", lambda s: s.update(version=1), "version 1"),
-    sealed("another format", lambda s: s.update(format="tar"), "'tar'"),
-    sealed("an unknown key", lambda s: s.update(extra=1), "keys"),
-    sealed("a missing key", lambda s: s.pop("rest"), "keys"),
+    opened("another version", manifest(lambda s: None, version="1"), "version '1'.*poros load"),
+    opened("another format", manifest(lambda s: None, format="tar"), "'tar'"),
+    sealed("an unknown key", lambda s: s.update(extra=1), "extra"),
+    sealed("a missing key", lambda s: s.pop("about"), "about"),
     place("an unknown dtype", 0, 0, 1, "U9", "U9"),
-    place("a negative offset", 0, 0, 3, -256, "-256"),
-    place("a crooked offset", 0, 1, 3, 40_193, "aligned"),
-    place("an overlap", 0, 1, 3, 256, "over its neighbour"),
-    place("a shape beyond all bounds", 0, 0, 2, [2**40, 2**40], "size"),
-    place("a tensor twice", 1, 0, 0, "layers.0.weight", "two places"),
-    first("a tensor outside", 256, "tensors up to"),
-    first("sizes beyond all bounds", 2**61, "bytes"),
-    first("true for a size", True, "True"),
-    sealed("a slab less", lambda s: s["slabs"].pop(), SLABS),
+    place("a negative size", 0, 0, 2, [-256], "-256"),
+    place("true for a size", 0, 0, 2, [True], "True"),
+    place("a shape beyond all bounds", 0, 0, 2, [2**40, 2**40], REST),
+    place("sizes beyond all bounds", 0, 0, 2, [2**61], f"{SLABS}.*bytes"),
+    place("a name that is no text", 0, 0, 0, 7, "the tensor 7"),
+    sealed("a digest that is no text", lambda s: s["slab_digests"].insert(0, 7), "digest"),
+    sealed("a digest less", lambda s: s["slab_digests"].pop(), "digest"),
+    sealed("a slab less", lambda s: [s["layouts"].pop(), s["slab_digests"].pop()], SLABS),
     sealed(
         "a file outside", lambda s: s["files"].update({"../config.json": "00"}), "../config.json"
     ),
     loaded("as it should be", manifest(lambda store: None), None),
-    loaded("no manifest", drop(MANIFEST), MANIFEST),
-    loaded("manifest of zeros", sparse(MANIFEST, 2**20), "text that is none"),
-    loaded("manifest without end", sparse(MANIFEST, 10**12), "manifest_num_bytes"),
-    loaded("manifest cut off", cut(MANIFEST, 100), "text that is none"),
-    loaded("one bit of the manifest", flip(MANIFEST, 200), "manifest.json: expected"),
-    loaded("another version", manifest(lambda s: s.update(version=9)), "of version 9"),
+    loaded("no rest", drop(REST), REST),
+    loaded("rest of zeros", sparse(REST, 2**20, bytes(1)), "begins with"),
+    loaded("rest without end", size(REST, lambda _: 10**12), "expected the file to end"),
+    loaded("a header without end", sparse(REST, 10**12, b"\0\0\0\0\1"), "at most 100000000"),
+    loaded("one bit of the manifest", flip(REST, 200), f"{REST}: expected"),
+    loaded("another version", manifest(lambda s: None, version="9"), "of version '9'.*poros load"),
+    loaded(
+        "a tensor twice",
+        manifest(lambda s: s["layouts"][1][0].__setitem__(0, s["layouts"][0][0][0])),
+        "expected layer 1",
+    ),
     loaded("another config", config(use_cache=False), "bytes changed since"),
     loaded("a config of a billion layers", kept_config(num_hidden_layers=10**9), "num_layers="),
     loaded("a config of other layers", kept_config(intermediate_size=96), "expected layer 0"),

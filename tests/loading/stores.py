@@ -1,5 +1,6 @@
 """Stores for tests: of a model that was built in memory, and of bytes that are no model's."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from poros.host.store import HostStore, attach_store
 from poros.layout import BlockLayout, view
 from poros.loaders.store import OpenStore
-from poros.loaders.store_writer import write_store
+from poros.loaders.store_writer import StoreWriter
 from poros.model.inspect import _collect, find_layers
 from poros.nf4 import Part
 from poros.stream.frozen import FrozenTensor
@@ -93,6 +94,20 @@ def filled(num_layers: int = 3, seed: int = 0) -> HostStore:
     return host
 
 
+def write_store(
+    directory: Path,
+    host: HostStore,
+    rest: Mapping[str, torch.Tensor],
+    about: Mapping[str, Any],
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """A store of slabs that are in memory."""
+    with StoreWriter(directory, [slab.layout for slab in host.slabs]) as writer:
+        for slab, source in zip(writer.host.slabs, host.slabs, strict=True):
+            slab.bytes.copy_(source.bytes)
+        return writer.commit(rest, about, files)
+
+
 def write(directory: Path, num_layers: int = 3, seed: int = 0) -> Path:
     """A whole store of these."""
     return write_store(directory, filled(num_layers, seed), some_rest(), ABOUT, FILES)
@@ -101,7 +116,6 @@ def write(directory: Path, num_layers: int = 3, seed: int = 0) -> Path:
 def read(opened: OpenStore) -> HostStore:
     host = HostStore.allocate(opened.layouts)
     opened.read_into(host)
-    opened.check()
     return host
 
 

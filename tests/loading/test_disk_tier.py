@@ -18,11 +18,11 @@ from poros.host.disk import NUM_STAGING, DiskStore
 from poros.host.store import HostStore
 from poros.layout import PAGE_NUM_BYTES
 from poros.loaders.store import open_store
-from poros.loaders.store_writer import write_store
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Phase, loads, training_visits, walk
 from poros.streams import EagerStreams, StreamContext
+from tests.loading.stores import write_store
 from tests.slots import Slots, random_store
 from tests.unit.driver import FakeDriver, install
 from tools.adversary import AdversarialStreams, SlotHazard

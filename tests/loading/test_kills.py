@@ -4,16 +4,16 @@ Many are run by ``python -m tests.loading.kills``; that its counts can be wrong 
 forks runs in a process of its own, since one that forks must have no threads.
 """
 
-import fcntl
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from poros.loaders.partial import MARK, make_partial
+from poros.loaders.partial import MARK, partial_folder
 from tests.children import run_forked
 from tests.loading.kills import Bench, Count
 from tests.loading.loaded import Kinds
@@ -47,11 +47,12 @@ def added(place: Path) -> None:
     (place / "store" / "core").touch()
 
 
+LOCKED = list[AbstractContextManager[Path]]()
+
+
 def still_locked(place: Path) -> None:
-    partial, lock = make_partial(place / "store")
-    # The descriptor closes with the process, and a living one keeps it.
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    assert (partial / MARK).exists()
+    LOCKED.append(partial_folder(place / "store"))  # for as long as the process lives
+    assert (LOCKED[-1].__enter__() / MARK).exists()
 
 
 def sound(place: Path) -> None:

@@ -26,7 +26,7 @@ from poros.errors import (
 from poros.gates.report import ParityReport, render
 from poros.loaders.limits import Limits
 from poros.loaders.load import load
-from poros.loaders.manifest import MANIFEST, REST, SLABS
+from poros.loaders.manifest import REST, SLABS
 from poros.loaders.store import is_store, open_store
 from tests.children import run_forked
 from tests.command import poros_command, text
@@ -72,7 +72,7 @@ def test_a_store_has_tokenizer_templates_settings_and_licence(path: Path, store:
     with open_store(store) as opened:
         named = set(opened.manifest.files)
     there = {str(file.relative_to(store)) for file in store.rglob("*") if file.is_file()}
-    assert named == there - {MANIFEST, SLABS, REST}
+    assert named == there - {SLABS, REST}
     assert {"tokenizer.json", "additional_chat_templates/tool_use.jinja", "LICENSE"} < named
     assert not {"tokenizer_code.py", "LICENSE.empty"} & named
     assert load(store).generation_config.max_new_tokens == 5
@@ -107,15 +107,13 @@ def test_a_file_that_is_swapped_while_weights_are_read(
         assert differences(load(path, store=store), expected) == []
 
 
-def test_a_store_is_known_by_the_mark_of_its_format(path: Path, store: Path) -> None:
+def test_a_store_is_known_by_either_of_its_files(path: Path, store: Path) -> None:
     load(path, store=store)
     assert is_store(store) and not is_store(path)
-    (path / MANIFEST).write_text('{"format": "poros stories"}')
-    assert not is_store(path)
-    assert differences(load(path), standard(path, quantization())) == []
-    os.truncate(store / MANIFEST, 3)
-    assert is_store(store)  # by its slabs
-    with pytest.raises(CheckpointFormatError, match=r"manifest\.json: expected a JSON object"):
+    os.truncate(store / REST, 3)
+    (store / SLABS).unlink()
+    assert is_store(store)
+    with pytest.raises(CheckpointFormatError, match=rf"{REST}: expected a safetensors file"):
         load(store)
 
 

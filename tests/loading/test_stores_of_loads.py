@@ -124,7 +124,7 @@ def test_a_store_is_readable_for_others_and_may_lie_behind_a_link(
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk", target_is_directory=True)
     model = load(kinds.dense(), store=tmp_path / "link")
-    assert (tmp_path / "disk" / "manifest.json").is_file() and attached_store(model) is not None
+    assert (tmp_path / "disk" / REST).is_file() and attached_store(model) is not None
     mask = os.umask(0)
     os.umask(mask)
     assert (tmp_path / "disk").stat().st_mode & 0o777 == 0o777 & ~mask

@@ -124,9 +124,7 @@ class RecomputedCall:
         # Code of the user inside the layer may draw from anywhere.
         self._is_watched = condition.has_hooks
         self._start = Start.capture(layer.device) if self._is_watched else self._ambient.rng
-        self._num_tokens = (
-            args[0].shape[-2] if args and _is_tensor(args[0]) and args[0].dim() > 1 else 0
-        )
+        self._num_tokens = _num_tokens(args) if self._is_watched else 0
         self._sums: list[torch.Tensor] = []
         self._saved: list[ref[_Saved]] = []
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
@@ -510,6 +508,12 @@ def _first_difference(expected: Sequence[Any], found: Sequence[Any]) -> str:
 
 def _lies_in(tensor: torch.Tensor, memory: int) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() == memory
+
+
+def _num_tokens(args: Sequence[Any]) -> int:
+    """Of each row of the hidden states that a layer is given first."""
+    is_given = bool(args) and _is_tensor(args[0]) and args[0].dim() > 1
+    return int(args[0].shape[-2]) if is_given else 0
 
 
 def _is_tensor(value: object) -> bool:

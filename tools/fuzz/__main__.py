@@ -6,9 +6,7 @@ Exit code: 0 if each program ended in equal bits or in an error before a wrong u
 """
 
 import argparse
-import logging
 import sys
-import warnings
 from pathlib import Path
 
 from rich.console import Console
@@ -23,8 +21,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same one draws the same programs")
     parser.add_argument("--out", type=Path, help="write the report here, as JSON")
     options = parser.parse_args(argv)
-    logging.getLogger("poros").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     tally = campaign.fuzz(options.minutes, options.seed)
     Console().print(campaign.render(tally))
     if options.out is not None:

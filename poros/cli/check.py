@@ -11,7 +11,6 @@ from poros.errors import UnsupportedModelError, quoted
 from poros.output import require_file
 
 _POLICY = StreamingPolicy()
-_OPTIONS = {"slots": "--slots", "block_size": "--block-size", "adapter": "--adapter"}
 
 
 def check(
@@ -66,7 +65,7 @@ def check(
         _list_registered(None if model_dir is None else str(model_dir))
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
-    with readable_errors(_OPTIONS):
+    with readable_errors():
         # Inside the gate a policy that cannot work would count as a failure of streaming.
         StreamingPolicy(slots=slots, block_size=block_size)
         if model_dir is not None and not (model_dir / "config.json").is_file():
@@ -88,7 +87,7 @@ def check(
         settings["num_steps"] = steps
     if adapter is not None:
         settings["adapter"] = adapter
-    with readable_errors(_OPTIONS):
+    with readable_errors():
         if model_dir is not None:
             report = parity.check_model_dir(model_dir, **settings)
         else:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
+from poros.figures import size
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
@@ -328,5 +329,5 @@ def _require_room(target: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < num_bytes:
         raise StoreWriteError(
-            f"--out: expected {num_bytes / 1e9:.1f} GB free on the disk, found {free / 1e9:.1f} GB"
+            f"--out: expected {size(num_bytes)} free on the disk, found {size(free)}"
         )

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.config import MIN_SLOTS, StreamingPolicy, budget_of
 from poros.errors import PorosError, VRAMBudgetError
 from poros.model.sizing import (
     LEAST_KEPT,
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MARGIN_SHARE = 0.1
-LEAST_MARGIN = 2**30
 RESERVE = 1.5
 """Room is left for a step that takes so many times as much, once a batch has not fitted."""
 MAX_ROUNDS = 3
@@ -85,15 +83,11 @@ class DeviceMemory:
         return int(torch.cuda.memory_stats(self._device).get("segment.all.freed", 0))
 
     def free(self) -> int:
-        """What could still be had, less a tenth of the device and at least 1 GiB.
-
-        That is for other processes, libraries, and what an evaluation needs beyond a training step.
-        """
+        """What training may still have; see ``poros.config.budget_of``."""
         free, whole = torch.cuda.mem_get_info(self._device)
         allowed = int(torch.cuda.memory.get_per_process_memory_fraction(self._device) * whole)
         cached = self.reserved() - self.allocated()
-        margin = max(LEAST_MARGIN, int(MARGIN_SHARE * whole))
-        return max(0, min(free, allowed - self.reserved()) + cached - margin)
+        return budget_of(min(free, allowed - self.reserved()) + cached, whole)
 
 
 class Stage(Enum):

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 
+from poros.config import budget_of
 from poros.errors import PolicyError, quoted
 from poros.planning.request import Speeds
 
@@ -46,9 +47,6 @@ LIBRARIES, HOPPER_LIBRARIES = (2 * (size + 2**20) for size in (8320 * 2**10, 2**
 
 CONTEXT_NUM_BYTES = 2**29
 """What CUDA and a desktop take before training has any memory."""
-MARGIN_SHARE = 0.1
-LEAST_MARGIN_NUM_BYTES = 2**30
-"""What is left over of a device where no budget is said, as ``poros.prepare`` does on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,6 @@ class Card:
             self.memory_gb_per_s / 1e3
         )
         return Speeds(self.copy_gb_per_s, 1 / (product + memory))
-
-
-def budget_of(free: int, whole: int) -> int:
-    """What training may have of a device: what is free, less a tenth of it and at least 1 GiB."""
-    return max(0, free - max(LEAST_MARGIN_NUM_BYTES, int(MARGIN_SHARE * whole)))
 
 
 CARDS: Mapping[str, Card] = MappingProxyType(

@@ -142,7 +142,7 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
     costs = CostModel(recipe_of(config_of()))
     costs.layers[0].mlp = Curious()
     with pytest.raises(UnsupportedModelError, match=r"operators run on shapes alone.*'qwen2'"):
-        costs.plan(PlanRequest(seq_len=8))
+        costs.plan(PlanRequest.of(seq_len=8))
 
 
 def test_a_plan_is_plain_values_and_a_table() -> None:

@@ -128,8 +128,8 @@ def test_check_fails_when_the_streamed_run_stops(monkeypatch: pytest.MonkeyPatch
             "error: MODEL_DIR: expected a checkpoint folder with a config.json, found none at",
         ),
         (["{folder}/absent"], "error: MODEL_DIR: expected a checkpoint folder with a config.json"),
-        (["--architecture", "qwen2", "--slots", "1"], "error: --slots: expected an integer"),
-        (["--architecture", "qwen2", "--block-size", "0"], "error: --block-size: expected an"),
+        (["--architecture", "qwen2", "--slots", "1"], "error: slots: expected an integer"),
+        (["--architecture", "qwen2", "--block-size", "0"], "error: block_size: expected an"),
         (["--architecture", "qwen2", "--steps", "0"], "Invalid value"),
         (["--architecture", "qwen2", "{folder}"], "either MODEL_DIR or --architecture NAME"),
         ([], "either MODEL_DIR or --architecture NAME"),
@@ -249,7 +249,7 @@ def test_plan_takes_slots_and_leaves_the_embedding_where_it_is_told(checkpoint: 
     command = ("plan", str(checkpoint), "--seq", "16", "--json")
     usual, more, moved = (
         json.loads(poros_command(*command, *options).stdout)
-        for options in ((), ("--slots", "3"), ("--stream-embedding",))
+        for options in ((), ("--set", "slots=3"), ("--set", "stream_embedding=true"))
     )
     assert (usual["num_slots"], more["num_slots"]) == (2, 3)
     assert usual["terms"]["embedding"] > 0 == moved["terms"]["embedding"]
@@ -259,10 +259,11 @@ def test_plan_takes_slots_and_leaves_the_embedding_where_it_is_told(checkpoint: 
 
 
 def test_plan_says_where_boundaries_are_and_what_the_check_needs(checkpoint: Path) -> None:
-    command = ("plan", str(checkpoint), "--seq", "16", "--optimizer", "sgd", "--json")
+    command = ("plan", str(checkpoint), "--seq", "16", "--set", "optimizer=sgd", "--json")
     values = json.loads(poros_command(*command).stdout)
     assert values["offload_boundaries"] is False and values["terms"]["self-check"] > 0
-    options = ("--offload-boundaries", "--no-self-check", "--optimizer", "adamw_torch")
+    fields = ("offload_boundaries=true", "self_check=false", "optimizer=adamw_torch")
+    options = [word for each in fields for word in ("--set", each)]
     others = json.loads(poros_command(*command, *options).stdout)
     assert others["offload_boundaries"] is True and "self-check" not in others["terms"]
     assert others["terms"]["optimizer"] > 0 == values["terms"]["optimizer"]
@@ -276,7 +277,7 @@ def test_plan_refuses_what_cannot_be_planned(checkpoint: Path, tmp_path: Path) -
         (("--seq", "16", "--vram", "-1GiB"), "-1GiB"),
         (("--seq", "16", "--vram", "nan"), "nan"),
         (("--seq", "100000"), "positions"),
-        (("--seq", "16", "--optimizer", "adam"), "adamw_torch_fused"),
+        (("--seq", "16", "--set", "optimizer=adam"), "adamw_torch_fused"),
         (("--seq", "16", "--copy-gb-per-s", "25"), "neither"),
         (("--seq", "16", "--device", "cpu"), "--measure"),
         (("--seq", "16", "--measure", "--device", "apples"), "apples"),

@@ -22,6 +22,7 @@ LAYERS = [
         "devices",
         "digests",
         "errors",
+        "figures",
         "labels",
         "layout",
         "nf4",

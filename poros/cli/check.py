@@ -1,4 +1,4 @@
-"""``poros check``: resident and streamed runs compared, the registry, random programs."""
+"""``poros check``: a resident and a streamed run compared, and what is on record."""
 
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -35,13 +35,6 @@ def check(
             "--registered",
             help="Show what is on record: how many and which are exact, or each whose name has "
             "MODEL_DIR in it. Checks nothing.",
-        ),
-    ] = False,
-    resident_kernels: Annotated[
-        bool,
-        typer.Option(
-            "--resident-kernels",
-            help="Compare with a resident run with our adapter kernels, not a streamed one.",
         ),
     ] = False,
     steps: Annotated[
@@ -81,22 +74,18 @@ def check(
     from poros.gates import parity
     from poros.gates.report import render
 
-    settings: dict[str, Any] = {"slots": slots, "block_size": block_size}
-    settings["resident_kernels"] = resident_kernels
-    if steps is not None:
-        settings["num_steps"] = steps
-    if adapter is not None:
-        settings["adapter"] = adapter
+    given = {"num_steps": steps, "adapter": adapter}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    settings |= {"slots": slots, "block_size": block_size}
     with readable_errors():
         if model_dir is not None:
             report = parity.check_model_dir(model_dir, **settings)
         else:
             report = parity.check_architecture(str(architecture), **settings)
-    render(report)
-    if out is not None:
-        with readable_errors():
+        render(report)
+        if out is not None:
             report.write(out)
-        typer.echo(f"report: {out}")
+            typer.echo(f"report: {out}")
     raise typer.Exit(0 if report.exact else NOT_HELD)
 
 

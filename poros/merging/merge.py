@@ -24,6 +24,7 @@ from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings
 from poros.merging.adapter import Adapter
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder
+from poros.nf4 import double_quantization
 from poros.output import require_folder
 from poros.planning.meta_model import meta_model
 
@@ -244,16 +245,9 @@ def _quantized(config: Any, dense: "PreTrainedModel", dtype: torch.dtype) -> dic
     Vision towers are left as they are: training may have left them away.
     """
     from bitsandbytes.nn import Linear4bit
-    from transformers import BitsAndBytesConfig
     from transformers.pytorch_utils import Conv1D
 
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    model = meta_model(config, settings, dtype, vision="drop")
+    model = meta_model(config, double_quantization(dtype), dtype, vision="drop")
     return {
         f"{name}.weight": isinstance(dense.get_submodule(name), Conv1D)
         for name, module in model.named_modules()

@@ -29,6 +29,8 @@ LAYERS = [
         "output",
         "reads",
         "saying",
+        "strict_json",
+        "versions",
     },
     {"graphs", "streams"},
     {"host"},

@@ -166,7 +166,7 @@ def _watch(runtime: Runtime, inventory: Inventory) -> None:
     from poros.self_check.check import SelfCheck
 
     check = SelfCheck(runtime, inventory.layers, runtime.policy.self_check)
-    runtime.watch_with(check, check.watch_bytes, check.watch_rows, check.findings)
+    runtime.watch_with(check)
 
 
 def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -> Estimate:

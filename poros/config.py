@@ -19,7 +19,7 @@ LOSSES = ("chunked", "reference")
 ADAPTER_KERNELS = ("fused", "exact", "peft")
 LORA_ORDERS = ("peft", *(f"f{first}:b{second}" for first in (1, 2) for second in range(1, 6)))
 MEASURED_PATHS = "measured:"
-DORA_TIERS = (None, "fused", "forward", "eager")
+DORA_TIERS = (None, "fused", "eager")
 ALLOW_IS_GONE = (
     "expected no such setting, found one: it is gone, because an architecture that no gate has run "
     "trains behind a warning and the self-check of its first step. Remove it"
@@ -84,8 +84,7 @@ class StreamingPolicy:
             what ``poros.use_adapter_kernels`` gives with the same ``lora_paths``; they need
             ``adapter_kernels="fused"``. A Trainer's checkpoint is resumed with its own only.
         dora_tier: Which kernels compose DoRA: ``"fused"`` has one for forward and one for backward,
-            ``"forward"`` one for forward, ``"eager"`` takes PyTorch's operators. None chooses by
-            device and size. The environment variable POROS_DORA_TIER does so for all models.
+            ``"eager"`` takes PyTorch's operators. None takes the kernels wherever they run.
         cuda_graphs: Record the visits of layers as CUDA graphs and replay them, where that gives
             the same bits (see ``poros.replay.captures``): the host then starts a layer by one call
             instead of hundreds. It takes memory, that of one layer's computation once more. None

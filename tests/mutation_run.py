@@ -35,9 +35,9 @@ CORE = tuple(
         "": "streams",
         "slots": "manager ring schedule",
         "stream": "adapters args attributes body boundary condition frozen general layer_index "
-        "offload refused_calls rng settings side_outputs state staying unchanged visit "
+        "offload rng settings state staying visit "
         "within",
-        "replay": "call captures casts facts forms recording remat routing uses",
+        "replay": "call captures facts forms recording remat routing uses",
         "model": "measuring runtime sizing",
     }.items()
     for name in names.split()

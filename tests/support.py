@@ -1,9 +1,11 @@
 """What several test files need: streamed arms under adversarial streams, and small models."""
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,9 +79,9 @@ def make_model(
     adapter: str = "lora",
     **options: Any,
 ) -> Any:
-    """``tiny.make_model``; its checkpoint is written once for all models of the same sizes."""
-    base = make_base(architecture, dropout=dropout, seed=seed, **options)
-    return attach(base, adapter, rank=rank, dropout=dropout, seed=seed + 1)
+    """``tiny.make_model``; what is equal is written, loaded and adapted once."""
+    attached = adapter, rank, dropout, seed + 1
+    return make_base(architecture, dropout=dropout, seed=seed, adapter=attached, **options)
 
 
 def make_base(
@@ -94,7 +96,52 @@ def make_base(
 ) -> Any:
     """The model of ``make_model``, without adapters."""
     folder = _checkpoint(architecture, num_layers, hidden_size, dtype, dropout, seed)
-    base = tiny.load_base(folder, dtype=dtype, **loading)
+    return loaded(folder, dtype, **loading)
+
+
+Adapter = tuple[str, int, float, int]
+"""Kind, rank, dropout and seed."""
+
+
+def loaded(folder: str, dtype: torch.dtype, adapter: Adapter | None = None, **loading: Any) -> Any:
+    """``tiny.load_base`` of a checkpoint that stays as it is, and adapters; a copy of its own."""
+    options = tuple(loading.items())
+    # Tensors of inference mode are of another kind, and memory of a GPU is measured.
+    if torch.is_inference_mode_enabled() or str(loading.get("device", "cpu")) != "cpu":
+        return _load.__wrapped__(folder, dtype, adapter, options)
+    return _copied(_load(folder, dtype, adapter, options))
+
+
+def _copied(model: Any) -> Any:
+    """A deep copy, whose 4-bit weights know their own modules; what is empty costs nothing."""
+    memo: dict[int, Any] = {id(each): object.__new__(type(each)) for each in model.modules()}
+    for module in model.modules():
+        memo[id(module)].__dict__.update(
+            {
+                key: type(value)()
+                if type(value) in (dict, OrderedDict, set) and not value
+                else deepcopy(value, memo)
+                for key, value in module.__dict__.items()
+            }
+        )
+    copy = memo[id(model)]
+    for module in copy.modules():
+        weight = getattr(module, "weight", None)
+        if getattr(weight, "module", None) is not None:
+            weight.module = module
+        if "quant_state" in module.__dict__:
+            module.quant_state = weight.quant_state
+    return copy
+
+
+@lru_cache(maxsize=16)
+def _load(folder: str, dtype: torch.dtype, adapter: Adapter | None, loading: Any) -> Any:
+    if adapter is not None:
+        kind, rank, dropout, seed = adapter
+        base = loaded(folder, dtype, **dict(loading))
+        return attach(base, kind, rank=rank, dropout=dropout, seed=seed)
+    with torch.random.fork_rng(devices=[]):
+        base = tiny.load_base(folder, dtype=dtype, **dict(loading))
     base.name_or_path = base.config.name_or_path = ""
     return base
 

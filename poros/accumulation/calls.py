@@ -1,16 +1,55 @@
-"""What a layer is called with, as far as two runs of the same code can be compared by it."""
+"""Calls of layers by the code of a loss, which goes on as if they were made; and why it may not.
 
-from enum import Enum
-from typing import Any, NamedTuple
+What a layer is called with and in is noted, as far as two runs of the same code can be compared by
+it. In place of hidden states that are not there yet the code gets what nobody may compute with.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache
 
+from poros.errors import UnsupportedModelError
+from poros.kernels.hooks import has_hooks
+from poros.stream.args import PLAIN
+from poros.stream.state import Surroundings
+from poros.stream.within import Within
+
+if TYPE_CHECKING:
+    from poros.stream.boundary import StreamedLayer
+
+OTHER_VALUES = (
+    "expected a loss that calls the model with the same values each time it is computed for a "
+    "micro-batch, found others (a loss that draws from a generator of its own, that takes the next "
+    "batch by itself, or a trainer that gives the model other batches than it was handed?). Call "
+    "backward for each micro-batch, without poros.accumulate or block-major trainers"
+)
+
+
+class NotGrouped(BaseException):
+    """These micro-batches have to run one after the other; says why.
+
+    Passes through code of users and of models, which catch errors at times: so it is none.
+
+    Attributes:
+        may_pass: Whether later ones may well go together.
+    """
+
+    def __init__(self, reason: str, *, may_pass: bool = False) -> None:
+        super().__init__(reason)
+        self.may_pass = may_pass
+
+
+class Stopped(BaseException):
+    """The model's code is as far as it is wanted: at the last layer, or at the loss."""
+
+
 INPUT = object()
 """Stands for the layer's input among its arguments."""
 _TENSOR = object()
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_FIXED = (torch.dtype, torch.device, Enum)
 
 
 class Call(NamedTuple):
@@ -52,7 +91,7 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, tuple):
         return len(left) == len(right) and all(map(_same, left, right))
     # 0.0 equals -0.0, and a NaN not itself.
-    return type(left) in _PLAIN and repr(left) == repr(right)
+    return type(left) in PLAIN and repr(left) == repr(right)
 
 
 def _marked(value: Any) -> Any:
@@ -67,4 +106,154 @@ def is_fixed(value: Any) -> bool:
     """Whether nobody can change ``value``, but for what tensors in it hold, or it is not read."""
     if isinstance(value, tuple):
         return all(map(is_fixed, value))
-    return value is INPUT or isinstance(value, (torch.Tensor, Cache, *_PLAIN, *_FIXED))
+    return value is INPUT or isinstance(value, (torch.Tensor, Cache, *PLAIN))
+
+
+class Environment(NamedTuple):
+    """What is around a call of code, at one time."""
+
+    surroundings: Surroundings
+    has_cache: bool
+    """Whether autocast keeps what it has cast."""
+    watchers: tuple[int, int, bool]
+    """How many modes see operators and functions, and whether somebody packs saved tensors."""
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "Environment":
+        """That of now, for work on ``device``."""
+        watchers = (
+            torch._C._len_torch_dispatch_stack(),
+            torch._C._len_torch_function_stack(),
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        )
+        return cls(Surroundings.capture(device), torch.is_autocast_cache_enabled(), watchers)
+
+    def entering(self, now: "Environment") -> Callable[[], AbstractContextManager[object]]:
+        """What has the body in this, where ``now`` is around; watchers left out.
+
+        Each body is an autocast region of its own.
+        """
+        if self[:2] == now[:2] and not self.surroundings.is_autocast:
+            return nullcontext
+
+        def fill(stack: ExitStack) -> None:
+            self.surroundings.enter(stack, self.has_cache)
+
+        return lambda: Within(fill)
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The hidden states that a layer is called with."""
+    value = args[0] if args else kwargs.get("hidden_states")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """In an argument of a layer; what else it may hold is refused when the layer runs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from tensors_of(each)
+
+
+def require_unheard(layer: "StreamedLayer") -> None:
+    """Raise ``NotGrouped`` if somebody listens at the layer's own door."""
+    module = layer.module()
+    if module is not None and has_hooks(module):
+        raise NotGrouped("hooks on whole layers, or on all modules")
+
+
+class Watcher:
+    """What is called in place of layers while the code of a loss runs for a micro-batch.
+
+    Args:
+        micro_batch: It runs for.
+        take: Takes the number of a call among those of one run, the layer and its arguments; gives
+            the layer's result.
+        begins: Whether the model makes room for the micro-batch.
+
+    Attributes:
+        micro_batch, begins: Likewise.
+        num_calls: So far.
+        reason: What a call has raised; kept, because code of users may catch it.
+    """
+
+    def __init__(
+        self,
+        micro_batch: Any,
+        take: Callable[[int, "StreamedLayer", tuple[Any, ...], dict[str, Any]], Any],
+        *,
+        begins: bool = False,
+    ) -> None:
+        self.micro_batch = micro_batch
+        self.begins = begins
+        self.num_calls = 0
+        self.reason: NotGrouped | UnsupportedModelError | None = None
+        self._take = take
+
+    def call(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In place of the forward of a layer."""
+        try:
+            found = self._take(self.num_calls, layer, args, kwargs)
+        except (NotGrouped, UnsupportedModelError) as reason:
+            self.reason = reason
+            raise
+        self.num_calls += 1
+        return found
+
+
+@contextmanager
+def watching(layers: Sequence["StreamedLayer"], watcher: Watcher) -> Iterator[None]:
+    """Have ``watcher`` called in place of layers. It is held here alone: with this it goes."""
+    context = layers[0].context
+    if context.in_place is not None and context.in_place() is not None:
+        raise NotGrouped("micro-batches within micro-batches")
+    context.in_place = weakref.ref(watcher)
+    try:
+        yield
+    finally:
+        context.in_place = None
+
+
+class Unread(torch.Tensor):
+    """Stands for what a layer would return, until it has: nobody may compute with it."""
+
+    owner: Callable[[], Any]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, owner: Any) -> "Unread":
+        found: Unread = tensor.detach().as_subclass(cls)
+        found.owner = weakref.ref(owner)
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _FORMS or func in _ACCESSORS:
+            return super().__torch_function__(func, types, args, kwargs)
+        owners = [each.owner() for each in args if isinstance(each, Unread)]
+        if any(owner is not None and owner.is_watched for owner in owners):
+            raise NotGrouped("the model does something to hidden states between its layers")
+        raise UnsupportedModelError(
+            "expected hidden states to pass from layer to layer, found some that were kept, of "
+            "micro-batches that went through the layers together. Call backward for each "
+            "micro-batch, without poros.accumulate or block-major trainers"
+        )
+
+
+_FORMS = frozenset({torch.Tensor.size, torch.Tensor.dim, torch.Tensor.__len__})
+_ACCESSORS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "layout",
+        "_version",
+    )
+)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from poros.accumulation.calls import NotGrouped
 from poros.accumulation.micro_batch import Differentiate, backward
-from poros.accumulation.reasons import NotGrouped
 
 
 class Ranks:

@@ -20,7 +20,6 @@ Source:
     generators that count what they have given (Salmon et al. 2011, Philox).
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,13 +28,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from poros.accumulation.calls import OTHER_VALUES, Environment, NotGrouped
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.draws import NONE, Draws, between, later
+from poros.accumulation.draws import DrawTable, between, later
 from poros.accumulation.gradients import Gradients, Watch
 from poros.accumulation.head import SharedHead
 from poros.accumulation.micro_batch import MicroBatch
-from poros.accumulation.reasons import OTHER_VALUES, NotGrouped
-from poros.accumulation.surroundings import Surroundings
 from poros.accumulation.unchanged import Around, Modules
 from poros.errors import RematerializationError, UnsupportedModelError
 from poros.stream.rng import RngStash, Start
@@ -45,62 +43,9 @@ if TYPE_CHECKING:
     from poros.stream.boundary import StreamedLayer
     from poros.stream.condition import Condition
 
-_MOST_MISSES = 4
-"""Of the plan for one shape, until its micro-batches run one after the other."""
-
 
 class _Mispredicted(Exception):
     """A layer has left another random state than was planned."""
-
-
-class DrawTable:
-    """What layers have drawn so far, by their kind and the shapes they were called with."""
-
-    def __init__(self) -> None:
-        self._layers: dict[Hashable, Draws] = {}
-        self._tails: dict[Hashable, Draws] = {}
-        self._tail_in_layers: tuple[Draws, Draws] | None = None
-        """Of the latest shape that was found out: behind the last layer, and in the first."""
-        self._misses: Counter[Hashable] = Counter()
-
-    def of_layer(self, kind: Hashable, shape: Hashable) -> Draws | None:
-        return self._layers.get((kind, shape))
-
-    def of_tail(self, shape: Hashable, first: Draws) -> Draws:
-        """What comes behind the last layer.
-
-        For a shape that is new, nothing; or, if it was anything before, as much in terms of what
-        the first layer draws: a pass of a reference model draws with all of its layers.
-        """
-        known = self._tails.get(shape)
-        if known is not None or self._tail_in_layers is None:
-            return known or NONE
-        tail, layer = self._tail_in_layers
-        return Draws(*(b and c * a // b for a, b, c in zip(tail, layer, first, strict=True)))
-
-    def note_layer(self, kind: Hashable, shape: Hashable, draws: Draws | None) -> None:
-        self._note(self._layers, (kind, shape), shape, draws)
-
-    def note_tail(self, shape: Hashable, draws: Draws | None, first: Draws) -> None:
-        self._note(self._tails, shape, shape, draws)
-        if draws is not None:
-            self._tail_in_layers = draws, first
-
-    def require_predictable(self, shape: Hashable) -> None:
-        if self._misses[shape] >= _MOST_MISSES:
-            raise NotGrouped("what is drawn at random does not depend on shapes alone")
-
-    def _note(
-        self,
-        table: dict[Hashable, Draws],
-        place: Hashable,
-        shape: Hashable,
-        draws: Draws | None,
-    ) -> None:
-        if place in table or draws is None:
-            self._misses[shape] += 1 if draws is not None else _MOST_MISSES
-        if draws is not None:
-            table[place] = draws
 
 
 class Group:
@@ -249,7 +194,7 @@ class Group:
     def _forward(self, runs: Sequence[Callable[[], Any]]) -> None:
         self._batches = []
         conditions: list[Condition] = []
-        around = Surroundings.capture(self._layers[0].device)
+        around = Environment.capture(self._layers[0].device)
         for run in runs:
             batch = MicroBatch(self._layers, around, conditions)
             with self._ahead():
@@ -261,7 +206,7 @@ class Group:
                 raise NotGrouped("the loss changes which parameters are trained")
             if not self._around.is_same():
                 raise NotGrouped("the model's code changes the model")
-            if Surroundings.capture(self._layers[0].device) != around:
+            if Environment.capture(self._layers[0].device) != around:
                 raise NotGrouped("the loss changes settings of PyTorch")
             self._table.require_predictable(batch.key)
             self._run_first(batch, conditions[0])

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from poros.accumulation.reasons import Stopped
-from poros.accumulation.surroundings import Surroundings
+from poros.accumulation.calls import Environment, Stopped
 from poros.errors import RematerializationError
 from poros.head.loss import Asked
 from poros.head.online import Online
@@ -29,12 +28,12 @@ from poros.head.slices import SliceReader
 class _Note(NamedTuple):
     asked: Asked
     online: Online
-    surroundings: Surroundings
+    environment: Environment
 
     @classmethod
     def of(cls, asked: Asked) -> "_Note":
         online = asked.given.online(asked.hidden)
-        return cls(asked, online, Surroundings.capture(asked.hidden.device))
+        return cls(asked, online, Environment.capture(asked.hidden.device))
 
 
 class SharedHead:
@@ -75,10 +74,10 @@ class SharedHead:
                 by_width[note.asked.given.width].append(note)
         with torch.no_grad():
             for width, notes in by_width.items():
-                now = Surroundings.capture(notes[0].asked.hidden.device)
+                now = Environment.capture(notes[0].asked.hidden.device)
                 for first, rows in self._reader(width):
-                    for asked, online, surroundings in notes:
-                        with surroundings.entering(now)():
+                    for asked, online, environment in notes:
+                        with environment.entering(now)():
                             online.add(first, rows, asked.bias, asked.added, asked.given.steps)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Gradient accumulation for a training loop of one's own."""
+"""Gradient accumulation: the micro-batches of a step, taken in turn, and as a call of one's own."""
 
 import logging
 from collections import Counter
@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from poros.accumulation.calls import NotGrouped
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.group import DrawTable, Group
+from poros.accumulation.draws import DrawTable
+from poros.accumulation.group import Group
 from poros.accumulation.head import SharedHead
-from poros.accumulation.reasons import NotGrouped
 from poros.accumulation.unchanged import Modules
 from poros.errors import VRAMBudgetError
 from poros.model.runtime import Runtime, find_runtime
@@ -81,59 +82,93 @@ def accumulate(
     """
     todo = list(batches)
     compute = loss or partial(_own_loss, num_batches=len(todo))
-    found: list[torch.Tensor] = []
-    ranks = Ranks(model)
-    runtime = find_runtime(model)
 
-    def step(batch: Any) -> torch.Tensor:
+    def run(batch: Any) -> torch.Tensor:
         value = compute(model, batch)
         value.backward()
         return value.detach()
 
-    is_alone = runtime is None
-    while runtime is not None and not is_alone and len(todo) > 1:
-        group = begin_group(runtime, ranks, compute, todo, [loss])
-        if group is None:
-            break
-        losses, is_alone = _tails(group, runtime, ranks, step, todo)
-        found += losses
-        todo = todo[len(losses) :]
-    for number, batch in enumerate(todo):
-        with nullcontext() if number == len(todo) - 1 else ranks.no_sync():
-            found.append(step(batch))
+    ranks = Ranks(model)
+    samples, step = Samples(todo), Step(lambda: find_runtime(model), ranks, compute, run, [loss])
+    found: list[torch.Tensor] = []
+    try:
+        for number in range(1, len(todo) + 1):
+            is_last = number == len(todo)
+            with nullcontext() if is_last else ranks.no_sync():
+                found.append(samples.take(step, is_last))
+    except BaseException:
+        samples.finish()
+        raise
     return found
 
 
-def _tails(
-    group: Group,
-    runtime: Runtime,
-    ranks: Ranks,
-    step: Callable[[Any], torch.Tensor],
-    batches: list[Any],
-) -> tuple[list[torch.Tensor], bool]:
-    """The losses of a group, which are the first of ``batches``; whether all others run alone.
+class Step(NamedTuple):
+    """How micro-batches of a model are computed."""
 
-    A batch whose loss has begun, and has to begin anew, is put back as it was.
+    find: Callable[[], Runtime | None]
+    """Gives the runtime of the model; None if they run one after the other."""
+    ranks: Ranks
+    """It is trained on."""
+    compute: Loss
+    """Computes a loss of the model that is prepared, without what wraps it."""
+    run: Callable[[Any], torch.Tensor]
+    """Computes the loss of a micro-batch and calls its backward."""
+    code: Sequence[Any]
+    """Of the user, that ``compute`` runs; see ``of_code``."""
+
+
+class Samples:
+    """The micro-batches of one optimizer step, on their way.
+
+    Whoever takes them calls ``finish`` if not all are taken, after an error or Ctrl-C too: those
+    before have their gradients then, as one after the other.
     """
-    found: list[torch.Tensor] = []
-    is_alone = False
-    try:
-        while not group.is_over:
-            number = len(found)
-            spare, is_last = batches[number], number == len(batches) - 1
-            spare = copy_of(spare)  # which may fail, and then it is there as it is
-            with nullcontext() if is_last else ranks.no_sync(), group.tail(is_last):
-                value = step(batches[number])
-            found.append(value)
-    except NotGrouped as reason:
-        note_alone(runtime, str(reason), for_good=not reason.may_pass)
-        batches[number], is_alone = spare, True
-    except BaseException:
-        # Those before it have their gradients, as one after the other: after Ctrl-C too.
-        group.backward()
-        raise
-    group.backward()
-    return found, is_alone
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self._todo = list(samples)
+        self._group: Group | None = None
+        self._runtime: Runtime | None = None
+        self._is_alone = False
+
+    def is_next(self, batch: Any) -> bool:
+        """Whether this is the micro-batch that comes now."""
+        return bool(self._todo) and self._todo[0] is batch
+
+    def take(self, step: Step, is_last: bool) -> torch.Tensor:
+        """The loss of the next micro-batch; its gradients with those of its group.
+
+        Args:
+            step: How it is computed; the same for all.
+            is_last: Whether the optimizer's step comes behind it.
+        """
+        if self._group is None and not self._is_alone and len(self._todo) > 1 and not is_last:
+            self._runtime = step.find()
+            if self._runtime is not None:
+                self._group = begin_group(self._runtime, step, self._todo)
+            self._is_alone = self._group is None
+        spare = batch = self._todo.pop(0)
+        group = self._group
+        if group is None:
+            return step.run(batch)
+        try:
+            spare = copy_of(batch)  # which may fail, and then it is there as it is
+            with group.tail(is_last):
+                loss = step.run(batch)
+        except NotGrouped as reason:
+            self._is_alone = True
+            note_alone(self._runtime, str(reason), for_good=not reason.may_pass)
+            self.finish()
+            # What the loss has edited, or taken out, is there again.
+            return step.run(spare)
+        if group.is_over or is_last:
+            self.finish()
+        return loss
+
+    def finish(self) -> None:
+        """No more micro-batches of the group come: have the gradients of those that have."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.backward()
 
 
 def _on_copy(compute: Loss, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -167,17 +202,10 @@ class _Clones(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def begin_group(
-    runtime: Runtime, ranks: Ranks, compute: Loss, batches: Sequence[Any], code: Sequence[Any]
-) -> Group | None:
+def begin_group(runtime: Runtime, step: Step, batches: Sequence[Any]) -> Group | None:
     """A group whose layers have run; None if these micro-batches have to run one after the other.
 
-    Args:
-        runtime: Of the model.
-        ranks: It is trained on.
-        compute: Computes a loss of the model that is prepared, without what wraps it.
-        batches: Of each micro-batch; ``compute`` is called with copies.
-        code: Of the user, that ``compute`` runs; see ``of_code``.
+    ``step.compute`` is called with copies of ``batches``.
     """
     history = _history(runtime)
     if history.is_alone_for is not None:
@@ -186,6 +214,7 @@ def begin_group(
     if runtime.sizer.is_quicker_alone:
         runtime.share_dense()  # with nobody, any more
         return None
+    ranks = step.ranks
     try:
         ranks.require_together()
         modules = history.modules(ranks.inner)
@@ -194,12 +223,12 @@ def begin_group(
             list(runtime.streamed_layers()),
             history.table,
             ranks,
-            code,
+            step.code,
             history.head(runtime),
             is_known=history.num_groups > 0,
             make_room=runtime.share_dense,
         )
-        runs = [partial(_on_copy, compute, ranks.inner, each) for each in batches]
+        runs = [partial(_on_copy, step.compute, ranks.inner, each) for each in batches]
         _forward(runtime, group, runs)
     except NotGrouped as reason:
         note_alone(runtime, str(reason))

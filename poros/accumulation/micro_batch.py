@@ -22,27 +22,31 @@ Note: Cuts
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
-from poros.accumulation.calls import INPUT, Call, is_fixed
-from poros.accumulation.cuts import Cut, Unread
-from poros.accumulation.draws import NONE
-from poros.accumulation.reasons import OTHER_VALUES, NotGrouped, Stopped
-from poros.accumulation.surroundings import Surroundings
-from poros.accumulation.watching import (
-    Collector,
-    Passer,
+from poros.accumulation.calls import (
+    INPUT,
+    OTHER_VALUES,
+    Call,
+    Environment,
+    NotGrouped,
+    Stopped,
+    Unread,
+    Watcher,
     input_of,
+    is_fixed,
     require_unheard,
     tensors_of,
     watching,
 )
+from poros.accumulation.draws import NONE
 from poros.errors import PorosError, UnsupportedModelError
-from poros.replay.casts import confines_autocast
+from poros.stream.args import is_shared_mapping, recorded_outputs
 from poros.stream.rng import RngStash, Start
-from poros.stream.side_outputs import is_recording, shared_mappings
 
 if TYPE_CHECKING:
     from poros.stream.boundary import StreamedLayer
@@ -63,6 +67,70 @@ def backward(
     torch.autograd.backward([edge], [gradient])
 
 
+class Cut:
+    """A value that passes from one part of the graph to the next, and its gradient back.
+
+    Args:
+        value: Behind the graph that has made it.
+        needs_gradient: Whether anything in that graph is trained.
+
+    Attributes:
+        gradient: What has arrived in backward; None before.
+        anchor: A leaf below the cut, which gets no gradient.
+        is_spent: Whether the gradient was handed on.
+    """
+
+    def __init__(self, value: torch.Tensor, needs_gradient: bool) -> None:
+        self.gradient: torch.Tensor | None = None
+        self.anchor: torch.Tensor | None = None
+        self.needs_gradient = needs_gradient
+        self.is_spent = False
+        self._values = [value]
+
+    def look(self) -> torch.Tensor:
+        """The value, which stays; nothing comes back from it."""
+        return self._values[-1].detach().requires_grad_(self.needs_gradient)
+
+    def take(self, trained: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """The value, behind the cut; for once, since it may be freed from then on.
+
+        Args:
+            trained: Parameters before the cut: whoever asks for their gradients alone is refused.
+        """
+        value = self._values.pop()
+        if not self.needs_gradient:
+            return value
+        self.anchor = torch.empty(0, device=value.device, requires_grad=True)
+        taken: torch.Tensor = _Taken.apply(self.anchor, [value], self, *trained)
+        return taken
+
+
+class _Taken(torch.autograd.Function):
+    """The value of a ``Cut``; its gradient goes there and no further."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, values: list[torch.Tensor], cut: Cut, *trained: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.cut, ctx.has_trained = cut, bool(trained)
+        return values[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, ...]:
+        node = get_gradient_edge(ctx.cut.anchor).node
+        if ctx.has_trained and not torch._C._will_engine_execute_node(node):
+            raise NotGrouped("the loss takes gradients of single parameters itself")
+        if ctx.cut.gradient is not None or ctx.cut.is_spent:
+            raise UnsupportedModelError(
+                "expected one backward for each micro-batch, found a second one through the last "
+                "layer's result. Call backward for each micro-batch, without poros.accumulate or "
+                "block-major trainers"
+            )
+        ctx.cut.gradient = gradient
+        return (None,) * len(ctx.needs_input_grad)
+
+
 class MicroBatch:
     """One micro-batch on its way through the layers.
 
@@ -72,7 +140,6 @@ class MicroBatch:
         conditions: Of the layers, as the first micro-batch of a group has found them.
 
     Attributes:
-        plain: What layers are called with but for tensors.
         start: The random states at which the model's code begins.
         differs: Whether layers were called with other values the second time: bools on the device.
         states: Random states before each layer, and behind the last; planned from the second on.
@@ -83,11 +150,11 @@ class MicroBatch:
     def __init__(
         self,
         layers: Sequence["StreamedLayer"],
-        around: Surroundings,
+        around: Environment,
         conditions: list["Condition"],
     ) -> None:
         self._trained: Sequence[torch.Tensor] = ()
-        self._around = self._surroundings = around
+        self._around = self._environment = around
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
         self.differs: list[torch.Tensor] = []
@@ -95,13 +162,16 @@ class MicroBatch:
         """All that layers are called with, in order."""
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
         """Distinct tensors that layers are called with, and their versions."""
+        self._given_again: list[torch.Tensor] = []
+        """All that layers are called with the second time."""
         self.states: list[RngStash] = []
         self.first_draws = NONE
         self.key: Any = None
         self._layers = layers
         self._device = layers[0].device
         self._calls: list[Call] = []
-        self.plain: list[Call] = []
+        self._plain: list[Call] = []
+        """The same but for tensors, kept for the second time."""
         self._given: torch.Tensor | None = None
         self._version = 0
         self._cuts: list[Cut] = []
@@ -111,10 +181,6 @@ class MicroBatch:
         """Whether the loss has sent a gradient past all layers, to what the first one is given."""
         self._entering: Callable[[], AbstractContextManager[object]] = nullcontext
         self._is_confined = False
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
 
     @property
     def is_watched(self) -> bool:
@@ -131,7 +197,7 @@ class MicroBatch:
         Raises:
             NotGrouped: If it is not what it must be like.
         """
-        watcher = Collector(self)
+        watcher = Watcher(self, self._note, begins=True)
         with watching(self._layers, watcher):
             try:
                 run()
@@ -150,9 +216,10 @@ class MicroBatch:
                 raise watcher.reason
         raise NotGrouped("the model does not call all of its layers with gradients enabled")
 
-    def note(self, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _note(
+        self, index: int, layer: "StreamedLayer", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A call of the model's code; gives the input on, as if the layer had done nothing."""
-        index = len(self._calls)
         given = input_of(args, kwargs)
         if layer is not self._layers[index] or given is None:
             raise NotGrouped("the model does not call its layers once each, in order")
@@ -164,22 +231,19 @@ class MicroBatch:
         self._require_same_around()
         if any(
             each is not given and each.requires_grad
-            for value in (*args, *kwargs.values())
-            for each in tensors_of(value)
+            for each in tensors_of((*args, *kwargs.values()))
         ):
             raise NotGrouped("layers are given other tensors that need gradients")
-        if shared_mappings(kwargs):
+        if any(map(is_shared_mapping, kwargs.values())):
             raise NotGrouped("layers share tensors")
-        for value in (*args, *kwargs.values()):
-            for each in tensors_of(value):
-                if not isinstance(each, Unread):
-                    self._given_tensors.append(each)
-                    self._seen.setdefault(id(each), (each, each._version))
+        for each in _read(args, kwargs):
+            self._given_tensors.append(each)
+            self._seen.setdefault(id(each), (each, each._version))
         call = Call.of(args, kwargs, given)
         if not is_fixed((*call.args, *call.kwargs.values())):
             raise NotGrouped("layers are given objects that may change")
         self._calls.append(call)
-        self.plain.append(call.without_tensors())
+        self._plain.append(call.without_tensors())
         if len(self._calls) == len(self._layers):
             self._given = None
             raise Stopped
@@ -200,22 +264,18 @@ class MicroBatch:
             raise NotGrouped("layers that change from one micro-batch to the next")
 
     def _begin(self, given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_recording():
+        if recorded_outputs():
             raise NotGrouped("outputs of layers are recorded")
         self.states = [RngStash.capture(self._device)]
         self._given, self._version = given, given._version
-        self._surroundings = surroundings = Surroundings.capture(self._device)
-        if surroundings.watchers != self._around.watchers:
+        self._environment = environment = Environment.capture(self._device)
+        if environment.watchers != self._around.watchers:
             raise NotGrouped("somebody watches operators or packs saved tensors within the loss")
-        self._entering = surroundings.entering(self._around)
-        self._is_confined = confines_autocast(self._layers[0].context)
+        self._entering = environment.entering(self._around)
+        self._is_confined = self._layers[0].context.confines_autocast()
         self.key = (
-            tuple(
-                (each.shape, each.dtype)
-                for value in (*args, *kwargs.values())
-                for each in tensors_of(value)
-            ),
-            surroundings.autocast,
+            tuple((each.shape, each.dtype) for each in tensors_of((*args, *kwargs.values()))),
+            environment.surroundings.autocast,
         )
         # What is known of the input behind the model's code is its value and whether it needs a
         # gradient; the code itself, and a trained embedding, come again.
@@ -239,7 +299,7 @@ class MicroBatch:
         if not isinstance(result, torch.Tensor):
             raise NotGrouped("layers return more than hidden states")
         # Not the result itself: it may wait for its backward on the host.
-        edge = torch.autograd.graph.get_gradient_edge(result) if result.requires_grad else None
+        edge = get_gradient_edge(result) if result.requires_grad else None
         self._edges.append(edge)
         self._cuts.append(Cut(result.detach(), result.requires_grad))
 
@@ -282,11 +342,10 @@ class MicroBatch:
             todo += [following for following, _ in node.next_functions]
         return found
 
-    def compare(self, given: Sequence[torch.Tensor], is_known: bool) -> None:
+    def _compare(self, is_known: bool) -> None:
         """Have what layers are called with the second time compared with the first time.
 
         Args:
-            given: All tensors that layers are called with, in order.
             is_known: Whether the loss is known to call the model alike: then the host does not wait
                 for the device, and ``differs`` says it later.
 
@@ -294,7 +353,7 @@ class MicroBatch:
             UnsupportedModelError: If they differ and that can be said now. What else the code has
                 done cannot be taken back, so they cannot run one after the other either.
         """
-        before = self._given_tensors
+        before, given = self._given_tensors, self._given_again
         forms = [[(each.shape, each.dtype) for each in tensors] for tensors in (before, given)]
         if forms[0] != forms[1]:
             raise UnsupportedModelError(OTHER_VALUES)
@@ -320,7 +379,8 @@ class MicroBatch:
     def look_ahead(self, run: Callable[[], Any]) -> bool:
         """Run the model's code behind its layers up to where it is stopped; whether it was."""
         self.start.restore()
-        with watching(self._layers, Passer(self, is_ahead=True)):
+        self._given_again = []
+        with watching(self._layers, Watcher(self, partial(self._pass_by, is_ahead=True))):
             try:
                 run()
             except Stopped:
@@ -332,20 +392,20 @@ class MicroBatch:
         """Run the model's code again in the body: it passes the layers by.
 
         Args:
-            is_known: See ``compare``.
+            is_known: See ``_compare``.
             trained: See ``Cut.take``.
         """
-        self._trained = trained
-        watcher = Passer(self, is_known=is_known)
+        self._trained, self._given_again = trained, []
+        watcher = Watcher(self, partial(self._pass_by, is_known=is_known))
         with watching(self._layers, watcher):
             yield
-        self._given_tensors, self._seen = [], {}
+        self._given_tensors, self._given_again, self._seen = [], [], {}
         if watcher.reason is not None:
             raise watcher.reason
-        if watcher.place != len(self._layers):
+        if watcher.num_calls != len(self._layers):
             raise UnsupportedModelError(
-                f"expected a loss that calls the model as it did before, found {watcher.place} of "
-                f"its {len(self._layers)} layers called. Call backward for each micro-batch, "
+                f"expected a loss that calls the model as it did before, found {watcher.num_calls} "
+                f"of its {len(self._layers)} layers called. Call backward for each micro-batch, "
                 "without poros.accumulate or block-major trainers"
             )
 
@@ -353,18 +413,35 @@ class MicroBatch:
         """Raise ``NotGrouped`` unless a layer is called in what was around the first one."""
         if not RngStash.capture(self._device).equals(self.states[0]):
             raise NotGrouped("the model draws random numbers between its layers")
-        if Surroundings.capture(self._device) != self._surroundings:
+        if Environment.capture(self._device) != self._environment:
             raise NotGrouped("the model changes autocast or settings between its layers")
 
-    def hand_on(self, place: int, layer: "StreamedLayer", given: Any, is_ahead: bool) -> Any:
-        """The layer at ``place`` is called by the model's code; what it gets.
+    def _pass_by(
+        self,
+        place: int,
+        layer: "StreamedLayer",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_ahead: bool = False,
+        is_known: bool = True,
+    ) -> Any:
+        """A call of the model's code again; gives what the last layer has given, at the last.
 
-        ``is_ahead``: not for good, so without a graph.
+        ``is_ahead``: not for good, so without a graph. ``is_known``: see ``_compare``.
         """
+        layer.drop_caches(args, kwargs)
+        given = input_of(args, kwargs)
+        call = Call.of(args, kwargs, given).without_tensors()
+        if place < len(self._layers) and not call.is_like(self._plain[place]):
+            raise UnsupportedModelError(OTHER_VALUES)
+        self._given_again += _read(args, kwargs)
+        if place == len(self._layers) - 1:
+            self._compare(is_known)
         if place >= len(self._layers) or layer is not self._layers[place] or given is None:
             raise NotGrouped("the model runs more than once with gradients for one loss")
         if place == 0:
-            if Surroundings.capture(self._device) != self._surroundings:
+            if Environment.capture(self._device) != self._environment:
                 raise NotGrouped("autocast or settings are others when the model runs again")
             if not RngStash.capture(self._device).equals(self.states[0]):
                 raise NotGrouped("the model draws other random numbers when it runs again")
@@ -383,3 +460,9 @@ class MicroBatch:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a layer is called with, but for what stands for hidden states."""
+    found = tensors_of((*args, *kwargs.values()))
+    return [each for each in found if not isinstance(each, Unread)]

@@ -7,24 +7,17 @@ scaled and noted down is the trainer's; the layers' backwards come with the last
 trainer exchanges gradients between ranks in that one alone.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
 from poros.accumulation.distributed import Ranks
-from poros.accumulation.loop import begin_group, copy_of, note_alone
-from poros.accumulation.reasons import NotGrouped
+from poros.accumulation.loop import Samples, Step, note_alone
 from poros.head.regularized import RegularizedLoss
 from poros.model.runtime import Runtime, find_runtime
-
-if TYPE_CHECKING:
-    from poros.accumulation.group import Group
-
-Step = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class BlockMajorMixin:
@@ -44,13 +37,13 @@ class BlockMajorMixin:
         ``poros.accumulate`` for what the code of a loss must be like, and for what is not seen.
     """
 
-    _samples: "_Samples | None" = None
+    _samples: Samples | None = None
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's own; notes the micro-batches of the step that begins."""
         self._end_samples()
         found = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        self._samples = _Samples(found[0])
+        self._samples = Samples(found[0])
         return found
 
     def training_step(
@@ -72,9 +65,12 @@ class BlockMajorMixin:
             optimizer.train()  # first of all, as in a step of the trainer's: some edit weights
         try:
             code = own, self.compute_loss, self.compute_loss_func  # type: ignore[attr-defined]
-            return samples.step(model, plain, code, self._is_synced())
+            find, run = partial(_prepared, model), partial(plain, model)
+            step = Step(find, Ranks(model), plain, run, code)
+            accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+            return samples.take(step, is_last=bool(accelerator.sync_gradients))
         except BaseException:
-            self._samples = None
+            self._end_samples()
             raise
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,15 +81,11 @@ class BlockMajorMixin:
         finally:
             self._end_samples()
 
-    def _is_synced(self) -> bool:
-        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        return bool(accelerator.sync_gradients)
-
     def _end_samples(self) -> None:
-        """A step was left before its last micro-batch: have the gradients that belong to it."""
+        """If a step was left before its last micro-batch, have the gradients that belong to it."""
         samples, self._samples = self._samples, None
         if samples is not None:
-            samples.end()
+            samples.finish()
 
 
 class PorosTrainer(BlockMajorMixin, Trainer):
@@ -120,74 +112,10 @@ class PorosTrainer(BlockMajorMixin, Trainer):
             self.label_smoother: Any = RegularizedLoss(smoother, z_loss)
 
 
-class _Samples:
-    """The micro-batches of one optimizer step, on their way."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self._todo = list(samples)
-        self._group: Group | None = None
-        self._runtime: Runtime | None = None
-        self._is_alone = False
-
-    def is_next(self, inputs: Any) -> bool:
-        return bool(self._todo) and self._todo[0] is inputs
-
-    def step(
-        self, model: nn.Module, plain: Step, code: Sequence[Any], is_synced: bool
-    ) -> torch.Tensor:
-        """The loss of the next micro-batch; its gradients with those of its group.
-
-        Args:
-            model: As the trainer calls it.
-            plain: The trainer's own step.
-            code: What that runs; see ``of_code``.
-            is_synced: Whether the optimizer's step comes behind it.
-        """
-        if self._group is None and not self._is_alone and len(self._todo) > 1 and not is_synced:
-            self._begin(model, plain, code)
-        spare = inputs = self._todo.pop(0)
-        group = self._group
-        if group is None:
-            return plain(model, inputs)
-        try:
-            spare = copy_of(inputs)
-            with group.tail(is_synced):
-                loss = plain(model, inputs)
-        except NotGrouped as reason:
-            self._is_alone = True
-            note_alone(self._runtime, str(reason), for_good=not reason.may_pass)
-            self._finish()
-            # What the loss has edited, or taken out, is there again.
-            return plain(model, spare)
-        except BaseException:
-            self._finish()
-            raise
-        if group.is_over or is_synced:
-            self._finish()
-        return loss
-
-    def end(self) -> None:
-        """No more micro-batches come, though some were expected."""
-        self._finish()
-
-    def _begin(self, model: nn.Module, plain: Step, code: Sequence[Any]) -> None:
-        self._runtime = runtime = find_runtime(model)
-        self._is_alone = True
-        if runtime is None or not _is_prepared(model, runtime):
-            return
-        self._group = begin_group(runtime, Ranks(model), plain, self._todo, code)
-        self._is_alone = self._group is None
-
-    def _finish(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.backward()
-
-
-def _is_prepared(model: nn.Module, runtime: Runtime) -> bool:
-    """Whether ``model`` is the prepared one, in nothing that has backwards of its own."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    if runtime.context.is_model(inner):
-        return True
+def _prepared(model: nn.Module) -> Runtime | None:
+    """The runtime of ``model``; None if it is within something that has backwards of its own."""
+    runtime = find_runtime(model)
+    if runtime is None or runtime.context.is_model(Ranks(model).inner):
+        return runtime
     note_alone(runtime, f"a model within a {type(model).__name__}")
-    return False
+    return None

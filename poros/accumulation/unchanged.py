@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from poros.accumulation.names import Names, attributes, of_code
 from poros.errors import UnsupportedModelError
+from poros.stream.layer_index import values_of
 
 _SMALL_NUM_BYTES = 2**20
 """Of buffers that are copied, to be put back."""
@@ -55,9 +55,7 @@ class Modules:
         # Of bitsandbytes' weights each look at an attribute would be a call of Python.
         with torch._C.DisableTorchFunctionSubclass():
             return [
-                each
-                for each in chain.from_iterable(map(dict.values, filter(None, self._tables)))
-                if each is not None and each.requires_grad
+                each for each in values_of(self._tables) if each is not None and each.requires_grad
             ]
 
     def have_shared(self) -> bool:
@@ -87,8 +85,7 @@ class Modules:
         return set(map(id, now)) != wanted
 
     def _children_now(self) -> list[int]:
-        tables = filter(None, self._child_tables)
-        return list(map(id, chain.from_iterable(map(dict.values, tables))))
+        return list(map(id, values_of(self._child_tables)))
 
 
 class Around:

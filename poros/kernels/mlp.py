@@ -1,24 +1,13 @@
 """Feed-forward modules of models that compute their gated activation by one operator of ours.
 
-Recognised are classes whose own forward is, as written, of the form
-
-    self.down(self.activation(self.gate(x)) * self.up(x))
-
-as in Llama, Mistral, Qwen, Gemma, OLMo and others, or, as in Phi-3 and GLM,
-
-    both = self.gate_up(x)
-    gate, up = both.chunk(2, dim=-1)
-    self.down(up * self.activation(gate))
-
-All parts are called as modules, as before.
+Recognised are classes whose own forward compiles to the same bytecode as one of ``_FORMS`` below,
+by whatever names: those of Llama, Mistral, Qwen, Gemma, OLMo and others are of the first two forms,
+those of Phi-3 and GLM of the third. All parts are called as modules, as before.
 """
 
-import ast
-import inspect
-import re
-import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,19 +21,6 @@ from poros.kernels.hooks import has_hooks
 _ACTIVATIONS = (nn.SiLU, SiLUActivation, nn.GELU, GELUTanh, nn.ReLU)
 """Functions of their argument alone."""
 
-_FORMS = [
-    re.compile(
-        r"return self\.(?P<down>\w+)\(self\.(?P<activation>\w+)\(self\.(?P<gate>\w+)\("
-        r"(?P<input>\w+)\)\) \* self\.(?P<up>\w+)\((?P=input)\)\)"
-    ),
-    re.compile(
-        r"(?P<both>\w+) = self\.(?P<gate>\w+)\((?P<input>\w+)\)\n"
-        r"(?P<first>\w+), (?P<second>\w+) = (?P=both)\.chunk\(2, dim=-1\)\n"
-        r"(?P<product>\w+) = (?P=second) \* self\.(?P<activation>\w+)\((?P=first)\)\n"
-        r"return self\.(?P<down>\w+)\((?P=product)\)"
-    ),
-]
-
 
 class Names(NamedTuple):
     """Under which names a module holds its parts."""
@@ -54,6 +30,25 @@ class Names(NamedTuple):
     gate: str
     up: str | None
     """None if one projection gives both."""
+
+
+def _direct(self: Any, input: Any) -> Any:
+    return self.down(self.activation(self.gate(input)) * self.up(input))
+
+
+def _named(self: Any, input: Any) -> Any:
+    result = self.down(self.activation(self.gate(input)) * self.up(input))
+    return result
+
+
+def _in_one(self: Any, input: Any) -> Any:
+    up = self.gate_up(input)
+    gate, up = up.chunk(2, dim=-1)
+    up = up * self.activation(gate)
+    return self.down(up)
+
+
+_FORMS = (_direct, _named, _in_one)
 
 
 class _Forward(Forward):
@@ -120,27 +115,21 @@ def take_over(modules: Iterable[nn.Module]) -> None:
 @cache
 def names_in(forward: Callable[..., Any]) -> Names | None:
     """The parts of a module that has this forward; None if it is not a gated feed-forward."""
-    if not inspect.isfunction(forward) or forward.__qualname__ != forward.__code__.co_qualname:
-        return None  # something wrapped around another function, which has taken its names
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+    if not isinstance(forward, FunctionType) or forward.__defaults__:
         return None
-    if not isinstance(function, ast.FunctionDef) or len(function.args.args) != 2:
-        return None
-    if function.decorator_list:
-        return None
-    statements = function.body[1:] if ast.get_docstring(function) else function.body
-    match statements:
-        case [ast.Assign([ast.Name(first)], value), ast.Return(ast.Name(second))]:
-            if first == second:
-                statements = [ast.Return(value)]
-    written = "\n".join(map(ast.unparse, statements))
+    code = forward.__code__
     for form in _FORMS:
-        found = form.fullmatch(written)
-        if found is not None and function.args.args[1].arg == found["input"]:
-            parts = found.groupdict()
-            # One name for both of the halves would be the second alone.
-            if parts.get("first") is None or parts["first"] != parts["second"]:
-                return Names(parts["down"], parts["activation"], parts["gate"], parts.get("up"))
+        if _shape_of(code) == _shape_of(form.__code__):
+            by_role = dict(zip(form.__code__.co_names, code.co_names, strict=True))
+            if by_role.get("chunk", "chunk") != "chunk":
+                return None
+            if form is _in_one:
+                return Names(by_role["down"], by_role["activation"], by_role["gate_up"], None)
+            return Names(*(by_role[part] for part in ("down", "activation", "gate", "up")))
     return None
+
+
+def _shape_of(code: CodeType) -> tuple[object, ...]:
+    """What it does, whatever its names are; without a text that is its docstring."""
+    values = tuple(each for each in code.co_consts if each is not None and type(each) is not str)
+    return code.co_code, values, code.co_argcount, code.co_flags, len(code.co_names)

@@ -37,9 +37,7 @@ from poros.stream.boundary import (
     streamed_class,
     streamed_layer,
 )
-from poros.stream.compiled import refuse_tracing
-from poros.stream.frozen import FrozenTensor, constant_parts
-from poros.stream.staying import SmallTensors
+from poros.stream.frozen import FrozenTensor, SmallTensors, constant_parts
 from poros.streams import StreamContext
 
 logger = logging.getLogger(__name__)
@@ -179,14 +177,14 @@ class Attachment:
     def attach_layers(
         self,
         layers: Sequence[tuple[nn.Module, StreamedLayer]],
-        begin: Callable[[tuple[Any, ...], dict[str, Any]], None],
+        begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
         renew: Callable[[], None],
     ) -> None:
         """Make the layers stream, and see to everything around them.
 
         Args:
             layers: With what each becomes.
-            begin: Takes the arguments of each call of what holds the layers.
+            begin: Takes what holds the layers, and the arguments of each call of it.
             renew: Makes all slots anew, after somebody has written to one.
         """
         classes = {base: streamed_class(base) for base in {type(layer) for layer, _ in layers}}
@@ -201,12 +199,7 @@ class Attachment:
         ancestors = _ancestors(model, self._layers_name)
         # The innermost module that is called: whoever goes around the outer ones calls it too.
         holder = ancestors[-2][1] if len(ancestors) > 1 else model
-
-        def begin_pass(holder: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            refuse_tracing(type(holder).__name__)
-            begin(args, kwargs)
-
-        handle = holder.register_forward_pre_hook(begin_pass, with_kwargs=True)
+        handle = holder.register_forward_pre_hook(begin, with_kwargs=True)
         self._undo.callback(handle.remove)
         self._switch_off(model, ancestors)
         self._hide_from_ddp(model)

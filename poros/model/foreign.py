@@ -1,11 +1,10 @@
-"""Bases that somebody else has quantized: refused by what they are.
+"""Bases that somebody else has quantized: refused by configuration or by the dtype of weights.
 
 Kernels of other libraries hold raw pointers to packed weights, or scales in objects of their own,
 that do not follow when a tensor moves to a slot. A model type that is known to stream says nothing
 about them. What streams is plain tensors and bitsandbytes' 4-bit weights.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,33 +15,6 @@ from transformers import PreTrainedModel
 from poros.errors import UnsupportedModelError
 from poros.nf4 import is_plain
 
-_PACKAGES = frozenset(
-    {
-        "aqlm",
-        "auto_gptq",
-        "auto_round",
-        "awq",
-        "compressed_tensors",
-        "eetq",
-        "fbgemm_gpu",
-        "flute",
-        "fp_quant",
-        "gptqmodel",
-        "hqq",
-        "intel_extension_for_pytorch",
-        "optimum",
-        "quanto",
-        "quark",
-        "spqr_quant",
-        "torchao",
-        "vptq",
-    }
-)
-_NAMES = re.compile(
-    r"8bit|AQLM|BitLinear|BitNetLinear|Compressed|Eetq|F[Pp]8|Fp4|FPQuant|Higgs|HQQ|Mxfp4|QLinear"
-    r"|QuantLinear|Quantized|SpQR|SINQ|VPTQ|VQuant|WQLinear"
-)
-"""Names of their modules, also of those that live in transformers."""
 _PACKED = (
     torch.uint8,
     torch.int8,
@@ -64,10 +36,6 @@ def refuse_foreign_quantization(
         raise _error(f"a model quantized by {method}", "its quantization_config")
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules(prefix=f"{layers_name}.{index}"):
-            kind = type(module)
-            package = kind.__module__.partition(".")[0]
-            if package in _PACKAGES or (package != "peft" and _NAMES.search(kind.__name__)):
-                raise _error(f"a {kind.__module__}.{kind.__name__}", name)
             for tensors in (module._parameters, module._buffers):
                 for key, tensor in tensors.items():
                     if tensor is not None and _is_packed(tensor):
@@ -91,7 +59,7 @@ def _foreign_method(base: PreTrainedModel) -> str | None:
 
 
 def _is_packed(tensor: torch.Tensor) -> bool:
-    # One of another type is refused by its type, with its name.
+    # A tensor subclass is refused by its type, with its name.
     return is_plain(tensor) and tensor.dim() > 1 and tensor.dtype in _PACKED
 
 

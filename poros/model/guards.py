@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from poros.errors import PreparedModelError
 from poros.model import resumed_paths
-from poros.stream.refused_calls import refuse_copy, require_harmless
+from poros.stream.boundary import refuse_copy, require_harmless
 
 logger = logging.getLogger(__name__)
 

@@ -127,8 +127,9 @@ class MeasuredSizer(Sizer):
         super().__init__(policy, estimate)
         self._is_given = self.budget is not None
         """Whether the budget is the user's. One that was read from the device refuses nothing."""
-        self._is_off = not self._is_given and (policy.slots, policy.keep_last) != (None, None)
-        """Whether nothing is measured: the room is fixed, or the device had no more of it."""
+        is_fixed = (policy.slots, policy.keep_last) != (None, None)
+        self.decides = self._is_given or not is_fixed
+        """Nothing is measured where the room is fixed, or where the device had no more of it."""
         self._memory = memory
         self._sizes = sizes
         self._held = held
@@ -153,10 +154,6 @@ class MeasuredSizer(Sizer):
         """The latest batch that was larger than those before it, and the latest room."""
         self._planned: tuple[object, MemoryPlan | None] = (None, None)
         self.graph_num_bytes = 0
-
-    @property
-    def decides(self) -> bool:
-        return not self._is_off
 
     @property
     def plan(self) -> "MemoryPlan | None":
@@ -219,14 +216,14 @@ class MeasuredSizer(Sizer):
         self._give_back()
 
     def recorded(self) -> None:
-        if self._stage is not Stage.WARMING and not self._is_off:
+        if self._stage is not Stage.WARMING and self.decides:
             self._stage, self._seen = Stage.MEASURING, []
         self._num_given_back = self._memory.num_given_back()
 
     def refused(self, where: str, error: torch.OutOfMemoryError) -> Exception | None:
         if self._is_given:
             return super().refused(where, error)
-        self._is_off = True
+        self.decides = False
         self._go_together()
         logger.warning("poros: going on with %d slots: %s", MIN_SLOTS, self.explain(where, error))
         return None

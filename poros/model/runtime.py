@@ -27,15 +27,16 @@ from poros.model.stats import collect, described, held_num_bytes, nothing_checke
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
 from poros.slots.schedule import Action, divide
-from poros.stream.body import Check, ModelContext
-from poros.stream.boundary import StreamedLayer, is_streamed, streamed_layer
-from poros.stream.frozen import Binding, DeviceConstants, LayerBindings, bind_block
+from poros.stream.body import ModelContext
+from poros.stream.boundary import StreamedLayer, is_streamed, refuse_tracing, streamed_layer
+from poros.stream.frozen import DeviceConstants, SmallTensors, bind_block
 from poros.stream.offload import ActivationOffloader
-from poros.stream.staying import SmallTensors
+from poros.stream.visit import Binding, LayerBindings
 from poros.streams import StreamContext
 
 if TYPE_CHECKING:
     from poros.planning.formula import MemoryPlan
+    from poros.self_check.check import SelfCheck
 
 _KEY = "_poros_runtime"
 """Where a streamed layer has it in its ``__dict__``."""
@@ -286,37 +287,26 @@ class Runtime:
         """The authoritative bytes of ``block``: (num_bytes,), uint8, on the host. Not a copy."""
         return self.host.slabs[block].bytes
 
-    def watch_with(
-        self,
-        check: Check,
-        watch_bytes: Callable[[int, torch.Tensor], None],
-        watch_rows: Callable[[str, torch.Tensor, Any, torch.Tensor], None],
-        findings: Callable[[], dict[str, Any]],
-    ) -> None:
-        """Have the first call of every layer checked, and the first rows of every embedding.
-
-        Args:
-            check: See ``ModelContext.check``.
-            watch_bytes: See ``ModelContext.check_bytes``.
-            watch_rows: See ``RowReader.check`` and ``SliceReader.check``.
-            findings: Gives what ``self_check`` returns.
-        """
-        self._findings = findings
+    def watch_with(self, check: "SelfCheck") -> None:
+        """Have ``check`` see the first call of each layer and the first rows of each embedding."""
+        self._findings = check.findings
         self.context.check = check
-        self.context.check_bytes = watch_bytes
-        self.rows.check = watch_rows
-        self.head.check_with(watch_rows)
+        self.rows.check = check.watch_rows
+        self.head.check_with(check.watch_rows)
 
-    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """``require_checked``, and room for a micro-batch before the model computes any of it.
+    def begin(self, holder: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """What is refused, and room for a micro-batch before the model computes any of it.
 
         Args:
-            args, kwargs: Of the model's forward.
+            holder: Of the layers.
+            args, kwargs: Of its forward.
 
         Raises:
             VRAMBudgetError: If a step needs more than a given budget; the room is what it was.
         """
-        require_checked(self.unchecked)
+        refuse_tracing(type(holder).__name__)
+        if self.unchecked:
+            require_checked(self.unchecked)
         in_place = self.context.in_place
         if in_place is not None and (other := in_place()) is not None and not other.begins:
             return  # this micro-batch is on its way already

@@ -237,6 +237,8 @@ class Sizer:
         )
         if policy.vram_budget is not None:
             self.budget = parse_num_bytes(policy.vram_budget, "vram_budget")
+        self.decides = self.budget is not None
+        """Whether ``begin`` has to be asked."""
         self._estimate = estimate
         self._shapes: list[Shape] = []
         """Those that need the most; others fit wherever these do."""
@@ -250,11 +252,6 @@ class Sizer:
         """Whether there is room for a layer's dense weights, which micro-batches share."""
         self.check_kernels = "peft"
         """With which adapter kernels the self-check runs a layer to compare with."""
-
-    @property
-    def decides(self) -> bool:
-        """Whether ``begin`` has to be asked."""
-        return self.budget is not None
 
     @property
     def plan(self) -> "MemoryPlan | None":

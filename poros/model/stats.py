@@ -11,7 +11,7 @@ from poros.head.host_matrix import HostMatrix
 from poros.kernels.adapters import Tally
 from poros.kernels.paths import LoraShape
 from poros.replay.captures import EXPECTED
-from poros.stream.staying import SmallTensors
+from poros.stream.frozen import SmallTensors
 from poros.streams import Timings, gb_per_s
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
 from poros.nf4 import QUANT_TYPES, Format, double_quantization, is_4bit, own, part_tensors
 from poros.planning.depth import are_alike, shorten
 from poros.planning.formula import Shapes, SlicedHead
-from poros.stream.frozen import FrozenTensor
-from poros.stream.staying import small_parts
+from poros.stream.frozen import FrozenTensor, small_parts
 
 if TYPE_CHECKING:
     from peft import PeftConfig

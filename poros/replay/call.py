@@ -1,7 +1,7 @@
 """One call of one layer that is replayed: its arguments taken apart, and the state around it.
 
 What may change between its forward and its backward is what may change between those of a layer
-that keeps the graph of its forward, with the same errors: see ``poros.stream.unchanged`` and
+that keeps the graph of its forward, with the same errors: see ``poros.stream.condition`` and
 ``poros.stream.state``; its input or any other tensor it was given must not be edited in place.
 
 An edit that PyTorch does not count (a fused optimizer's step, a write through ``.data``) between a
@@ -19,16 +19,13 @@ import torch
 from torch import nn
 
 from poros.errors import RematerializationError
-from poros.replay.casts import confines_autocast
 from poros.replay.forms import CHECK, Form
-from poros.stream.args import tree_flatten, tree_unflatten
+from poros.stream.args import RESULTS, recorded_outputs, tree_flatten, tree_unflatten
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.offload import OffloadedInput
 from poros.stream.rng import RngStash
-from poros.stream.side_outputs import recorded_outputs
 from poros.stream.state import AmbientState
-from poros.stream.unchanged import require_unchanged
 
 
 class LayerCall:
@@ -82,13 +79,13 @@ class LayerCall:
     @cached_property
     def has_casts(self) -> bool:
         """Whether autocast makes casts of parameters and keeps them in its region."""
-        return self.ambient.is_autocast and torch.is_autocast_cache_enabled()
+        return self.ambient.surroundings.is_autocast and torch.is_autocast_cache_enabled()
 
     @cached_property
     def shares_casts(self) -> bool:
         """Whether others may use casts of its adapters too."""
         context = self.layer.context
-        return self.has_casts and (bool(context.tied_adapters) or not confines_autocast(context))
+        return self.has_casts and (bool(context.tied_adapters) or not context.confines_autocast())
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the layer on ``tensors`` instead of the captured ones; the tensors it returns."""
@@ -122,7 +119,7 @@ class LayerCall:
             return "compiled layers"
         if self.condition.has_hooks:
             return "hooks"
-        if recorded_outputs():
+        if recorded_outputs() - {RESULTS}:
             return "what layers return aside is recorded"
         if self.layer.context.watching_graph() is not None:
             return CHECK
@@ -153,8 +150,7 @@ class LayerCall:
             ),
             self.has_casts,
             self.shares_casts,
-            self.ambient.autocast,
-            self.ambient.settings,
+            self.ambient.surroundings,
             self.ambient.training,
             self.condition.adapter_state,
         )
@@ -164,15 +160,6 @@ class LayerCall:
         found = copy.copy(self)
         found.tensors, found.offloaded, found.form, found._module = (), None, None, None
         return found
-
-    def is_current(self) -> bool:
-        """Whether the layer has the modules, settings and choice of adapters that it had."""
-        now, before = self.layer.condition(), self.condition
-        return (
-            now.contents is before.contents
-            and now.adapter_state == before.adapter_state
-            and not before.contents.attributes.changes(before.attributes)
-        )
 
     def surroundings(self) -> AbstractContextManager[object]:
         """The state around its forward but for random numbers; everything is put back."""
@@ -196,4 +183,4 @@ class LayerCall:
 
     def require_unchanged(self) -> None:
         """Raise unless the layer is as it was at the forward."""
-        require_unchanged(self.layer, self.condition, self.condition.staying)
+        self.layer.condition().require_as(self.condition, self.condition.staying)

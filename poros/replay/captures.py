@@ -50,8 +50,7 @@ from poros.replay.forms import (
     Replayed,
     SharedMemory,
 )
-from poros.replay.proof import different_ones, varies, with_steady_attention
-from poros.replay.recording import Recordings
+from poros.replay.recording import Recordings, different_ones, varies, with_steady_attention
 from poros.replay.remat import rematerialize
 from poros.replay.uses import Observation, walk
 from poros.saying import Slowly
@@ -211,7 +210,7 @@ class Captures:
             returned = run()
             self._note_visit(form)
             call.note_end()
-            with call.layer.occupy(phase), call.ambient.rng.replay():
+            with call.layer.weights.occupy(phase), call.ambient.rng.replay():
                 results = forward.run(call.tensors, self.memory)
                 same_end = call.ends_with(RngStash.capture(self._device))
             wanted = [each.detach() for each in call.taken_apart(returned)[1]]
@@ -220,7 +219,7 @@ class Captures:
             return returned
         # Before the forward, which the copy overlaps with.
         kept = call.offload_input() if form.kind == "recomputed" else call.tensors
-        with call.layer.occupy(phase):
+        with call.layer.weights.occupy(phase):
             results = forward.run(call.tensors, self.memory)
         call.note_end()
         self.num_replays += 1
@@ -291,12 +290,12 @@ class Captures:
         is_open = not call.is_seen()
         replayed = form.backwards.get(around) if is_open and form.is_there(call) else None
         if replayed is not None and replayed.is_proved:
-            with call.layer.occupy(Phase.BACKWARD):
+            with call.layer.weights.occupy(Phase.BACKWARD):
                 tensors = call.with_input(tensors)
                 found = self._run_backward(call, replayed, tensors, gradients, form.kind == "kept")
             self.num_replays += 1
             return found
-        with call.layer.visit(Phase.BACKWARD, facts.adapters):
+        with call.layer.visit(Phase.BACKWARD, facts.leaves):
             tensors = call.with_input(tensors)
             inputs = facts.inputs(tensors)
             with call.ambient.rng.replay():
@@ -326,12 +325,12 @@ class Captures:
         """A backward has run: compare its replay with it."""
         proof = form.deterministic.get(around)
         if proof is not None:
-            own_visit = call.layer.visit(Phase.BACKWARD, facts.adapters)
+            own_visit = call.layer.visit(Phase.BACKWARD, facts.leaves)
             with own_visit, call.ambient.rng.replay():
                 wanted = with_steady_attention(facts, tensors, gradients, around)
         is_kept = proof is None and form.kind == "kept"
         try:
-            with call.layer.occupy(Phase.BACKWARD):
+            with call.layer.weights.occupy(Phase.BACKWARD):
                 found = self._run_backward(call, proof or replayed, tensors, gradients, is_kept)
             different = different_ones(found, wanted, "gradient")
         except RematerializationError:
@@ -412,8 +411,11 @@ class Captures:
 
     def _is_ready(self, layer: "LayerBody", form: Form) -> bool:
         """Whether it can be recorded now: adapters may be switched off for a while, for one."""
-        is_current = form.facts is not None and form.facts.are_current(form.condition.addresses)
-        return is_current and (form.forward is not None or self._makes_way(layer, form))
+        now = layer.condition()
+        # A recording would run hooks once more than the program of the user.
+        if form.facts is None or now.has_hooks or not now.reads_as(form.condition):
+            return False
+        return form.forward is not None or self._makes_way(layer, form)
 
     def _record(self, layer: "LayerBody", form: Form) -> None:
         try:

@@ -4,11 +4,10 @@ For those that record it (``poros.replay.recording``): its tensors lie elsewhere
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from poros.errors import RematerializationError
 from poros.graphs import Spec
@@ -16,7 +15,7 @@ from poros.kernels.unformed import forget
 from poros.replay.routing import differentiate
 from poros.replay.uses import Uses
 from poros.stream.args import tree_unflatten
-from poros.stream.state import enter_autocast
+from poros.stream.visit import stand_ins
 from poros.stream.within import Within
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ class CallFacts:
         results: These.
 
     Attributes:
-        adapters: Places of its adapters, with proxy leaves of its own, of which a visit has to
-            know.
+        leaves: What stands in for its trained parameters, of which a visit has to know.
         specs: Of its tensors.
         forms: Shape, dtype and whether it needs a gradient, of each result.
         uses: How its graph uses its tensors and adapters; empty until a backward has shown it.
@@ -48,11 +46,8 @@ class CallFacts:
         self.forms = _forms(results)
         self._call = call.without_tensors()
         # Of its own, so that its graph meets no other one in them.
-        own = {id(each): nn.Parameter(each.detach()) for each in call.parameters}
-        self._proxies = list(own.values())
-        self.adapters = [
-            each._replace(proxy=own[id(each.parameter)]) for each in call.condition.adapters
-        ]
+        self.leaves, own = stand_ins(call.condition.trained.places)
+        self._own = list(own.values())
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]
         self.uses, self.gives_casts = Uses((), ()), False
@@ -65,14 +60,6 @@ class CallFacts:
     def is_of_adapter(self, use: int) -> bool:
         """Whether the gradient for that use is an adapter's."""
         return self.uses.sources[use].number >= len(self.specs)
-
-    def are_current(self, addresses: Any) -> bool:
-        """Whether the layer would do now what it did, with its tensors at ``addresses``.
-
-        Not if it has got hooks since: a recording would run them once more than the user's program.
-        """
-        now = self._call.layer.condition()
-        return self._call.is_current() and not now.has_hooks and now.addresses == addresses
 
     def result_of(self, values: Sequence[Any]) -> Any:
         """A layer's result in its own form, with ``values`` in the places of its tensors."""
@@ -135,9 +122,9 @@ class CallFacts:
             around: What the backward runs under.
             keeps_graph: Whether the graph of the results stays.
         """
-        with _around(around):
+        with Within(around.surroundings.enter):
             return differentiate(
-                *(self._call.layer.name, results, gradients, inputs, self._proxies, self.uses),
+                *(self._call.layer.name, results, gradients, inputs, self._own, self.uses),
                 has_casts=self._call.has_casts,
                 through_casts=self.gives_casts,
                 keeps_graph=keeps_graph,
@@ -161,11 +148,3 @@ class CallFacts:
 
 def _forms(results: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, bool]]:
     return [(each.shape, each.dtype, each.requires_grad) for each in results]
-
-
-def _around(around: "Around") -> AbstractContextManager[Any]:
-    def fill(stack: ExitStack) -> None:
-        enter_autocast(around.autocast, stack)
-        stack.enter_context(around.settings.replay())
-
-    return Within(fill)

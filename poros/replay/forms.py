@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from poros.graphs import Fixed, FixedMemory, Recording
-from poros.stream.settings import Settings
-from poros.stream.state import AutocastState, autocast_of
+from poros.stream.state import Surroundings
 
 if TYPE_CHECKING:
     from poros.replay.call import LayerCall
@@ -35,13 +34,12 @@ class Around(NamedTuple):
 
     arriving: tuple[bool, ...]
     """Which results have a gradient."""
-    autocast: tuple[AutocastState, ...]
-    settings: Settings
+    surroundings: Surroundings
 
     @classmethod
     def capture(cls, arriving: tuple[bool, ...], device: torch.device) -> "Around":
         """Of the backward that runs now."""
-        return cls(arriving, autocast_of(device), Settings.capture())
+        return cls(arriving, Surroundings.capture(device))
 
 
 @dataclass
@@ -157,12 +155,7 @@ class Form:
 
     def is_in(self, now: "Condition") -> bool:
         """Whether its calls do the same in this condition: a call's other state is equal."""
-        before = self.condition
-        return (
-            before.addresses == now.addresses
-            and self.loose.are_the_same()
-            and not before.contents.attributes.differ(before.attributes, now.attributes)
-        )
+        return self.loose.are_the_same() and now.reads_as(self.condition)
 
     def is_there(self, call: "LayerCall") -> bool:
         """Whether what its recorded backward reads is still that of the forward of ``call``."""

@@ -26,10 +26,9 @@ import torch
 
 from poros.errors import RematerializationError
 from poros.replay.call import LayerCall
-from poros.replay.casts import RegionCasts
 from poros.replay.facts import CallFacts
 from poros.replay.forms import Form
-from poros.replay.routing import Terms, hand_in
+from poros.replay.routing import RegionCasts, Terms, hand_in
 from poros.replay.uses import Source, Uses
 
 if TYPE_CHECKING:

@@ -15,6 +15,18 @@ Note: Sums
     called twice. A resident run adds them one by one to what has arrived before, so (loss +
     residual) + norm, and not loss + (residual + norm). So they are handed over one by one, each
     through a node of its own.
+
+Note: Through the cast of the region
+    Inside one region autocast casts a parameter once, at its first use by anybody, and all uses
+    share the cast. So a resident run hands a gradient over when autograd gets to that one cast,
+    which may be far behind the layer: after everything that was made later. And it sums the
+    gradients of all these uses in the low precision, and casts the sum back. So what a layer gives
+    is the gradient of the cast, in the low precision, and goes to the cast that the region keeps,
+    which it has the region make if there is none yet: autograd does the rest. A cast that is older
+    than an update of its parameter is what a resident run goes on with, until the region ends. A
+    replayed layer has cast anew; so this is refused. Where nobody else can use its casts
+    (``ModelContext.confines_autocast``), and it uses each of its adapters once, none is made,
+    and a layer gives the gradient of the parameter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +36,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from poros.errors import RematerializationError
-from poros.replay.casts import RegionCasts
+from poros.kernels.autocast import cached_cast, require_current
 from poros.replay.uses import Source, Uses, walk
 
 Gradients = Sequence[torch.Tensor | None]
@@ -133,6 +145,30 @@ class OneByOne(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return (None, *(ctx.terms.take() or [None] * ctx.number))
+
+
+class RegionCasts:
+    """The casts of one layer's parameters in the region of one of its forwards."""
+
+    def __init__(self) -> None:
+        self._reused: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Casts that were there before, each with its parameter."""
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The cast that the region keeps of ``parameter``, with its graph, in its shape."""
+        before = torch._C._autograd._get_sequence_nr()
+        cast = cached_cast(parameter)
+        if cast is None:
+            return parameter
+        node = cast.grad_fn
+        if node is None or node._sequence_nr() < before:
+            self._reused.append((cast.detach(), parameter.detach()))
+        return cast.view(parameter.shape)
+
+    def require_current(self, name: str) -> None:
+        """Raise ``UnsupportedModelError`` if one is not that of its parameter in layer ``name``."""
+        reused, self._reused = self._reused, []
+        require_current(name, reused)
 
 
 def hand_in(

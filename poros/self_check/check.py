@@ -78,6 +78,7 @@ class SelfCheck:
 
     Attributes:
         mode: See above.
+        unchecked: Layers whose next call is to be checked, by their places.
         status: ``"pending"``, ``"passed"``, ``"failed"``, or ``"unproven"``: complete, nothing
             differs, but there is a layer in ``not_provable``.
         message: The mismatch, if any.
@@ -99,7 +100,7 @@ class SelfCheck:
         """What ``poros.load`` has packed and is not what it was; None once that has been said."""
         if self._packed is not None and mode == "strict":
             raise ParityError(self._packed)
-        self._unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
+        self.unchecked = {index: weakref.ref(layer) for index, layer in enumerate(layers)}
         self._read: set[str] = set()
         self._is_told = False
         """Matrices in host memory whose rows were checked, and slices of them."""
@@ -135,13 +136,9 @@ class SelfCheck:
     @property
     def _is_complete(self) -> bool:
         return (
-            len(self._unchecked) < self.num_layers
-            and self._unchecked.keys() <= self._without_gradient
+            len(self.unchecked) < self.num_layers
+            and self.unchecked.keys() <= self._without_gradient
         )
-
-    def awaits(self, index: int) -> bool:
-        """Whether a call of the layer at this place is to be checked."""
-        return self._unchecked.get(index, _gone)() is not None
 
     def watch(self, index: int, run: Callable[[], Any], arguments: tuple[Any, Any]) -> Any:
         """Run one layer's forward as it is streamed, and check it behind, apart from its graph.
@@ -149,7 +146,7 @@ class SelfCheck:
         Where code of the user may run inside the layer, which may keep what it sees, it is checked
         as its backward begins: by then the loss has been made of what the layer itself has given.
         """
-        reference = self._unchecked.get(index)
+        reference = self.unchecked.get(index)
         layer = reference() if reference is not None else None
         if layer is None:
             return run()
@@ -178,7 +175,7 @@ class SelfCheck:
     ) -> None:
         """The hook on the node that gave a layer's result, as its result ``number``."""
         evidence = held.pop() if held else None
-        if evidence is None or index not in self._unchecked or not evidence.is_intact():
+        if evidence is None or index not in self.unchecked or not evidence.is_intact():
             return
         gradient = gradients[number]
         if gradient is not None and is_streamed(evidence.layer):  # not restored since
@@ -210,7 +207,7 @@ class SelfCheck:
         if self._slowly is None:
             self._slowly = Slowly(logger, "poros: checking the first step: %d of %d layers")
         if with_gradient:
-            del self._unchecked[index]
+            del self.unchecked[index]
         else:
             self._without_gradient.add(index)
 
@@ -220,11 +217,11 @@ class SelfCheck:
         Streams:
             Copies the block back behind what the compute stream waits for, and blocks the host.
         """
-        reference = self._unchecked.get(index)
+        reference = self.unchecked.get(index)
         layer = reference() if reference is not None else None
         if layer is None:
             return
-        del self._unchecked[index]
+        del self.unchecked[index]
         block = index // self._block_size
         mismatch = None
         if self._differs(block, buffer.cpu()):
@@ -269,7 +266,7 @@ class SelfCheck:
             logger.warning("poros: self-check failed in %s; training goes on", self.message)
         elif not self._is_complete:
             if self._slowly is not None:
-                self._slowly.step(self.num_layers - len(self._unchecked), self.num_layers)
+                self._slowly.step(self.num_layers - len(self.unchecked), self.num_layers)
         elif not self._is_told:
             # Once: slices of a head go on to be checked.
             self._is_told = True
@@ -436,10 +433,6 @@ class SelfCheck:
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
             sum(self.proved_otherwise.values()),
         )
-
-
-def _gone() -> None:
-    return None
 
 
 class Unsteady(NamedTuple):

@@ -37,8 +37,9 @@ from poros.self_check.evidence import (
 from poros.slots.schedule import Phase
 from poros.stream.attention import AttentionKernels, deterministic_flag, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
-from poros.stream.frozen import LayerBindings, bind_block
+from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
+from poros.stream.visit import LayerBindings, stand_ins
 from poros.stream.within import Within
 
 Gradients = Sequence[torch.Tensor | None]
@@ -299,11 +300,8 @@ def _recomputed(
 ) -> tuple[Any, dict[int, torch.Tensor]]:
     """The result of a layer, and proxies by the ids of its adapters."""
     condition = layer.condition()
-    proxies = {id(each): nn.Parameter(each.detach()) for each in condition.parameters}
-    adapters = [
-        adapter._replace(proxy=proxies[id(adapter.parameter)]) for adapter in condition.adapters
-    ]
-    call = RecomputedCall(layer, args, kwargs, condition, adapters)
+    places, proxies = stand_ins(condition.trained.places)
+    call = RecomputedCall(layer, args, kwargs, condition, places)
     return call.forward(args, kwargs), dict(proxies)
 
 

@@ -11,30 +11,18 @@ other kinds are not looked into.
 
 import types
 import weakref
-from enum import Enum
 from itertools import repeat
 from operator import is_not
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type,
-    torch.dtype,
-    torch.device,
-    Enum,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
+from poros.stream.args import PLAIN
+
+_SEEN = (
+    *PLAIN,
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
 )
 _LEFT_OUT = frozenset(
     {
@@ -140,7 +128,7 @@ class Attributes:
         return [
             key
             for key, value in table.items()
-            if isinstance(value, _PLAIN) and key not in _LEFT_OUT and (number, key) not in self._own
+            if isinstance(value, _SEEN) and key not in _LEFT_OUT and (number, key) not in self._own
         ]
 
     def _root(self) -> dict[str, Any]:

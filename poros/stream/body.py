@@ -5,11 +5,12 @@ stay on the device, and adapters. A recomputation has to find all of them, and t
 them, as the forward has found them.
 """
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,55 +24,17 @@ from poros.slots.schedule import Phase
 from poros.stream.adapters import AdapterPlace, staying_places
 from poros.stream.compiled import CompiledForward
 from poros.stream.condition import Condition
-from poros.stream.frozen import LayerBindings
-from poros.stream.layer_index import Adapter, LayerIndex
+from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.stream.staying import Staying, StayingState
-from poros.stream.visit import BlockVisit, Visits
+from poros.stream.visit import BlockVisit, LayerBindings, StandIn, Visits
+
+if TYPE_CHECKING:
+    from poros.accumulation.calls import Watcher
+    from poros.replay.captures import Captures
+    from poros.self_check.check import SelfCheck
 
 logger = logging.getLogger(__name__)
-
-
-class InPlace(Protocol):
-    """What is called in place of layers, where gradients are enabled.
-
-    Attributes:
-        begins: Whether a call of the model makes room for its micro-batch.
-    """
-
-    begins: bool
-
-    def call(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of the forward of a streamed layer."""
-
-
-class Check(Protocol):
-    """What looks at the first call of each layer."""
-
-    def awaits(self, index: int) -> bool:
-        """Whether a call of the layer at this place is to be checked."""
-
-    def watch(self, index: int, run: Callable[[], Any], arguments: tuple[Any, Any]) -> Any:
-        """Run a layer's forward by ``run`` and look at it; takes the arguments as they came."""
-
-
-class Replays(Protocol):
-    """Calls of layers that are replayed from recordings (``poros.replay.captures``)."""
-
-    def call(
-        self,
-        kind: Literal["recomputed", "kept", "inference"],
-        layer: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        condition: Condition,
-        run: Callable[[], Any],
-        beside: Callable[[], Any] | None = None,
-    ) -> Any:
-        """The result of a call, which ``run`` gives if it is not replayed.
-
-        Beside a replay that is compared with it ``beside`` does, if given.
-        """
 
 
 class ModelContext:
@@ -92,7 +55,6 @@ class ModelContext:
         visits: Of all its layers.
         offloader: Where inputs wait for their backward; None keeps them on the device.
         check: Looks at the first calls of layers; None if nothing is checked.
-        check_bytes: Looks at the bytes of a layer that keeps its graph; takes its place and them.
         watching_graph: Gives what is to surround a recomputation; None if nothing is.
         frugal: Classes of nodes of others that were seen to hold no activations by themselves.
         captures: Visits that are recorded and replayed; None if all of them run.
@@ -123,13 +85,12 @@ class ModelContext:
         self.dense = dense
         self.visits = Visits()
         self.offloader: ActivationOffloader | None = None
-        self.check: Check | None = None
-        self.check_bytes: Callable[[int, torch.Tensor], None] | None = None
+        self.check: SelfCheck | None = None
         self.watching_graph: Callable[[], AbstractContextManager[None] | None] = lambda: None
-        self.captures: Replays | None = None
+        self.captures: Captures | None = None
         self.frugal: set[type] = set()
         self.fallbacks: list[str] = []
-        self.in_place: Callable[[], InPlace | None] | None = None
+        self.in_place: Callable[[], Watcher | None] | None = None
         self.is_confined: bool | None = None
 
     def fall_back(self, what: str, why: str) -> None:
@@ -146,6 +107,26 @@ class ModelContext:
             yield
         finally:
             self.is_confined = None
+
+    def confines_autocast(self) -> bool:
+        """Whether the active region ends with the call of the model that runs now.
+
+        Accelerate wraps the forward of a model in one: nobody else can use a parameter in it.
+        """
+        if self.is_confined is not None:
+            return self.is_confined
+        nesting = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        frame = inspect.currentframe() if nesting == 2 else None
+        is_inside = False
+        while frame is not None:
+            name = frame.f_code.co_name
+            if name == "decorate_autocast":
+                is_inside = frame.f_globals.get("__name__") == "torch.amp.autocast_mode"
+            elif name == "_call_impl" and self.is_model(frame.f_locals.get("self")):
+                return is_inside
+            frame = frame.f_back
+        return False
 
     def is_model(self, module: object) -> bool:
         """Whether ``module`` is the prepared model itself."""
@@ -227,7 +208,7 @@ class LayerBody:
         hand_back(layer.modules())
 
     @contextmanager
-    def visit(self, phase: Phase, adapters: Sequence[Adapter]) -> Iterator[torch.Tensor]:
+    def visit(self, phase: Phase, leaves: Sequence[StandIn] = ()) -> Iterator[torch.Tensor]:
         """Hold the layer's block in its slot, ready to be computed with; its bytes.
 
         See ``BlockVisit.hold``, for streams and for what else is raised.
@@ -237,20 +218,12 @@ class LayerBody:
             VRAMBudgetError: If the device has no room for what the layer computes.
         """
         try:
-            with self.weights.hold(phase, adapters) as slab:
+            with self.weights.hold(phase, leaves) as slab:
                 staying = self._staying.state()
                 yield slab
                 self._staying.require_unwritten(staying)
         except torch.OutOfMemoryError as error:
             raise self.context.explain(self.name, error) from error
-
-    def occupy(self, phase: Phase) -> AbstractContextManager[None]:
-        """Hold the layer's block in its slot for work that was recorded."""
-        return self.weights.occupy(phase)
-
-    def expose(self, adapters: Sequence[Adapter]) -> AbstractContextManager[None]:
-        """The layer with its device tensors, to be recorded: its block is not loaded for that."""
-        return self.weights.expose(adapters)
 
     def sharing_dense(self) -> AbstractContextManager[None]:
         """Calls in the body share the layer's dense weights, if there is memory for them."""
@@ -359,7 +332,7 @@ class LayerBody:
     def cast_trained_biases(self) -> bool:
         """Cast trained biases of 4-bit layers for good, as bitsandbytes does at their first use.
 
-        It would do so inside the layer, to the proxy leaf of the bias instead of the parameter.
+        It would do so inside the layer, to the leaf that stands in for the bias there.
 
         Returns:
             Whether there was any to cast.

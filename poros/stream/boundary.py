@@ -7,8 +7,9 @@ Note: Interception
     up by name and read the signature of its forward.
 """
 
+import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,14 +20,8 @@ from transformers.cache_utils import Cache
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.slots.schedule import Phase
 from poros.stream.body import LayerBody
-from poros.stream.compiled import refuse_outer_graph
 from poros.stream.condition import Condition
 from poros.stream.general import RecomputedCall
-from poros.stream.refused_calls import (
-    refuse_copy,
-    require_harmless,
-    require_saved_tensor_hooks,
-)
 
 _KEY = "_poros_layer"
 
@@ -64,7 +59,7 @@ class StreamedLayer(LayerBody):
             self._refuse_frozen_adapters()
         check, replays = self.context.check, self.context.captures
         forward = partial(self._recompute, args, kwargs, condition)
-        if check is not None and check.awaits(self.index):
+        if check is not None and self.index in check.unchecked:
             return check.watch(self.index, forward, given)
         if replays is not None:
             return replays.call("recomputed", self, args, kwargs, condition, forward)
@@ -91,9 +86,10 @@ class StreamedLayer(LayerBody):
 
     def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward with its graph, as a resident layer's: "No strangers" in poros.slots.ring."""
-        with self.visit(Phase.FORWARD, ()) as slab:
-            if self.context.check_bytes is not None:
-                self.context.check_bytes(self.index, slab)
+        check = self.context.check
+        with self.visit(Phase.FORWARD) as slab:
+            if check is not None and self.index in check.unchecked:
+                check.watch_bytes(self.index, slab)
             return self.run(args, kwargs)
 
     def _infer(self, args: tuple[Any, ...], kwargs: dict[str, Any], condition: Condition) -> Any:
@@ -109,7 +105,7 @@ class StreamedLayer(LayerBody):
 
     def _stream(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The forward when no gradient passes through the layer."""
-        with self.visit(Phase.INFERENCE, ()):
+        with self.visit(Phase.INFERENCE):
             return self.run(args, kwargs)
 
     def drop_caches(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -227,3 +223,71 @@ def streamed_layer(layer: Any) -> StreamedLayer:
     """What the module of a streamed layer has become."""
     streamed: StreamedLayer = layer.__dict__[_KEY]
     return streamed
+
+
+def require_harmless(
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    tensors: Iterable[torch.Tensor],
+    device: torch.device,
+    name: str,
+) -> None:
+    """Raise unless ``fn``, as given to ``Module._apply``, leaves dtypes and ``device`` alone."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    for dtype in sorted(dtypes, key=str):
+        moved = fn(torch.empty(1, dtype=dtype, device=device))
+        if moved.dtype != dtype or moved.device != device:
+            raise PreparedModelError(
+                f"{name}: expected to stay {dtype} on {device} while prepared, found a request for "
+                f"{moved.dtype} on {moved.device}. The streamed base would not follow. Call "
+                "poros.restore(model), move or cast it, then prepare again"
+            )
+
+
+def refuse_copy(what: str) -> NoReturn:
+    """Raise on a copy or a pickle of ``what``."""
+    raise PreparedModelError(
+        f"expected to copy or pickle a model that is not prepared, found {what}, whose base is in "
+        "host memory once and streams through slots of its own. Call poros.restore(model) first, "
+        "and poros.prepare on what you copied"
+    )
+
+
+def require_saved_tensor_hooks(name: str) -> None:
+    """Raise ``UnsupportedModelError`` within torch.func.grad and its like, for layer ``name``."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        raise UnsupportedModelError(
+            f"{name}: expected saved-tensor hooks to be allowed, found them disabled, as within "
+            "torch.func.grad and vjp: recomputation needs them. Use torch.autograd.grad, or call "
+            "poros.restore(model) and differentiate the resident model"
+        )
+
+
+def refuse_outer_graph(name: str) -> None:
+    """Raise if the caller runs inside ``torch.compile`` of something that holds the layers.
+
+    The compiler calls what it may not enter from below its own frame, and says so nowhere else.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "compile_wrapper"
+            and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        ):
+            _refuse_graph(name)
+        frame = frame.f_back
+
+
+def refuse_tracing(name: str) -> None:
+    """Raise if the compiler traces the caller and gradients are wanted: before it compiles much."""
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        _refuse_graph(name)
+
+
+@torch.compiler.disable
+def _refuse_graph(name: str) -> NoReturn:
+    raise PreparedModelError(
+        f"{name}: expected layers to be compiled one by one, found a forward inside torch.compile "
+        "of the whole model (TrainingArguments(torch_compile=True)?). A resident run would compile "
+        "its layers too, a streamed one would not; call layer.compile() for every decoder layer "
+        "after poros.prepare, and nothing else"
+    )

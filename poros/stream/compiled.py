@@ -6,15 +6,14 @@ are different functions to it and meet that limit at different points. So the fo
 for both to stay below it: training at any length, or training and evaluation at one length.
 """
 
-import inspect
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from poros.errors import PreparedModelError, UnsupportedModelError
+from poros.errors import UnsupportedModelError
 
 
 class CompiledForward:
@@ -73,37 +72,6 @@ class CompiledForward:
             "would not be exact. Pad to one length, evaluate after poros.restore(model), or train "
             "without compiling"
         )
-
-
-def refuse_outer_graph(name: str) -> None:
-    """Raise if the caller runs inside ``torch.compile`` of something that holds the layers.
-
-    The compiler calls what it may not enter from below its own frame, and says so nowhere else.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if (
-            frame.f_code.co_name == "compile_wrapper"
-            and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
-        ):
-            _refuse_graph(name)
-        frame = frame.f_back
-
-
-def refuse_tracing(name: str) -> None:
-    """Raise if the compiler traces the caller and gradients are wanted: before it compiles much."""
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        _refuse_graph(name)
-
-
-@torch.compiler.disable
-def _refuse_graph(name: str) -> NoReturn:
-    raise PreparedModelError(
-        f"{name}: expected layers to be compiled one by one, found a forward inside torch.compile "
-        "of the whole model (TrainingArguments(torch_compile=True)?). A resident run would compile "
-        "its layers too, a streamed one would not; call layer.compile() for every decoder layer "
-        "after poros.prepare, and nothing else"
-    )
 
 
 def _refuse_dropout(layer: nn.Module, name: str) -> None:

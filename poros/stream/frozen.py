@@ -1,36 +1,38 @@
 """The frozen tensors of a block: their places in the model, at rest on the host and on the device.
 
-Each frozen parameter or buffer of a layer that streams exists twice (the others stay on the device:
-see ``poros.stream.staying``). *At rest* the module holds the original
-object, whose bytes have been moved into the block's host slab: so state_dict, save_pretrained and
-parameter counts see the authoritative host copy without any special code, and a read of it during
-training fails on a GPU instead of seeing another block's bytes. *During a visit* the module holds a
-another, built once, whose storage is a view of the block's slot.
+Each frozen parameter or buffer of a layer that streams exists twice. *At rest* the module holds the
+original object, whose bytes have been moved into the block's host slab: so state_dict,
+save_pretrained and parameter counts see the authoritative host copy without any special code, and a
+read of it during training fails on a GPU instead of seeing another block's bytes. *During a visit*
+the module holds another, built once, whose storage is a view of the block's slot
+(``poros.stream.visit`` exchanges them).
 
-Only entries of ``module._parameters``, ``module._buffers`` and bitsandbytes' ``module.quant_state``
-are exchanged. Swapping ``.data`` instead would reach into graphs that saved the parameter, and
-exchanging tensors inside one QuantState would pull them out from under a matmul that still refers
-to it.
+What is small stays on the device: a norm, a bias or a buffer keeps its place, its object and its
+name in the model. Only its bytes move, into a buffer that all small tensors of a layer share; from
+then on it is an ordinary tensor of the device, which its owner may edit, cast, replace or train as
+in a resident model (``poros.stream.staying`` watches for edits within a step). Each has a storage
+of its own over the buffer's memory, so that no saver takes two neighbours for one shared tensor.
 
 bitsandbytes' 4-bit weights (Dettmers et al. 2023, QLoRA, section 3) move as two tensors: packed
 weight and absmax. If the quantization is double, the nested absmax has a copy on the device, as
 code books and offsets have; at rest all of them are on the host.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
-from poros.errors import PreparedModelError
-from poros.kernels.dense_layer import DenseLayer, DenseWeight
+from poros.digests import digest
+from poros.kernels.dense_layer import DenseLayer
 from poros.kernels.dequantize import DenseWorkspace, has_kernel
-from poros.layout import BlockLayout, is_small, view
+from poros.layout import BlockLayout, TensorSpec, is_small, view
 from poros.nf4 import MOVING, Part, is_4bit, places, rebound, state_of, streams
-from poros.stream.within import on_plain_tensors
+from poros.stream.visit import Binding
 
 
 @dataclass(eq=False)
@@ -70,160 +72,6 @@ class FrozenTensor:
             return [Part(self.name, self.tensor, "data")]
         parts = places(self.name, self.tensor)
         return [part for key, part in parts.items() if streams(key, part.get())]
-
-
-class Binding(NamedTuple):
-    """One dictionary entry that is exchanged at each visit of a layer."""
-
-    name: str
-    owner: dict[str, Any]
-    key: str
-    at_rest: Any
-    on_device: Any
-
-
-class LayerBindings:
-    """Exchanges the frozen tensors of one layer, and notices if someone else did."""
-
-    def __init__(self, bindings: Sequence[Binding]) -> None:
-        self._bindings = bindings
-        self._resting = [
-            (binding, binding.at_rest.data_ptr(), binding.at_rest._version)
-            for binding in bindings
-            if isinstance(binding.at_rest, torch.Tensor)
-        ]
-        self._states = [
-            (binding, _marks_of(binding.at_rest))
-            for binding in bindings
-            if binding.key == "quant_state"
-        ]
-        self.dense_weights = _dense_weights(bindings)
-        """Its 4-bit weights on the device that have a place to be dense in."""
-        self._biases = [
-            (binding.on_device, binding.on_device.detach())
-            for binding in bindings
-            if binding.key == "bias" and isinstance(binding.on_device, nn.Parameter)
-        ]
-
-    def without_device_tensors(self) -> "LayerBindings":
-        """The same tensors at rest, with nothing of them on the device."""
-        return LayerBindings(
-            [binding._replace(on_device=binding.at_rest) for binding in self._bindings]
-        )
-
-    def require_owners(self, owners: Collection[int]) -> None:
-        """Raise ``PreparedModelError`` unless every frozen tensor hangs in one of ``owners``."""
-        for binding, _, _ in self._resting:
-            if id(binding.owner) not in owners:
-                raise PreparedModelError(
-                    f"{binding.name}: expected its module in the model, found it replaced. Call "
-                    "poros.restore(model) before replacing modules, then prepare again"
-                )
-
-    @property
-    def tensor_ids(self) -> set[int]:
-        """Ids of the tensors at rest."""
-        return {id(binding.at_rest) for binding, _, _ in self._resting}
-
-    def require_at_rest(self) -> None:
-        """Raise ``PreparedModelError`` if a frozen tensor was changed since it was put to rest."""
-        # A 4-bit weight is a tensor subclass, whose attributes take a detour through Python.
-        on_plain_tensors(self._require_at_rest)
-
-    def _require_at_rest(self) -> None:
-        for binding, pointer, version in self._resting:
-            now = binding.owner.get(binding.key)
-            if (
-                now is not binding.at_rest
-                or now.data_ptr() != pointer
-                or now._version != version
-                or now.requires_grad
-            ):
-                raise PreparedModelError(
-                    f"{binding.name}: expected the frozen tensor that poros.prepare took over, "
-                    "found it replaced, cast, written or made trainable. Call "
-                    "poros.restore(model) before changing the base (merging, "
-                    "prepare_model_for_kbit_training, loading weights), then prepare again"
-                )
-
-        for binding, scales in self._states:
-            now = binding.owner.get(binding.key)
-            if now is not binding.at_rest or scales != _marks_of(now):
-                raise PreparedModelError(
-                    f"{binding.name}: expected the quantization state that poros.prepare took "
-                    "over, found it replaced or written. Call poros.restore(model) before "
-                    "changing the base, then prepare again"
-                )
-
-    def swap_in(self) -> None:
-        """Put the tensors on the device in place."""
-        for binding in self._bindings:
-            binding.owner[binding.key] = binding.on_device
-
-    def require_device_tensors(self) -> None:
-        """Raise ``PreparedModelError`` if the layer's own forward exchanged a frozen tensor."""
-        for binding in self._bindings:
-            now = binding.owner.get(binding.key)
-            # PEFT's DoRA puts an alias of a 4-bit weight in its place on a CPU.
-            if now is not binding.on_device and not _is_alias(now, binding.on_device):
-                raise PreparedModelError(
-                    f"{binding.name}: expected the layer's forward to leave it in place, found it "
-                    "replaced (a counter, a running statistic?); the new value would be lost"
-                )
-
-    def device_marks(self) -> list[tuple[int, int]]:
-        """What changes if somebody writes to a device tensor, or gives it other memory."""
-        marks: list[tuple[int, int]] = on_plain_tensors(self._device_marks)
-        return marks
-
-    def _device_marks(self) -> list[tuple[int, int]]:
-        return [
-            (tensor.data_ptr(), tensor._version)
-            for binding in self._bindings
-            if isinstance(tensor := binding.on_device, torch.Tensor)
-        ]
-
-    def swap_out(self) -> None:
-        """Put the originals back, whatever is in their place."""
-        for binding in self._bindings:
-            binding.owner[binding.key] = binding.at_rest
-        for bias, slot_view in self._biases:
-            # bitsandbytes casts a bias to the compute dtype for good, which would leave the tensor
-            # with memory of its own.
-            if bias.dtype != slot_view.dtype:
-                bias.data = slot_view
-
-    def hide(self) -> None:
-        """Take parameters and buffers out of their modules, until ``swap_out``."""
-        for binding, _, _ in self._resting:
-            binding.owner[binding.key] = None
-
-
-def _dense_weights(bindings: Sequence[Binding]) -> list[DenseWeight]:
-    found = {
-        id(state): DenseWeight(binding.on_device, state, state.dense_place)
-        for binding in bindings
-        if (state := state_of(binding.on_device)) is not None and hasattr(state, "dense_place")
-    }
-    return list(found.values())
-
-
-def _marks_of(state: Any) -> list[int]:
-    """What changes if a scale is written or replaced. The nested one is in no slab: it may move."""
-    marks = [state.absmax.data_ptr(), state.absmax._version]
-    if state.nested:
-        marks += [id(state.state2.absmax), state.state2.absmax._version]
-    return marks
-
-
-def _is_alias(now: Any, expected: Any) -> bool:
-    return (
-        isinstance(now, torch.Tensor)
-        and isinstance(expected, torch.Tensor)
-        and now.data_ptr() == expected.data_ptr()
-        and now.dtype == expected.dtype
-        and now.shape == expected.shape
-    )
 
 
 class DeviceConstants:
@@ -305,6 +153,87 @@ def constant_parts(name: str, tensor: torch.Tensor) -> list[Part]:
     """The parts of a 4-bit weight that stay: code books and offset, a small nested absmax."""
     parts = places(name, tensor)
     return [part for key, part in parts.items() if not streams(key, part.get())]
+
+
+class SmallTensors:
+    """Device copies of the small tensors of all layers. Nothing of the model is changed.
+
+    Args:
+        layers: For each layer the frozen tensors that stay, and those that stream: the nested
+            absmax of these stay.
+        device: Where.
+        digests: Whether to compare a digest of each with that of its source.
+
+    Attributes:
+        moves: What stays, with its new bytes.
+        nested: Device copies of nested absmax, by the name of the part.
+        damaged: For each layer the names of tensors that have not arrived as they were.
+
+    Raises:
+        torch.OutOfMemoryError: If the device has no room for them.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]],
+        device: torch.device,
+        digests: bool = False,
+    ) -> None:
+        self.moves: list[tuple[Part, torch.Tensor]] = []
+        self.nested: dict[str, torch.Tensor] = {}
+        self.damaged: list[list[str]] = []
+        self._buffers: list[torch.Tensor] = []
+        for staying, streamed in layers:
+            parts = small_parts(staying, streamed)
+            layout = BlockLayout.pack((part.name, part.get()) for part in parts)
+            buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+            self._buffers.append(buffer)
+            damaged: list[str] = []
+            self.damaged.append(damaged)
+            for part, spec in zip(parts, layout.tensors, strict=True):
+                copy = _own_view(buffer, spec)
+                source = part.get()
+                before = digest(source.cpu().contiguous()) if digests else b""
+                with torch.no_grad():
+                    copy.copy_(source)
+                if digests and digest(copy.cpu()) != before:
+                    damaged.append(part.name)
+                if part.attribute == "data":
+                    self.moves.append((part, copy))
+                else:
+                    self.nested[part.name] = copy
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in one of the buffers."""
+        place = tensor.data_ptr()
+        return any(
+            buffer.device == tensor.device
+            and buffer.data_ptr() <= place < buffer.data_ptr() + max(buffer.numel(), 1)
+            for buffer in self._buffers
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.numel() for buffer in self._buffers)
+
+
+def small_parts(staying: Sequence[FrozenTensor], streamed: Sequence[FrozenTensor]) -> list[Part]:
+    """What of a layer lies in its buffer: tensors that stay, then constants of 4-bit weights."""
+    parts = [part for tensor in staying for part in tensor.parts()]
+    for tensor in streamed:
+        if tensor.is_4bit:
+            constants = constant_parts(tensor.name, tensor.tensor)
+            parts += [part for part in constants if part.attribute == "absmax"]
+    return parts
+
+
+def _own_view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A tensor over part of ``buffer``, with a storage of its own that keeps the memory alive."""
+    if not spec.num_bytes:
+        return torch.empty(spec.shape, dtype=spec.dtype, device=buffer.device)
+    flat = buffer[spec.offset : spec.offset + spec.num_bytes]
+    own: torch.Tensor = from_dlpack(flat)
+    return own.view(spec.dtype).view(spec.shape)
 
 
 def _device_tensor(

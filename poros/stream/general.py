@@ -32,19 +32,17 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves
 
-from poros.errors import RematerializationError, UnsupportedModelError
+from poros.errors import RematerializationError
 from poros.kernels.adapters import note_last
 from poros.kernels.autocast import cached_cast, require_current
 from poros.kernels.unformed import forget, values_of
 from poros.slots.schedule import Phase
-from poros.stream.args import PLAIN
+from poros.stream.args import copied
 from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
-from poros.stream.layer_index import Adapter
 from poros.stream.rng import RngStash, Start
-from poros.stream.side_outputs import is_shared_mapping
 from poros.stream.state import AmbientState
-from poros.stream.unchanged import require_unchanged
+from poros.stream.visit import StandIn
 from poros.stream.within import SavedTensorHooks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -98,7 +96,7 @@ class RecomputedCall:
         args: Its arguments; mutable ones are copied, and the layer gets the copies' originals.
         kwargs: Likewise.
         condition: What decides what it computes, as it is now.
-        adapters: Places whose proxy leaves are to be there instead of the parameters.
+        leaves: What is to be there instead of parameters.
 
     Raises:
         UnsupportedModelError: If an argument may be written to by the side.
@@ -110,18 +108,17 @@ class RecomputedCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         condition: Condition,
-        adapters: Sequence[Adapter] = (),
+        leaves: Sequence[StandIn] = (),
     ) -> None:
         self.layer = layer
-        self._adapters = adapters
+        self._leaves = leaves
         self._condition = condition
         self._module = layer.module()  # lives as long as its graph, as the parameters do
         self._args = tuple(
-            _copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
+            copied(value, f"argument {index} of {layer.name}") for index, value in enumerate(args)
         )
         self._kwargs = {
-            key: _copied(value, f"argument {key!r} of {layer.name}")
-            for key, value in kwargs.items()
+            key: copied(value, f"argument {key!r} of {layer.name}") for key, value in kwargs.items()
         }
         self._ambient = AmbientState.capture(layer.device, condition.training)
         # Code of the user inside the layer may draw from anywhere.
@@ -160,7 +157,7 @@ class RecomputedCall:
         self._versions = _versions(self._given)
         first = torch._C._autograd._get_sequence_nr()
         with (
-            layer.visit(Phase.FORWARD, self._adapters) as slot,
+            layer.visit(Phase.FORWARD, self._leaves) as slot,
             SavedTensorHooks(self._pack, self._unpack),
         ):
             self._memory = slot.untyped_storage().data_ptr()
@@ -171,7 +168,7 @@ class RecomputedCall:
                 f"{layer.name}: expected its arguments to be left alone, found one edited in "
                 "place by the layer itself; the recomputation would edit it again"
             )
-        self._condition.require_adapters_unedited(layer.name)
+        self._condition.require_unedited()
         # What the layer has changed now it will change again.
         contents.attributes.disregard(self._condition.attributes)
         contents.note_names()
@@ -303,7 +300,7 @@ class RecomputedCall:
     def _recompute(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Run the layer once more; what its operators save, by number, and its version then."""
         layer, contents = self.layer, self._condition.contents
-        require_unchanged(layer, self._condition, self._staying)
+        layer.condition().require_as(self._condition, self._staying)
         if self._versions != _versions(self._given):
             raise RematerializationError(
                 f"{layer.name}: its input or another tensor it was given was edited in place "
@@ -337,7 +334,7 @@ class RecomputedCall:
                 tally.begin(is_unwatched and not torch._C._len_torch_dispatch_stack())
             with (
                 layer.context.watching_graph() or nullcontext(),
-                layer.visit(Phase.BACKWARD, self._adapters) as slot,
+                layer.visit(Phase.BACKWARD, self._leaves) as slot,
                 self._ambient.but_random(contents.modules()),
                 self._start.replay(),
                 torch.enable_grad(),
@@ -536,24 +533,8 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(_version, tensors))
 
 
-def _copied(value: Any, where: str) -> Any:
-    """``value`` with lists and mappings of its own, over the same tensors."""
-    if isinstance(value, (torch.Tensor, *PLAIN)):
-        return value
-    if isinstance(value, tuple | list):
-        parts = [_copied(part, f"{where}[{i}]") for i, part in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if type(value) is dict or is_shared_mapping(value):
-        return type(value)({key: _copied(each, f"{where}[{key!r}]") for key, each in value.items()})
-    raise UnsupportedModelError(
-        f"{where}: expected tensors, tuples, lists and dictionaries of them or plain values, found "
-        f"a {type(value).__qualname__}. What a layer writes to such an object by the side it would "
-        "write twice, so streaming it is refused"
-    )
-
-
 def _fresh(value: Any) -> Any:
-    return _copied(value, "")
+    return copied(value, "")
 
 
 def _plain(value: Any) -> Any:

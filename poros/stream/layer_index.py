@@ -32,16 +32,11 @@ _TRAIN = attrgetter("train")
 
 
 class Adapter(NamedTuple):
-    """One place of a trainable parameter in a layer, and the leaf that stands in for it there.
-
-    The proxy leaf shares storage and version counter with the parameter. Gradients are taken with
-    respect to it, so that hooks on the parameter run once, when autograd accumulates the result.
-    """
+    """One place of a trainable parameter in a layer."""
 
     owner: dict[str, Any]
     key: str
     parameter: nn.Parameter
-    proxy: torch.Tensor
 
 
 class Adapters:
@@ -53,27 +48,32 @@ class Adapters:
 
     Attributes:
         places, frozen: Likewise.
-        parameters: Each once. Likewise their ``proxies``.
-        ids: Of the parameters.
-        where: Where these lie, and in which form; so do the parameters.
+        parameters: Each once.
+        ids: Of these.
+        where: Where these lie, and in which form.
     """
 
     def __init__(self, places: list[Adapter], frozen: list[AdapterPlace]) -> None:
         self.places = places
         self.frozen = frozen
-        distinct = {id(adapter.parameter): adapter for adapter in places}
-        self.parameters = [adapter.parameter for adapter in distinct.values()]
-        self.proxies = [adapter.proxy for adapter in distinct.values()]
+        distinct = {id(adapter.parameter): adapter.parameter for adapter in places}
+        self.parameters = list(distinct.values())
         self.ids = list(distinct)
-        self.where = places_of(self.proxies)
+        self.where = places_of(self.parameters)
 
     def are_as_they_were(self) -> bool:
         """Whether all still require gradients, at the same addresses and in the same form."""
-        return (
-            all(map(_REQUIRES, self.parameters))
-            and places_of(self.parameters) == self.where
-            and places_of(self.proxies) == self.where
-        )
+        return all(map(_REQUIRES, self.parameters)) and places_of(self.parameters) == self.where
+
+    def moved(self) -> Adapter | None:
+        """A place where the parameter of then is no longer, or not as it was."""
+        known = dict(zip(self.ids, zip(*self.where, strict=True), strict=True))
+        for place in self.places:
+            held = place.owner.get(place.key)
+            where = _POINTER(place.parameter), _FORM(place.parameter)
+            if held is not place.parameter or where != known[id(held)]:
+                return place
+        return None
 
 
 class LayerIndex:
@@ -91,7 +91,7 @@ class LayerIndex:
         self._layer = weakref.ref(layer)
         self._inner = modules[1:]
         self._child_tables = [module._modules for module in modules]
-        self._children = _values(self._child_tables)
+        self._children = values_of(self._child_tables)
         self._tensor_tables = [
             table for module in modules for table in (module._parameters, module._buffers)
         ]
@@ -111,7 +111,6 @@ class LayerIndex:
         self.adapter_modules = [module for module in self._inner if is_adapter_module(module)]
         self._adapter_places: list[AdapterPlace] = []
         self.attributes = Attributes(layer)
-        self._proxies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._frozen = frozen
         self._adapters: Adapters | None = None
         # What was in the owners when those were looked up, and what of it was not trainable.
@@ -120,7 +119,7 @@ class LayerIndex:
 
     def is_current(self) -> bool:
         """Whether the layer still consists of exactly these modules."""
-        return self._children == _values(self._child_tables)
+        return self._children == values_of(self._child_tables)
 
     def has_same_names(self) -> bool:
         """Whether its tensors are called what they were called when that was noted."""
@@ -128,12 +127,12 @@ class LayerIndex:
 
     def has_same_tensors(self) -> bool:
         """Whether it holds the tensors that were noted, and no others."""
-        now = list(map(id, _values(self._tensor_tables)))
+        now = list(map(id, values_of(self._tensor_tables)))
         return now == self._ids or set(now) == set(self._ids)
 
     def note_tensors(self) -> None:
         """Note which tensors there are now. They are kept alive, so that ids stay theirs."""
-        self._tensors = _values(self._tensor_tables)
+        self._tensors = values_of(self._tensor_tables)
         self._ids = list(map(id, self._tensors))
 
     def note_names(self) -> None:
@@ -178,7 +177,7 @@ class LayerIndex:
                 # Kinds that hold tensors in a ParameterDict come and go by its keys alone.
                 self._adapter_places = adapter_places(self.modules()[0], self._frozen)
             entries = [(owner, *item) for owner in self._owners for item in owner.items()]
-            # Whether a frozen tensor is still frozen is looked at by poros.stream.frozen.
+            # Whether a frozen tensor is still frozen is looked at by poros.stream.visit.
             parameters: list[tuple[dict[str, Any], str, nn.Parameter]] = [
                 (owner, key, value)
                 for owner, key, value in entries
@@ -188,7 +187,7 @@ class LayerIndex:
             self._idle = [value for *_, value in parameters if not value.requires_grad]
             self._adapters = Adapters(
                 [
-                    Adapter(owner, key, parameter, self._stand_in(parameter))
+                    Adapter(owner, key, parameter)
                     for owner, key, parameter in parameters
                     if parameter.requires_grad
                 ],
@@ -214,35 +213,18 @@ class LayerIndex:
         now = map(dict.get, owners, keys, repeat(self))
         return sum(map(len, self._owners)) == len(values) and all(map(is_, now, values))
 
-    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        known = self._proxies.get(id(parameter))
-        if known is not None and known[0] is parameter and shares_memory(*known):
-            return known[1]
-        proxy = nn.Parameter(parameter.detach())
-        self._proxies[id(parameter)] = (parameter, proxy)
-        return proxy
-
 
 def places_of(tensors: Sequence[torch.Tensor]) -> Any:
     """Where they lie, and in which form. Looked up in C: this runs at every visit."""
     return list(map(_POINTER, tensors)), list(map(_FORM, tensors))
 
 
-def shares_memory(parameter: nn.Parameter, proxy: torch.Tensor) -> bool:
-    """Whether ``proxy`` still is the same bits as ``parameter``, in the same form."""
-    return (
-        proxy.data_ptr() == parameter.data_ptr()
-        and proxy.dtype == parameter.dtype
-        and proxy.shape == parameter.shape
-    )
-
-
 def _names(tables: Sequence[dict[str, Any]]) -> tuple[list[int], set[str], list[bool]]:
     """How many keys each of these dictionaries has, which there are, and where nothing is held."""
-    is_empty = list(map(is_, _values(tables), repeat(None)))
+    is_empty = list(map(is_, values_of(tables), repeat(None)))
     return list(map(len, tables)), set(chain.from_iterable(filter(None, tables))), is_empty
 
 
-def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
+def values_of(tables: Iterable[dict[str, Any]]) -> list[Any]:
     """What these dictionaries hold, one after the other."""
     return list(chain.from_iterable(map(dict.values, filter(None, tables))))

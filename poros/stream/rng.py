@@ -39,8 +39,8 @@ class RngStash:
         """Run the body from these states; afterwards the generators are as they were before it."""
 
         def fill(stack: ExitStack) -> None:
-            stack.callback(RngStash.capture(self.device)._set)
-            self._set()
+            stack.callback(RngStash.capture(self.device).restore)
+            self.restore()
 
         return Within(fill)
 
@@ -54,9 +54,6 @@ class RngStash:
 
     def restore(self) -> None:
         """Have these states from now on."""
-        self._set()
-
-    def _set(self) -> None:
         torch.default_generator.set_state(self.cpu)
         if self.device_state is not None:
             _generator(self.device).set_state(self.device_state)

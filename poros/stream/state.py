@@ -1,22 +1,18 @@
-"""What decides what a layer computes, besides its arguments.
+"""What is around a call of a layer, besides its arguments: taken at one time, and had again.
 
 Note: Rematerialization equality
-    The recomputed forward must see the same bits as the forward did. Besides arguments and adapters
-    (guarded by version counters, ``poros.stream.unchanged``) that is: random states, autocast, the
-    training flags of the layer's modules, and the process-wide settings that pick kernels
-    (``poros.stream.settings``). Each is captured at the layer's forward and *replayed* at its
-    recomputation, then put back. Not covered: the generators of Python and NumPy.
-
-    The set of active adapters, their scalings and whether they are disabled or merged is captured
-    too, but a change of it between forward and backward *raises*: PEFT keeps it in many places, and
-    training on after such a change is hardly ever meant.
+    The recomputed forward must see the same bits as the forward did. Besides arguments and the
+    layer itself (compared: ``poros.stream.condition``) that is: random states, autocast, the
+    training flags of the layer's modules, and the process-wide settings that pick kernels. Each is
+    captured at the layer's forward and *replayed* at its recomputation, then put back. Not covered:
+    the generators of Python and NumPy.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -45,15 +41,40 @@ class AutocastState(NamedTuple):
         """Of the same device type, at this moment."""
         return self.capture(self.device_type)
 
-    def enter(self) -> torch.autocast:
-        """The same autocast, without its cache of cast weights.
+    def enter(self, has_cache: bool = False) -> torch.autocast:
+        """The same autocast, by default without its cache of cast weights.
 
         The cache is keyed by tensor: a cast of an adapter that is there would be reused, and the
         graph of a recomputation would not be its own.
         """
         return torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=has_cache
         )
+
+
+class Surroundings(NamedTuple):
+    """Autocast and the settings that pick kernels, at one time."""
+
+    autocast: tuple[AutocastState, ...]
+    """Of each device type that takes part."""
+    settings: Settings
+
+    @classmethod
+    def capture(cls, device: torch.device) -> "Surroundings":
+        """Those of now, for work on ``device``."""
+        device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        return cls(tuple(map(AutocastState.capture, device_types)), Settings.capture())
+
+    @property
+    def is_autocast(self) -> bool:
+        return any(each.enabled for each in self.autocast)
+
+    def enter(self, stack: ExitStack, has_cache: bool = False) -> None:
+        """Have them until ``stack`` is closed; ``has_cache``: see ``AutocastState.enter``."""
+        for each in self.autocast:
+            if each.enabled or torch.is_autocast_enabled(each.device_type):
+                stack.enter_context(each.enter(has_cache))
+        stack.enter_context(self.settings.replay())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +82,21 @@ class AmbientState:
     """The state around one forward of one layer. See "Rematerialization equality"."""
 
     rng: RngStash
-    autocast: tuple[AutocastState, ...]
-    settings: Settings
+    surroundings: Surroundings
     training: tuple[bool, ...]
+    """Of the modules of the layer."""
 
     @classmethod
     def capture(cls, device: torch.device, training: tuple[bool, ...]) -> "AmbientState":
-        """Now; ``training``: of the modules of the layer."""
-        device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        return cls(
-            rng=RngStash.capture(device),
-            autocast=tuple(map(AutocastState.capture, device_types)),
-            settings=Settings.capture(),
-            training=training,
-        )
-
-    @property
-    def is_autocast(self) -> bool:
-        return any(autocast.enabled for autocast in self.autocast)
+        """Now."""
+        return cls(RngStash.capture(device), Surroundings.capture(device), training)
 
     def but_random(self, modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
         """Run the body in this state, random states as they are; then all is as it was before."""
 
         def fill(stack: ExitStack) -> None:
-            enter_autocast(self.autocast, stack)
-            stack.enter_context(self.settings.replay())
-            if _training_flags(modules) != self.training:
+            self.surroundings.enter(stack)
+            if tuple(map(_TRAINING, modules)) != self.training:
                 for module, wanted in zip(modules, self.training, strict=True):
                     if module.training != wanted:
                         stack.callback(setattr, module, "training", module.training)
@@ -95,32 +105,4 @@ class AmbientState:
         return Within(fill)
 
 
-def autocast_of(device: torch.device) -> tuple[AutocastState, ...]:
-    """Autocast now, of each device type that takes part in work on ``device``."""
-    device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-    return tuple(map(AutocastState.capture, device_types))
-
-
-def enter_autocast(states: Sequence[AutocastState], stack: ExitStack) -> None:
-    """Have autocast as in ``states`` until ``stack`` is closed, without its cache."""
-    for state in states:
-        if state.enabled or torch.is_autocast_enabled(state.device_type):
-            stack.enter_context(state.enter())
-
-
-def _training_flags(modules: Sequence[nn.Module]) -> tuple[bool, ...]:
-    return tuple(map(attrgetter("training"), modules))
-
-
-def adapter_state(modules: Sequence[nn.Module]) -> tuple[object, ...]:
-    """Which adapters act in these modules, and how; equal values mean equal arithmetic."""
-    tuners: Sequence[Any] = modules
-    return tuple(
-        (
-            tuple(tuner.active_adapters),
-            tuner.disable_adapters,
-            tuple(tuner.merged_adapters),
-            tuple(tuner.scaling.items()) if hasattr(tuner, "scaling") else (),
-        )
-        for tuner in tuners
-    )
+_TRAINING = attrgetter("training")

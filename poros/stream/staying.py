@@ -1,11 +1,4 @@
-"""What is small stays on the device: one buffer per layer, and a watch for edits.
-
-A norm, a bias or a buffer keeps its place, its object and its name in the model. Only its bytes
-move, into a buffer that all small tensors of a layer share; from then on it is an ordinary tensor
-of the device, which its owner may edit, cast, replace or train as in a resident model.
-
-Each has a storage of its own over the buffer's memory, so that no saver takes two neighbours for
-one shared tensor.
+"""A watch over what stays on the device: a layer's small tensors, and its frozen adapters.
 
 Note: Edits of what stays
     Between steps they are nobody's business. A layer that is recomputed must find what its forward
@@ -15,101 +8,16 @@ Note: Edits of what stays
     the bias as the forward has left it, cast.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack
 
-from poros.digests import checksum, digest
+from poros.digests import checksum
 from poros.errors import PreparedModelError
-from poros.layout import BlockLayout, TensorSpec
-from poros.nf4 import Part
 from poros.stream.adapters import AdapterPlace
-from poros.stream.frozen import FrozenTensor, constant_parts
-
-
-class SmallTensors:
-    """Device copies of the small tensors of all layers. Nothing of the model is changed.
-
-    Args:
-        layers: For each layer the frozen tensors that stay, and those that stream: the nested
-            absmax of these stay.
-        device: Where.
-        digests: Whether to compare a digest of each with that of its source.
-
-    Attributes:
-        moves: What stays, with its new bytes.
-        nested: Device copies of nested absmax, by the name of the part.
-        damaged: For each layer the names of tensors that have not arrived as they were.
-
-    Raises:
-        torch.OutOfMemoryError: If the device has no room for them.
-    """
-
-    def __init__(
-        self,
-        layers: Iterable[tuple[Sequence[FrozenTensor], Sequence[FrozenTensor]]],
-        device: torch.device,
-        digests: bool = False,
-    ) -> None:
-        self.moves: list[tuple[Part, torch.Tensor]] = []
-        self.nested: dict[str, torch.Tensor] = {}
-        self.damaged: list[list[str]] = []
-        self._buffers: list[torch.Tensor] = []
-        for staying, streamed in layers:
-            parts = small_parts(staying, streamed)
-            layout = BlockLayout.pack((part.name, part.get()) for part in parts)
-            buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-            self._buffers.append(buffer)
-            damaged: list[str] = []
-            self.damaged.append(damaged)
-            for part, spec in zip(parts, layout.tensors, strict=True):
-                copy = _own_view(buffer, spec)
-                source = part.get()
-                before = digest(source.cpu().contiguous()) if digests else b""
-                with torch.no_grad():
-                    copy.copy_(source)
-                if digests and digest(copy.cpu()) != before:
-                    damaged.append(part.name)
-                if part.attribute == "data":
-                    self.moves.append((part, copy))
-                else:
-                    self.nested[part.name] = copy
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in one of the buffers."""
-        place = tensor.data_ptr()
-        return any(
-            buffer.device == tensor.device
-            and buffer.data_ptr() <= place < buffer.data_ptr() + max(buffer.numel(), 1)
-            for buffer in self._buffers
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.numel() for buffer in self._buffers)
-
-
-def small_parts(staying: Sequence[FrozenTensor], streamed: Sequence[FrozenTensor]) -> list[Part]:
-    """What of a layer lies in its buffer: tensors that stay, then constants of 4-bit weights."""
-    parts = [part for tensor in staying for part in tensor.parts()]
-    for tensor in streamed:
-        if tensor.is_4bit:
-            constants = constant_parts(tensor.name, tensor.tensor)
-            parts += [part for part in constants if part.attribute == "absmax"]
-    return parts
-
-
-def _own_view(buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A tensor over part of ``buffer``, with a storage of its own that keeps the memory alive."""
-    if not spec.num_bytes:
-        return torch.empty(spec.shape, dtype=spec.dtype, device=buffer.device)
-    flat = buffer[spec.offset : spec.offset + spec.num_bytes]
-    own: torch.Tensor = from_dlpack(flat)
-    return own.view(spec.dtype).view(spec.shape)
 
 
 class StayingState:

@@ -1,7 +1,10 @@
 """Visits of a block: its bytes in a slot, its tensors in place, and all of it undone at the end.
 
 ``BlockVisit`` is for whatever reads frozen tensors: a layer, and anything else whose tensors stand
-in the host store. ``Visits`` knows which one goes on.
+in the host store. ``Visits`` knows which one goes on. ``LayerBindings`` exchanges the tensors: only
+entries of ``module._parameters``, ``module._buffers`` and bitsandbytes' ``module.quant_state``.
+Swapping ``.data`` instead would reach into graphs that saved the parameter, and exchanging tensors
+inside one QuantState would pull them out from under a matmul that still refers to it.
 
 Note: Interruptions
     Ctrl-C may strike between any two steps of Python, those of a ``finally`` too. So a visit is
@@ -13,21 +16,199 @@ Note: Interruptions
     its end and raises, so that nothing it computed is used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from poros.errors import PreparedModelError, SlotStateError
+from poros.kernels.dense_layer import DenseWeight
 from poros.labels import labelled, short_name
+from poros.nf4 import state_of
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase
-from poros.stream.frozen import LayerBindings
 from poros.stream.layer_index import Adapter
+from poros.stream.within import on_plain_tensors
+
+
+class Binding(NamedTuple):
+    """One dictionary entry that is exchanged at each visit of a layer."""
+
+    name: str
+    owner: dict[str, Any]
+    key: str
+    at_rest: Any
+    on_device: Any
+
+
+class LayerBindings:
+    """Exchanges the frozen tensors of one layer, and notices if someone else did."""
+
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        self._bindings = bindings
+        self._resting = [
+            (binding, binding.at_rest.data_ptr(), binding.at_rest._version)
+            for binding in bindings
+            if isinstance(binding.at_rest, torch.Tensor)
+        ]
+        self._states = [
+            (binding, _marks_of(binding.at_rest))
+            for binding in bindings
+            if binding.key == "quant_state"
+        ]
+        self.dense_weights = _dense_weights(bindings)
+        """Its 4-bit weights on the device that have a place to be dense in."""
+        self._biases = [
+            (binding.on_device, binding.on_device.detach())
+            for binding in bindings
+            if binding.key == "bias" and isinstance(binding.on_device, nn.Parameter)
+        ]
+
+    def without_device_tensors(self) -> "LayerBindings":
+        """The same tensors at rest, with nothing of them on the device."""
+        return LayerBindings(
+            [binding._replace(on_device=binding.at_rest) for binding in self._bindings]
+        )
+
+    def require_owners(self, owners: Collection[int]) -> None:
+        """Raise ``PreparedModelError`` unless every frozen tensor hangs in one of ``owners``."""
+        for binding, _, _ in self._resting:
+            if id(binding.owner) not in owners:
+                raise PreparedModelError(
+                    f"{binding.name}: expected its module in the model, found it replaced. Call "
+                    "poros.restore(model) before replacing modules, then prepare again"
+                )
+
+    @property
+    def tensor_ids(self) -> set[int]:
+        """Ids of the tensors at rest."""
+        return {id(binding.at_rest) for binding, _, _ in self._resting}
+
+    def require_at_rest(self) -> None:
+        """Raise ``PreparedModelError`` if a frozen tensor was changed since it was put to rest."""
+        # A 4-bit weight is a tensor subclass, whose attributes take a detour through Python.
+        on_plain_tensors(self._require_at_rest)
+
+    def _require_at_rest(self) -> None:
+        for binding, pointer, version in self._resting:
+            now = binding.owner.get(binding.key)
+            if (
+                now is not binding.at_rest
+                or now.data_ptr() != pointer
+                or now._version != version
+                or now.requires_grad
+            ):
+                raise PreparedModelError(
+                    f"{binding.name}: expected the frozen tensor that poros.prepare took over, "
+                    "found it replaced, cast, written or made trainable. Call "
+                    "poros.restore(model) before changing the base (merging, "
+                    "prepare_model_for_kbit_training, loading weights), then prepare again"
+                )
+
+        for binding, scales in self._states:
+            now = binding.owner.get(binding.key)
+            if now is not binding.at_rest or scales != _marks_of(now):
+                raise PreparedModelError(
+                    f"{binding.name}: expected the quantization state that poros.prepare took "
+                    "over, found it replaced or written. Call poros.restore(model) before "
+                    "changing the base, then prepare again"
+                )
+
+    def swap_in(self) -> None:
+        """Put the tensors on the device in place."""
+        for binding in self._bindings:
+            binding.owner[binding.key] = binding.on_device
+
+    def require_device_tensors(self) -> None:
+        """Raise ``PreparedModelError`` if the layer's own forward exchanged a frozen tensor."""
+        for binding in self._bindings:
+            now = binding.owner.get(binding.key)
+            # PEFT's DoRA puts an alias of a 4-bit weight in its place on a CPU.
+            if now is not binding.on_device and not _is_alias(now, binding.on_device):
+                raise PreparedModelError(
+                    f"{binding.name}: expected the layer's forward to leave it in place, found it "
+                    "replaced (a counter, a running statistic?); the new value would be lost"
+                )
+
+    def device_marks(self) -> list[tuple[int, int]]:
+        """What changes if somebody writes to a device tensor, or gives it other memory."""
+        marks: list[tuple[int, int]] = on_plain_tensors(self._device_marks)
+        return marks
+
+    def _device_marks(self) -> list[tuple[int, int]]:
+        return [
+            (tensor.data_ptr(), tensor._version)
+            for binding in self._bindings
+            if isinstance(tensor := binding.on_device, torch.Tensor)
+        ]
+
+    def swap_out(self) -> None:
+        """Put the originals back, whatever is in their place."""
+        for binding in self._bindings:
+            binding.owner[binding.key] = binding.at_rest
+        for bias, slot_view in self._biases:
+            # bitsandbytes casts a bias to the compute dtype for good, which would leave the tensor
+            # with memory of its own.
+            if bias.dtype != slot_view.dtype:
+                bias.data = slot_view
+
+    def hide(self) -> None:
+        """Take parameters and buffers out of their modules, until ``swap_out``."""
+        for binding, _, _ in self._resting:
+            binding.owner[binding.key] = None
+
+
+def _dense_weights(bindings: Sequence[Binding]) -> list[DenseWeight]:
+    found = {
+        id(state): DenseWeight(binding.on_device, state, state.dense_place)
+        for binding in bindings
+        if (state := state_of(binding.on_device)) is not None and hasattr(state, "dense_place")
+    }
+    return list(found.values())
+
+
+def _marks_of(state: Any) -> list[int]:
+    """What changes if a scale is written or replaced. The nested one is in no slab: it may move."""
+    marks = [state.absmax.data_ptr(), state.absmax._version]
+    if state.nested:
+        marks += [id(state.state2.absmax), state.state2.absmax._version]
+    return marks
+
+
+def _is_alias(now: Any, expected: Any) -> bool:
+    return (
+        isinstance(now, torch.Tensor)
+        and isinstance(expected, torch.Tensor)
+        and now.data_ptr() == expected.data_ptr()
+        and now.dtype == expected.dtype
+        and now.shape == expected.shape
+    )
+
+
+class StandIn(NamedTuple):
+    """One place of a trained parameter in a layer, and the leaf that is to be there in a visit."""
+
+    owner: dict[str, Any]
+    key: str
+    parameter: nn.Parameter
+    leaf: nn.Parameter
+
+
+def stand_ins(adapters: Sequence[Adapter]) -> tuple[list[StandIn], dict[int, nn.Parameter]]:
+    """Leaves for these places, which meet no other graph and have no hooks.
+
+    Returns:
+        One for each place; and the leaves by the ids of the parameters, each over the memory and
+        the version counter of its own.
+    """
+    parameters = {id(each.parameter): each.parameter for each in adapters}
+    leaves = {number: nn.Parameter(each.detach()) for number, each in parameters.items()}
+    return [StandIn(*each, leaves[id(each.parameter)]) for each in adapters], leaves
 
 
 class _Note:
@@ -162,12 +343,12 @@ class BlockVisit:
         self.bindings = self.bindings.without_device_tensors()
 
     @contextmanager
-    def hold(self, phase: Phase, adapters: Sequence[Adapter] = ()) -> Iterator[torch.Tensor]:
-        """Hold the block in its slot, with device tensors and proxy leaves in place; its bytes.
+    def hold(self, phase: Phase, leaves: Sequence[StandIn] = ()) -> Iterator[torch.Tensor]:
+        """Hold the block in its slot, with device tensors and leaves in place; its bytes.
 
         Args:
             phase: What the visit belongs to.
-            adapters: Places whose proxy leaves are to be there instead of the parameters.
+            leaves: What is to be there instead of parameters.
 
         Streams:
             The compute stream waits for the block's copy; at the end an event is recorded behind
@@ -177,18 +358,13 @@ class BlockVisit:
             PreparedModelError: If a frozen tensor was changed at rest, or by the body.
             SlotStateError: If another visit began before this one ended.
         """
-        self._visits.end_all()
-        self.bindings.require_at_rest()
-        if not self._is_bound:
-            raise self._unbound()
+        self._require_ready()
         # The bindings of now: a visit that is undone later is undone as it began.
-        undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, leaves)
         with self._visits.begin(self._name, undo) as require_alone:
             slot = self._acquire(phase)
             version = slot.buffer._version
-            self.bindings.swap_in()
-            for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.proxy
+            self._put_in_place(leaves)
             with labelled(phase.value, self._label):
                 yield slot.buffer
             require_alone()
@@ -210,8 +386,7 @@ class BlockVisit:
         if self._lease is not None and self._visits.is_open(self._lease[0]):
             return self._lease[1]
         self._visits.end_all()
-        if not self._is_bound:
-            raise self._unbound()
+        self._require_bound()
 
         def end() -> None:
             self._lease = None
@@ -237,10 +412,7 @@ class BlockVisit:
         if row is not None and row.phase is phase and self._visits.is_open(row.note):
             yield from self._occupied(phase, row.note)
             return
-        self._visits.end_all()
-        self.bindings.require_at_rest()
-        if not self._is_bound:
-            raise self._unbound()
+        self._require_ready()
         undo = partial(_release, self._manager, self.block)
         if not self._is_in_row:
             with self._visits.begin(self._name, undo) as require_alone:
@@ -281,29 +453,35 @@ class BlockVisit:
         return slot
 
     @contextmanager
-    def expose(self, adapters: Sequence[Adapter]) -> Iterator[None]:
-        """Device tensors and proxy leaves in place, whatever the slot holds: to be recorded only.
+    def expose(self, leaves: Sequence[StandIn]) -> Iterator[None]:
+        """Device tensors and leaves in place, whatever the slot holds: to be recorded only.
 
         As ``hold`` otherwise.
         """
-        self._visits.end_all()
-        self.bindings.require_at_rest()
-        if not self._is_bound:
-            raise self._unbound()
-        undo = partial(_end_visit, self._manager, self.block, self.bindings, adapters)
+        self._require_ready()
+        undo = partial(_end_visit, self._manager, self.block, self.bindings, leaves)
         with self._visits.begin(self._name, undo) as require_alone:
-            self.bindings.swap_in()
-            for adapter in adapters:
-                adapter.owner[adapter.key] = adapter.proxy
+            self._put_in_place(leaves)
             yield
             require_alone()
             self.bindings.require_device_tensors()
 
-    def _unbound(self) -> PreparedModelError:
-        return PreparedModelError(
-            f"{self._name}: expected a place on the device for its block, found none: making "
-            "room for it failed. Call poros.restore(model)"
-        )
+    def _put_in_place(self, leaves: Sequence[StandIn]) -> None:
+        self.bindings.swap_in()
+        for place in leaves:
+            place.owner[place.key] = place.leaf
+
+    def _require_ready(self) -> None:
+        self._visits.end_all()
+        self.bindings.require_at_rest()
+        self._require_bound()
+
+    def _require_bound(self) -> None:
+        if not self._is_bound:
+            raise PreparedModelError(
+                f"{self._name}: expected a place on the device for its block, found none: making "
+                "room for it failed. Call poros.restore(model)"
+            )
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -319,11 +497,11 @@ def _end_visit(
     manager: BlockManager,
     block: int,
     bindings: LayerBindings,
-    adapters: Sequence[Adapter],
+    leaves: Sequence[StandIn],
 ) -> None:
-    for adapter in adapters:
-        if adapter.owner.get(adapter.key) is adapter.proxy:
-            adapter.owner[adapter.key] = adapter.parameter
+    for place in leaves:
+        if place.owner.get(place.key) is place.leaf:
+            place.owner[place.key] = place.parameter
     bindings.swap_out()
     _release(manager, block)
 

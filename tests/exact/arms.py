@@ -18,12 +18,11 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.gates import tiny
-from poros.gates.kinds import attach
 from poros.gates.reference import Digests, TrainingSpec, Trajectory, start_digests, train
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
 from tests.snapshots import changes, digest
-from tests.support import AS_PLAIN, AdversarialPrepare
+from tests.support import AS_PLAIN, AdversarialPrepare, loaded
 from tools.adversary import POISON, AdversarialStreams
 from tools.tape import TapeRecorder
 
@@ -57,16 +56,14 @@ class Bases:
             sizes = {"num_layers": num_layers, "hidden_size": hidden_size}
             config = tiny.small_config(architecture, **sizes, dropout=dropout)
             tiny.write_checkpoint(config, where, dtype=dtype)
-        base = tiny.load_base(where, dtype=dtype, **loading)
-        base.name_or_path = base.config.name_or_path = ""
-        return base
+        return loaded(str(where), dtype, **loading)
 
     def build(
         self, architecture: str = "qwen2", *, adapter: str = "lora", rank: int = 8, **of_base: Any
     ) -> Model:
         """With adapters that are not zero; ``of_base`` as for ``base``."""
-        base = self.base(architecture, **of_base)
-        return attach(base, adapter, rank=rank, dropout=of_base.get("dropout", 0.05), seed=1)
+        attached = adapter, rank, of_base.get("dropout", 0.05), 1
+        return self.base(architecture, adapter=attached, **of_base)
 
 
 Subject = Callable[[Bases], Model]
@@ -219,19 +216,24 @@ def in_order(program: Program) -> Program:
 
 
 @cache
-def often(program: Program) -> Program:
+def often(program: Program, num_times: int = NUM_TIMES) -> Program:
     """The program several times, so that visits are replayed; the gradients of each as well."""
 
     def repeated(model: Model) -> object:
         found: list[object] = []
-        for _ in range(NUM_TIMES):
+        for _ in range(num_times):
             model.train().zero_grad()
-            found.append(program(model))
-            named = model.named_parameters()
-            found.append({n: each.grad.clone() for n, each in named if each.grad is not None})
+            result, named = program(model), model.named_parameters()
+            gradients = {n: each.grad.clone() for n, each in named if each.grad is not None}
+            found.append([result, gradients, torch.get_rng_state()])
         return found
 
     return repeated
+
+
+def of_the_first(facts: Facts) -> Facts:
+    """Of a program that ran ``often``: what it gave for the first time."""
+    return {name: fact for name, fact in facts.items() if name.startswith("result, 0, ")}
 
 
 def with_sliced_loss(model: Model, **policy: Any) -> Model:

@@ -345,21 +345,23 @@ def all_cells() -> list[Cell]:
     return [Cell(*values) for values in product(*axes)]
 
 
-def pairwise(cells: Sequence[Cell], unrelated: Sequence[str] = ()) -> list[Cell]:
+def pairwise(
+    cells: Sequence[Cell], unrelated: Callable[[Any, Any], bool] = lambda one, other: False
+) -> list[Cell]:
     """Few of them in which each pair of values of two axes comes that comes in ``cells``.
 
-    But for pairs of values of ``unrelated`` axes.
+    But for pairs of values that are ``unrelated``: of them, each comes in some pair.
     """
-    apart = {Cell._fields.index(name) for name in unrelated}
 
     def pairs(cell: Cell) -> set[Any]:
-        found = set(combinations(enumerate(cell), 2))
-        return {(a, b) for a, b in found if not {a[0], b[0]} <= apart}
+        found = combinations(zip(Cell._fields, cell, strict=True), 2)
+        return {(a, b) for a, b in found if not unrelated(a, b)}
 
-    left = set().union(*map(pairs, cells))
+    pairs_of = {cell: pairs(cell) for cell in cells}
+    left = set().union(*pairs_of.values())
     chosen = []
     while left:
-        best = max(cells, key=lambda cell: len(pairs(cell) & left))
+        best = max(cells, key=lambda cell: len(pairs_of[cell] & left))
         chosen.append(best)
-        left -= pairs(best)
+        left -= pairs_of[best]
     return chosen

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import poros
 from poros.gates import tiny
 from tests.exact.arms import slice_resident_loss
-from tests.support import prepare_plain
+from tests.support import make_model, prepare_plain
 from tests.trainer_parity import train_with_trainer, trainer_arguments
 
 NUM_STEPS = 2
@@ -151,7 +151,7 @@ CELLS = {
 
 def build(cell: Cell, rank: int) -> Any:
     """The same base on every rank; adapters that only DDP's first broadcast makes equal."""
-    model: Any = tiny.make_model(
+    model = make_model(
         "qwen2",
         num_layers=cell.num_layers,
         hidden_size=64,

@@ -28,7 +28,8 @@ def train(model: Model, **spec: Any) -> object:
     return snapshots.run(model, **spec)
 
 
-train_twice_each = partial(train, accumulation=2)
+train_once = partial(train, num_steps=1)
+train_twice_each = partial(train_once, accumulation=2)
 train_under_autocast = partial(train, autocast_dtype=torch.bfloat16)
 
 

@@ -1,7 +1,7 @@
 """Models whose visits are recorded on tapes, and how they are trained."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 import poros
 from poros.api import prepare_with
 from poros.replay.captures import Captures
+from tests.exact.adapter_arms import adapted
+from tests.exact.arms import Bases
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -85,6 +87,14 @@ def evaluation_between(model: Model, number: int) -> None:
     model.train()
 
 
+def other_activation(model: Model, number: int) -> None:
+    """A module in the place of another, neither of which has attributes that could differ."""
+    if number in (0, 5):
+        for name, module in list(model.named_modules()):
+            if name.endswith("mlp"):
+                module.act_fn = torch.nn.Tanh() if number == 0 else torch.nn.Sigmoid()
+
+
 def a_hook_comes(model: Model, number: int) -> None:
     if number == 5:
         mlp = model.base_model.model.model.layers[0].mlp
@@ -99,7 +109,14 @@ CHANGES: dict[str, Callable[[Model, int], None] | None] = {
     "edited norms": edited_norms,
     "evaluation between": evaluation_between,
     "a hook comes": a_hook_comes,
+    "another activation": other_activation,
 }
+
+
+@cache
+def resident(bases: Bases, change: str, num_steps: int, accumulation: int) -> list[Any]:
+    """What a resident run with dropout computes; run once for all that are compared with it."""
+    return train(adapted(bases, lora_dropout=0.1), num_steps, accumulation, CHANGES[change])
 
 
 def record_on_tapes(patch: pytest.MonkeyPatch, least_visits: int = 1) -> list[Captures]:

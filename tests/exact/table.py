@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
+from tests.covers import cover
 from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
@@ -24,6 +26,19 @@ class Row(NamedTuple):
     policy: dict[str, Any] = {}  # noqa: RUF012
     replays: bool = True
     """Whether visits of some layers may be replayed."""
+    is_slow: bool = False
+    """Left out of `make test`, in which other rows have all that comes together here."""
+    is_of_order: bool = False
+    """It is about when gradients arrive: `make test` runs it with eager and replayed visits, but
+    does not poison slots."""
+
+
+def crossed(*axes: Any) -> Iterator[tuple[bool, Any]]:
+    """All combinations of values; whether a row of it is slow: few in turn have every value."""
+    points = list(product(*axes))
+    kept = cover(points, 1)
+    for place, point in enumerate(points):
+        yield place not in kept, point
 
 
 PEFT: dict[str, Any] = {"adapter_kernels": "peft"}
@@ -98,10 +113,10 @@ def backwards() -> Iterator[Row]:
     yield Row("backward in another thread", S.PLAIN, H.from_another_thread)
     yield Row("forward in another thread", S.PLAIN, H.forward_in_another_thread)
     yield Row("a layer called outside of the model", S.PLAIN, P.layer_outside_of_the_model)
-    for error in (ZeroDivisionError, KeyboardInterrupt):
-        for where in ("forward", "backward", H.A_MATRIX):
-            name, program = f"{error.__name__} in {where[-20:]}", H.failing(where, error)
-            yield Row(name, S.PLAIN, program, UNCHECKED)
+    errors = (ZeroDivisionError, KeyboardInterrupt), ("forward", "backward", H.A_MATRIX)
+    for is_slow, (error, where) in crossed(*errors):
+        name, program = f"{error.__name__} in {where[-20:]}", H.failing(where, error)
+        yield Row(name, S.PLAIN, program, UNCHECKED, is_slow=is_slow)
     yield Row("an evaluation in between", S.PLAIN, H.evaluated_between)
     yield Row("mkldnn off in between", S.FP32, H.setting_between)
     yield Row("use_cache", S.PLAIN, H.with_cache)
@@ -121,29 +136,37 @@ def losses() -> Iterator[Row]:
     yield Row("hidden states alone", S.NO_DROPOUT, P.hidden_states_alone, replays=False)
     for name, subject in FAMILIES.items():
         yield Row(f"hidden states of {name}", subject, P.hidden_states_alone, replays=False)
-    yield Row("shared keys and values", SHARED, P.train, replays=False)
+    yield Row("shared keys and values", SHARED, P.train_once, replays=False)
     for name, subject in ROUTED.items():
         yield Row(f"router logits of {name}", subject, P.routers_alone, replays=False)
-    for name in ("gemma4", "mixtral", "qwen2"):
-        subject = S.small(name, attn_implementation="eager")
-        for how, program in {
-            "": H.attentions(alone=False),
-            " alone": H.attentions(alone=True),
-            ", no gradients": H.attentions_without_gradients,
-        }.items():
-            yield Row(f"attentions of {name}{how}", subject, program, replays=False)
+    programs = {
+        "": H.attentions(alone=False),
+        " alone": H.attentions(alone=True),
+        ", no gradients": H.attentions_without_gradients,
+    }
+    eager = {
+        name: S.small(name, attn_implementation="eager") for name in ("gemma4", "mixtral", "qwen2")
+    }
+    for is_slow, (name, how) in crossed(eager, programs):
+        row = Row(f"attentions of {name}{how}", eager[name], programs[how], replays=False)
+        yield row._replace(is_slow=is_slow)
     yield Row("given embeddings", S.PLAIN, P.given_embeddings)
     yield Row("a penalty on embeddings", S.PLAIN, partial(P.given_embeddings, penalty=True))
     yield Row("no trainable adapter", S.PLAIN, partial(P.given_embeddings, frozen=True))
     yield Row("states of an encoder", S.decoder, P.read_an_encoder)
     below = S.adapter_below_the_layers, P.train_below_the_layers
     yield Row("an adapter below the layers", *below, replays=False)
-    for quantize in (True, False):
-        subject = S.adapters_on("q_proj", "v_proj", quantize=quantize)
-        for path in (*S.PROJECTIONS, "self_attn", "mlp", "input_layernorm"):
-            name = f"a loss on {path}, {'4 bits' if quantize else 'dense'}"
-            yield Row(f"{name}, alone", subject, H.inner_loss(path))
-            yield Row(f"{name}, as well", subject, H.inner_loss(path, alone=False, around=bf16))
+    subjects = {
+        name: S.adapters_on("q_proj", "v_proj", quantize=name == "4 bits")
+        for name in ("4 bits", "dense")
+    }
+    hows: dict[str, Any] = {"alone": {}, "as well": {"alone": False, "around": bf16}}
+    paths = (*S.PROJECTIONS, "self_attn", "mlp", "input_layernorm")
+    for is_slow, (which, path, how) in crossed(subjects, paths, hows):
+        row = Row(
+            f"a loss on {path}, {which}, {how}", subjects[which], H.inner_loss(path, **hows[how])
+        )
+        yield row._replace(is_slow=is_slow)
     subject = S.adapters_on("q_proj", "v_proj")
     yield Row("an inner loss, PEFT", subject, H.inner_loss("mlp.down_proj"), PEFT)
     for kind in (list, dict):
@@ -166,14 +189,18 @@ def surroundings() -> Iterator[Row]:
     yield Row("flags behind a step", S.PLAIN, P.step_and_flags)
     for precision, subject in PRECISIONS.items():
         yield Row(f"autocast around backward, {precision}", subject, P.one_step(backward=bf16))
-        for name, context in CONTEXTS.items():
-            program = P.one_step(forward=bf16, backward=context)
-            yield Row(f"autocast, {name} around backward, {precision}", subject, program)
+    for is_slow, (precision, name) in crossed(PRECISIONS, CONTEXTS):
+        program = P.one_step(forward=bf16, backward=CONTEXTS[name])
+        row = Row(f"autocast, {name} around backward, {precision}", PRECISIONS[precision], program)
+        yield row._replace(is_slow=is_slow)
     # With dropout there is one backend only.
-    for precision, subject in {"bf16": S.NO_DROPOUT, "fp32": S.FP32_NO_DROPOUT}.items():
-        for name, context in BACKENDS.items():
-            program = P.one_step(forward=P.only_math, backward=context)
-            yield Row(f"math attention, {name} around backward, {precision}", subject, program)
+    subjects = {"bf16": S.NO_DROPOUT, "fp32": S.FP32_NO_DROPOUT}
+    for is_slow, (precision, name) in crossed(subjects, BACKENDS):
+        program = P.one_step(forward=P.only_math, backward=BACKENDS[name])
+        row = Row(
+            f"math attention, {name} around backward, {precision}", subjects[precision], program
+        )
+        yield row._replace(is_slow=is_slow)
     yield Row("inputs that require gradients", S.inputs_require_gradients, P.STEP)
     yield Row("inputs that require them later", S.PLAIN, P.late_input_require_grads)
     yield Row("much dropout", S.small(dropout=0.5), P.STEP)
@@ -195,35 +222,39 @@ def surroundings() -> Iterator[Row]:
 
 def adapters() -> Iterator[Row]:
     for layers in ([0], [1], [2], [0, 2]):
-        yield Row(f"adapters on layers {layers}", S.on_layers(layers), P.train)
+        yield Row(f"adapters on layers {layers}", S.on_layers(layers), P.train_once)
     for name, options in KINDS.items():
-        yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train)
-    for quantize in (True, False):
-        for targets in (["q_proj", "v_proj"], *([each] for each in S.PROJECTIONS)):
-            name = f"adapters on {', '.join(targets)}, {'4 bits' if quantize else 'dense'}"
-            yield Row(name, S.adapters_on(*targets, quantize=quantize), P.train)
-    yield Row("adapters of DoRA on v", S.adapters_on("v_proj", use_dora=True), P.train)
-    yield Row("PEFT's own modules", S.adapters_on("q_proj", "v_proj"), P.train, PEFT)
+        yield Row(f"{name} on all layers", S.on_layers([0, 1, 2], **options), P.train_once)
+    targets = ("q_proj, v_proj", *S.PROJECTIONS)
+    for is_slow, (which, target) in crossed(("4 bits", "dense"), targets):
+        subject = S.adapters_on(*target.split(", "), quantize=which == "4 bits")
+        yield Row(f"adapters on {target}, {which}", subject, P.train_once, is_slow=is_slow)
+    yield Row("adapters of DoRA on v", S.adapters_on("v_proj", use_dora=True), P.train_once)
+    yield Row("PEFT's own modules", S.adapters_on("q_proj", "v_proj"), P.train_once, PEFT)
     yield Row("adapters frozen by hand", S.partly_frozen, P.STEP)
-    for name, subject in SHARING.items():
-        yield Row(name, subject, P.train)
-        for where, program in {
-            "no cache": STEP_WITHOUT_CACHE,
-            "autocast": P.STEP_UNDER_AUTOCAST,
-            "a region of the model": R.own_region,
-            "forwards in one region": R.forwards_in_one_region,
-        }.items():
-            yield Row(f"{name}, {where}", subject, program)
+    programs = {
+        "no cache": STEP_WITHOUT_CACHE,
+        "autocast": P.STEP_UNDER_AUTOCAST,
+        "a region of the model": R.own_region,
+        "forwards in one region": R.forwards_in_one_region,
+    }
+    yield from (Row(name, subject, P.train_once) for name, subject in SHARING.items())
+    for is_slow, (name, where) in crossed(SHARING, programs):
+        row = Row(f"{name}, {where}", SHARING[name], programs[where])
+        yield row._replace(is_slow=is_slow, is_of_order=True)
     # Within an autocast region, whose one cast of an adapter decides when its gradient arrives.
-    for name, subject in ORDERED.items():
-        for region, program in IN_ORDER.items():
-            yield Row(f"{name}, {region}", subject, program)
-    for name, program in MEETINGS.items():
+    for is_slow, (name, region) in crossed(ORDERED, IN_ORDER):
+        # DoRA remembers its norms in evaluation mode.
+        is_slow &= region not in ("in_evaluation_mode", "region")
+        row = Row(f"{name}, {region}", ORDERED[name], IN_ORDER[region])
+        yield row._replace(is_slow=is_slow, is_of_order=name != "lora")
+    for is_slow, (name, which) in crossed(MEETINGS, ("dense", "4 bits, in order")):
+        program = MEETINGS[name]
         # Where casts are there before the layers are, it is not seen when gradients arrive.
-        yield Row(f"{name}, dense", S.FP32_DENSE, program, replays=name != "a penalty first")
-        yield Row(
-            f"{name}, 4 bits, in order", S.FP32_NO_DROPOUT, R.in_order(program), replays=False
-        )
+        row = Row(name, S.FP32_DENSE, program, replays=name != "a penalty first")
+        if which != "dense":
+            row = Row(name, S.FP32_NO_DROPOUT, R.in_order(program), replays=False)
+        yield row._replace(name=f"{name}, {which}", is_slow=is_slow, is_of_order=which == "dense")
 
 
 def hooked() -> Iterator[Row]:
@@ -245,10 +276,10 @@ def hooked() -> Iterator[Row]:
     yield Row("a step inside a backward", S.PLAIN, H.in_backward(inner[1]))
     yield Row("trainable from outside", S.NO_DROPOUT, H.trainable_from_outside)
     subject = S.adapters_on("q_proj", "v_proj", quantize=False)
-    for how in ("attribute", "closure"):
-        for where in ("within", "an inner loss", "beside", "beside, alone"):
-            program = H.function_of_others(how, where)
-            yield Row(f"a function of others, {how}, {where}", subject, program)
+    places = ("within", "an inner loss", "beside", "beside, alone")
+    for is_slow, (how, where) in crossed(("attribute", "closure"), places):
+        program = H.function_of_others(how, where)
+        yield Row(f"a function of others, {how}, {where}", subject, program, is_slow=is_slow)
     subject = S.adapters_on("q_proj", "v_proj")
     yield Row("bitsandbytes beside a layer", subject, H.bitsandbytes_beside)
 

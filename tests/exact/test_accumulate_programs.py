@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from poros.accumulation import loop
-from poros.accumulation.cuts import Cut
 from poros.accumulation.gradients import Watch
+from poros.accumulation.micro_batch import Cut
 from poros.accumulation.names import Names
 from poros.errors import UnsupportedModelError
 from tests.exact import subjects as S

@@ -38,8 +38,20 @@ def known() -> dict[Cell, Facts]:
     return {}
 
 
-FAST = pairwise(all_cells(), unrelated=("optimizer", "exchange"))
-"""Both change tensors between steps, and neither knows of the other."""
+def are_unrelated(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    """Whether neither knows of the other.
+
+    An optimizer changes tensors between steps, behind what DoRA and recordings remember of them.
+    What is exchanged is frozen tensors: none of LoRA and DoRA, and those of LoRA-FA as a second's.
+    """
+    values = dict([one, other])
+    adapter = values.get("adapter")
+    if "optimizer" in values:
+        return adapter != "DoRA" and "is_recorded" not in values
+    return "exchange" in values and adapter not in (None, "second frozen")
+
+
+FAST = pairwise(all_cells(), are_unrelated)
 REST = [cell for cell in pairwise(all_cells()) if cell not in FAST]
 
 

@@ -12,7 +12,7 @@ from poros.errors import ParityError, PolicyError, RematerializationError
 from poros.replay.captures import NEW
 from tests.exact.adapter_arms import adapted, differences, step
 from tests.exact.arms import Bases
-from tests.exact.recorded import CHANGES, autocast, recorded, train, trained
+from tests.exact.recorded import CHANGES, KEPT, autocast, recorded, resident, train, trained
 from tests.support import same_bits
 from tools.tape import TapeRecorder
 
@@ -41,22 +41,28 @@ def test_replayed_visits_have_the_bits_of_eager_ones(
     assert set(captures.eager) == {NEW}
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
+@pytest.mark.parametrize(
+    ("change", "accumulation"),
+    [
+        pytest.param(change, size, marks=[pytest.mark.slow] * (place % 2 == (size == 3)))
+        for place, change in enumerate(CHANGES)
+        for size in (1, 3)
+    ],
+)
 def test_training_has_the_bits_of_a_resident_run(
-    change: str, accumulation: int, bases: Bases
+    change: str, accumulation: int, policy: dict[str, Any], bases: Bases
 ) -> None:
-    expected = train(adapted(bases, lora_dropout=0.1), 9, accumulation, CHANGES[change])
+    expected = resident(bases, change, 9, accumulation)
     model = adapted(bases, lora_dropout=0.1)
-    captures, _ = recorded(model)
+    captures, _ = recorded(model, **policy)
     found = train(model, 9, accumulation, CHANGES[change])
     assert len(found) == len(expected) and all(map(same_bits, found, expected))
     stats = poros.runtime(model).stats()
     assert captures.num_replays == stats["num_replayed_visits"] > 0
     assert stats["num_eager_visits"] == sum(captures.eager.values())
-    changed = train(adapted(bases, lora_dropout=0.1), 9, accumulation, None)
-    assert change in ("nothing", "evaluation between") or not all(map(same_bits, found, changed))
+    unchanged = resident(bases, "nothing", 9, accumulation)
+    assert change in ("nothing", "evaluation between") or not all(map(same_bits, found, unchanged))
 
 
 def test_a_form_that_never_comes_back_costs_nothing(bases: Bases) -> None:
@@ -92,7 +98,7 @@ def test_a_recording_that_gives_other_bits_is_never_used(
 ) -> None:
     """One that leaves out an operator, a random one too."""
     model = adapted(bases, lora_dropout=0.1)
-    expected = train(adapted(bases, lora_dropout=0.1), 6, 1)
+    expected = resident(bases, "nothing", 6, 1)
     captures, recorder = recorded(model)
     genuine = TapeRecorder.record
 
@@ -153,7 +159,7 @@ def test_control_a_random_state_that_is_not_replayed_differs(
     model = adapted(bases, lora_dropout=0.1)
     recorded(model)
     train(model, 6, 1)
-    monkeypatch.setattr(RngStash, "_set", lambda self: None)
+    monkeypatch.setattr(RngStash, "restore", lambda self: None)
     with pytest.raises(RematerializationError, match="other random numbers"):
         train(model, 2, 1)
 
@@ -161,7 +167,7 @@ def test_control_a_random_state_that_is_not_replayed_differs(
 def test_restoring_ends_it(bases: Bases) -> None:
     model = adapted(bases, lora_dropout=0.1)
     recorded(model)
-    expected = train(adapted(bases, lora_dropout=0.1), 6, 1)
+    expected = resident(bases, "nothing", 6, 1)
     train(model, 6, 1)
     poros.restore(model)
     again = adapted(bases, lora_dropout=0.1)

@@ -6,6 +6,7 @@ Replayed by a stand-in that sees nothing of Python.
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,93 +17,130 @@ from poros.errors import ParityError
 from poros.replay.forms import HeldGraphs
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases
-from tests.exact.recorded import CHANGES, KEPT, autocast, recorded, train, trained
+from tests.exact.recorded import KEPT, autocast, recorded, train, trained
 from tests.support import same_bits
 from tools.tape import TapeRecorder
 
 Model = Any
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("change", CHANGES)
-def test_layers_that_keep_their_graph(change: str, accumulation: int, bases: Bases) -> None:
-    expected = train(adapted(bases, lora_dropout=0.1), 10, accumulation, CHANGES[change])
-    model = adapted(bases, lora_dropout=0.1)
-    captures, _ = recorded(model, **KEPT)
-    found = train(model, 10, accumulation, CHANGES[change])
-    assert len(found) == len(expected) and all(map(same_bits, found, expected))
-    assert captures.num_replays > 0
+def loss_of(model: Model, shift: int = 0) -> torch.Tensor:
+    tokens = torch.arange(12)[None] + shift
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("around", [nullcontext, autocast], ids=["", "autocast"])
-def test_a_backward_within_autocast_and_one_outside(
-    around: Any, policy: dict[str, Any], bases: Bases
-) -> None:
+def gradients(model: Model) -> list[Any]:
+    return [each.grad.clone() for each in trained(model)]
+
+
+def inside_and_outside(around: Callable[[], Any], model: Model) -> list[Any]:
     """What a backward runs under is its own: each is recorded, and no other is replayed."""
-
-    def run(model: Model) -> list[Any]:
-        torch.manual_seed(3)
-        facts = []
-        for number in range(12):
-            tokens = torch.arange(12)[None] + number
-            with around():
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-                if number % 2:
-                    loss.backward()
-            if not number % 2:
+    facts = []
+    for number in range(12):
+        with around():
+            loss = loss_of(model, number)
+            if number % 2:
                 loss.backward()
-            facts += [loss.detach(), *(each.grad.clone() for each in trained(model))]
-        return facts
-
-    expected = run(adapted(bases, lora_dropout=0.1))
-    model = adapted(bases, lora_dropout=0.1)
-    captures, _ = recorded(model, **policy)
-    assert all(map(same_bits, run(model), expected))
-    assert captures.num_replays > 0
+        if not number % 2:
+            loss.backward()
+        facts += [loss.detach(), *gradients(model)]
+    return facts
 
 
-def test_kept_layers_in_a_region_of_the_model_itself(bases: Bases) -> None:
+def region_of_its_own(model: Model) -> list[Any]:
     """As Accelerate has it."""
-
-    def wrapped() -> Model:
-        model = adapted(bases, lora_dropout=0.1)
-        model.forward = autocast()(model.forward)
-        return model
-
-    expected = train(wrapped(), 8, 2)
-    model = wrapped()
-    captures, _ = recorded(model, **KEPT)
-    assert all(map(same_bits, train(model, 8, 2), expected))
-    assert captures.num_replays > 0
+    model.forward = autocast()(model.forward)
+    return train(model, 8, 2)
 
 
 def two_losses(model: Model, number_of_forwards: int = 2) -> list[Any]:
     """Forwards whose backwards come later, in the order of the forwards and in reverse."""
-    torch.manual_seed(3)
     facts = []
     for number in range(8):
-        losses = []
-        for part in range(number_of_forwards if number % 3 else 1):
-            tokens = torch.arange(12)[None] + part
-            losses.append(model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+        parts = range(number_of_forwards if number % 3 else 1)
+        losses = [loss_of(model, part) for part in parts]
         for loss in losses if number % 2 else losses[::-1]:
             loss.backward()
-        facts += [each.grad.clone() for each in trained(model)]
+        facts += gradients(model)
     return facts
 
 
+def second_backward(model: Model) -> list[Any]:
+    facts = []
+    for number in range(8):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss_of(model, 1).backward()
+        if number != 5:
+            loss.backward()
+        facts += gradients(model)
+    return facts
+
+
+def without_gradients(is_training: bool, model: Model) -> list[Any]:
+    """As DPO's reference pass: dropout draws if the model trains."""
+    model.train(is_training)
+    facts = []
+    for number in range(8):
+        tokens = torch.arange(12)[None] + number
+        with torch.no_grad(), model.disable_adapter() if number % 2 else nullcontext():
+            facts.append(model(input_ids=tokens, use_cache=False).logits.clone())
+        loss = loss_of(model, number)
+        loss.backward()
+        facts += [loss.detach(), *gradients(model)]
+    return facts
+
+
+def inference_between(model: Model) -> list[Any]:
+    """What is recorded then could not be replayed later, so nothing is."""
+
+    def evaluate(model: Model, number: int) -> None:
+        model.eval()
+        with torch.inference_mode():
+            model(input_ids=torch.arange(12)[None], use_cache=False)
+        model.train()
+
+    return train(model, 9, 1, evaluate)
+
+
+RUNS: dict[str, Callable[[Model], list[Any]]] = {
+    "backwards inside and outside": partial(inside_and_outside, nullcontext),
+    "backwards inside and outside, autocast": partial(inside_and_outside, autocast),
+    "a region of the model itself": region_of_its_own,
+    "two losses": two_losses,
+    "a second backward": second_backward,
+    "without gradients, dropout": partial(without_gradients, True),
+    "without gradients": partial(without_gradients, False),
+    "inference mode between": inference_between,
+}
+
+
+def kinds_of(captures: Any, is_replayed: bool = False) -> set[str]:
+    """Of the forms of visits; or of those whose recorded forward has been proved."""
+    forms = [form for of_layer in captures._forms.values() for form in of_layer.values()]
+    proved = [form for form in forms if form.forward is not None and form.forward.is_proved]
+    return {form.kind for form in (proved if is_replayed else forms)}
+
+
 @pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
-def test_two_forwards_before_their_backwards(policy: dict[str, Any], bases: Bases) -> None:
-    expected = two_losses(adapted(bases, lora_dropout=0.1))
+@pytest.mark.parametrize("which", RUNS)
+def test_runs(which: str, policy: dict[str, Any], bases: Bases) -> None:
+    def run(model: Model) -> list[Any]:
+        torch.manual_seed(3)
+        return RUNS[which](model)
+
+    expected = run(adapted(bases, lora_dropout=0.1))
     model = adapted(bases, lora_dropout=0.1)
     captures, _ = recorded(model, **policy)
-    assert all(map(same_bits, two_losses(model), expected))
+    found = run(model)
+    assert len(found) == len(expected) and all(map(same_bits, found, expected))
     assert captures.num_replays > 0
-    kinds = {form.kind for of_layer in captures._forms.values() for form in of_layer.values()}
-    # The second one's graph has no place in the recording: it is recomputed.
-    assert kinds == ({"kept", "recomputed"} if policy == KEPT else {"recomputed"})
+    if which == "two losses":
+        # The second one's graph has no place in the recording: it is recomputed.
+        assert kinds_of(captures) == ({"kept", "recomputed"} if policy else {"recomputed"})
+    if which.startswith("without gradients"):
+        kinds = kinds_of(captures, is_replayed=True)
+        assert "inference" in kinds and len(kinds) == 2
 
 
 def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
@@ -129,27 +167,6 @@ def test_control_a_kept_graph_that_is_overwritten_gives_other_gradients(
     monkeypatch.setattr(Form, "in_flight", Unseen(), raising=False)
     monkeypatch.setattr(Form, "is_there", lambda self, call: True)
     assert not all(map(same_bits, two_losses(model), expected))
-
-
-def test_a_graph_that_is_kept_for_a_second_backward(bases: Bases) -> None:
-    def run(model: Model) -> list[Any]:
-        facts = []
-        for number in range(8):
-            tokens = torch.arange(12)[None]
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            loss.backward(retain_graph=True)
-            other = model(input_ids=tokens + 1, labels=tokens + 1, use_cache=False).loss
-            other.backward()
-            if number != 5:
-                loss.backward()
-            facts += [each.grad.clone() for each in trained(model)]
-        return facts
-
-    for policy in ({}, KEPT):
-        expected = run(adapted(bases))
-        model = adapted(bases)
-        captures, _ = recorded(model, **policy)
-        assert all(map(same_bits, run(model), expected)) and captures.num_replays > 0
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
@@ -186,38 +203,6 @@ def test_a_layer_whose_graph_goes_before_that_of_a_later_one(
     captures, _ = recorded(model, **KEPT)
     is_same = all(map(same_bits, run(model), expected))
     assert captures.num_replays > 0 and is_same == is_guarded
-
-
-@pytest.mark.parametrize("is_training", [True, False], ids=["dropout", ""])
-@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
-def test_visits_without_gradients(policy: dict[str, Any], is_training: bool, bases: Bases) -> None:
-    """As DPO's reference pass: dropout draws if the model trains."""
-
-    def run(model: Model) -> list[Any]:
-        torch.manual_seed(3)
-        model.train(is_training)
-        facts = []
-        for number in range(8):
-            tokens = torch.arange(12)[None] + number
-            with torch.no_grad(), model.disable_adapter() if number % 2 else nullcontext():
-                facts.append(model(input_ids=tokens, use_cache=False).logits.clone())
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-            facts += [loss.detach(), *(each.grad.clone() for each in trained(model))]
-        return facts
-
-    expected = run(adapted(bases, lora_dropout=0.1))
-    model = adapted(bases, lora_dropout=0.1)
-    captures, _ = recorded(model, **policy)
-    found = run(model)
-    assert all(map(same_bits, found, expected))
-    kinds = {
-        form.kind
-        for forms in captures._forms.values()
-        for form in forms.values()
-        if form.forward is not None and form.forward.is_proved
-    }
-    assert "inference" in kinds and len(kinds) == 2
 
 
 def test_evaluation_alone_is_recorded_too(bases: Bases) -> None:
@@ -342,23 +327,6 @@ def test_a_length_that_does_not_come_back_makes_way(bases: Bases) -> None:
     for forms in captures._forms.values():
         assert sum(form.forward is not None for form in forms.values()) == 4
     assert captures.num_replays >= 6 * 16 * 2 * 2
-
-
-def test_evaluation_in_inference_mode_between(bases: Bases) -> None:
-    """What is recorded then could not be replayed later, so nothing is."""
-
-    def evaluate(model: Model, number: int) -> None:
-        model.eval()
-        with torch.inference_mode():
-            model(input_ids=torch.arange(12)[None], use_cache=False)
-        model.train()
-
-    for policy in ({}, KEPT):
-        expected = train(adapted(bases, lora_dropout=0.1), 9, 1, evaluate)
-        model = adapted(bases, lora_dropout=0.1)
-        captures, _ = recorded(model, **policy)
-        assert all(map(same_bits, train(model, 9, 1, evaluate), expected))
-        assert captures.num_replays > 0
 
 
 def test_nothing_of_a_dropped_graph_is_held_for_its_form(bases: Bases) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from poros.self_check.compare import compare_mappings
-from tests.exact.ddp_arm import CELLS, NUM_STEPS, UNUSED, Bits, run_rank
+from tests.exact.ddp_arm import CELLS, NUM_STEPS, UNUSED, Bits, build, run_rank
 
 TIMEOUT_S = 400
 
@@ -25,6 +25,8 @@ def launch(folder: Path, cells: list[str], world: int) -> None:
     Ranks are forks of this process, which has imported everything; CUDA does not survive that.
     """
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    for cell in cells:
+        build(CELLS[cell], 0)  # what ranks take copies of
     ranks = [context.Process(target=run_rank, args=(folder, cells, i, world)) for i in range(world)]
     try:
         for rank in ranks:
@@ -69,7 +71,9 @@ def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
     return resident
 
 
-TOGETHER = [each for each in CELLS if each.startswith(("together", "taken"))]
+REST = ("every_backward", "autocast", "static_graph", "trainer", "taken into", "taken at the end")
+REST += ("together, unused", "together, bucket views")
+TOGETHER = [each for each in CELLS if each.startswith(("together", "taken")) and each not in REST]
 """Grouped; or one after the other, where gradients are taken or exchanged in between."""
 
 
@@ -131,10 +135,6 @@ def test_micro_batches_that_go_together(essential: Path, cell: str) -> None:
 def test_four_ranks_do_too(tmp_path: Path) -> None:
     launch(tmp_path, ["four_ranks"], 4)
     assert len(assert_exact(tmp_path, "four_ranks")) == 4
-
-
-REST = ("every_backward", "autocast", "static_graph", "trainer")
-REST += ("together, unused", "together, bucket views")
 
 
 @pytest.fixture(scope="module")

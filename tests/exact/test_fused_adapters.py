@@ -386,29 +386,3 @@ def test_which_modules_are_gated() -> None:
     others = [kind.forward for kind in (UpFirst, Clamped, OfTwo, GateLast, nn.Linear)]
     assert list(map(names_in, others)) == [None] * 5
     assert names_in(torch.relu) is None
-
-
-@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("what", ["LoRA", "feed-forward"])
-def test_a_class_with_another_forward_keeps_it(
-    what: str, is_before: bool, bases: Bases, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Set by somebody before our kernels are taken, or while they are."""
-    model = adapted(bases)
-    inner = model.base_model.model.model.layers[0].mlp
-    kind: Any = type(inner.up_proj if what == "LoRA" else inner)
-    own = kind.forward
-
-    def halved(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return own(self, x, *args, **kwargs) / 2
-
-    if is_before:
-        monkeypatch.setattr(kind, "forward", halved)
-        poros.use_adapter_kernels(model)
-    else:
-        poros.use_adapter_kernels(model)
-        monkeypatch.setattr(kind, "forward", halved)
-    fused = step(model)
-    poros.restore(model)
-    plain = step(model)
-    assert all(same_bits(fused.facts[name], plain.facts[name]) for name in plain.facts)

@@ -34,7 +34,7 @@ from tools.fuzz.program import (
 )
 
 ALLOWED = ("equal", "refused", "raised")
-NUM_DRAWN = 8
+NUM_DRAWN = 5
 
 PENALIZED = (Forward(terms=(Term(),)),)
 

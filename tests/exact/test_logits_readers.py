@@ -200,12 +200,9 @@ def trainer_run(model: Model, folder: Path, **options: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"with_metrics": True},
-        {"label_smoothing_factor": 0.1},
-        {"bf16": True},
-        {"gradient_accumulation_steps": 2},
         {"torch_compile": False, "average_tokens_across_devices": False},
+        {"with_metrics": True, "bf16": True},
+        {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
     ],
     ids=str,
 )

@@ -44,9 +44,8 @@ def one_thread() -> Any:
 
 
 def policies(paths: str) -> list[dict[str, Any]]:
-    """Two slots for every order, and one of the other policies in turn: they decide no order."""
-    two_slots, *others = POLICIES.values()
-    return [two_slots, others[PATHS.index(paths) % len(others)]]
+    """One for each order, in turn: they decide no order."""
+    return [list(POLICIES.values())[PATHS.index(paths) % len(POLICIES)]]
 
 
 def streamed(model: Model, **policy: Any) -> Model:

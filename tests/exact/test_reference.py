@@ -19,11 +19,12 @@ from poros.gates.reference import (
 )
 from poros.self_check.compare import compare_mappings
 from tests.exact.faulty import PACKED, flip_nibble
+from tests.support import make_model
 
 
 def build(**changes: Any) -> Any:
     options = {"num_layers": 2, "dropout": 0.05, **changes}
-    return tiny.make_model("qwen2", **options)
+    return make_model(**options)
 
 
 def run(model: Any = None, **changes: Any) -> Trajectory:

@@ -21,9 +21,9 @@ from poros.errors import (
     SlotStateError,
     UnsupportedModelError,
 )
-from poros.replay.casts import RegionCasts
+from poros.replay.routing import RegionCasts
 from poros.stream.boundary import is_streamed
-from poros.stream.frozen import LayerBindings
+from poros.stream.visit import LayerBindings
 from tests.exact import hazards as H
 from tests.exact import hooks
 from tests.exact import programs as P
@@ -42,6 +42,7 @@ from tests.exact.arms import (
     poisoned,
     streamed,
 )
+from tests.exact.table import crossed
 from tests.snapshots import batches, bf16, changes, layers_of, picture
 
 Patch = pytest.MonkeyPatch
@@ -63,6 +64,7 @@ class Row:
     """By a resident model."""
     after: Program = P.STEP
     kernels: str = "exact"
+    is_slow: bool = False
 
     def program(self, model: Model) -> object:
         steps = self.provocation(model)
@@ -85,25 +87,24 @@ def rows() -> Iterator[Row]:
     for name, change in V.CHANGES.items():
         raised = V.behind(change), REMAT, V.SAYS_WHERE
         yield Row(name, *raised, S.two_adapters, is_accepted=False, after=V.train_the_second)
-    for which in hooks.HOOKS:
-        for is_added in (True, False) if which not in hooks.OUTSIDE else ():
-            name = f"hooks {'added' if is_added else 'removed'}: {which}"
-            provocation = (V.hooks_added if is_added else V.hooks_removed)(which)
-            yield Row(name, provocation, REMAT, r"layers\.2: .*hooks", S.PLAIN, False)
-    for what in V.INPUTS:
-        for index in (0, 2):
-            name, provocation = f"edit of {what} of layer {index}", V.edited_input(what, index)
-            yield Row(name, provocation, REMAT, r"layers\.\d.*edited in place", S.PLAIN, False)
+    inside = [which for which in hooks.HOOKS if which not in hooks.OUTSIDE]
+    changes_of = {"added": V.hooks_added, "removed": V.hooks_removed}
+    for is_slow, (which, how) in crossed(inside, changes_of):
+        raised = changes_of[how](which), REMAT, r"layers\.2: .*hooks", S.PLAIN, False
+        yield Row(f"hooks {how}: {which}", *raised, is_slow=is_slow)
+    for is_slow, (what, index) in crossed(V.INPUTS, (0, 2)):
+        raised = V.edited_input(what, index), REMAT, r"layers\.\d.*edited in place", S.PLAIN, False
+        yield Row(f"edit of {what} of layer {index}", *raised, is_slow=is_slow)
     for start in V.SECOND_ORDER:
         provocation, errors = V.second_order(start), (RuntimeError, PorosError)
         match = "twice|gradients of gradients"
         # Fused attention gives none of its own.
         yield Row(f"second order of {start}", provocation, errors, match, S.PLAIN, False)
-    for subject in (S.PLAIN, S.DENSE):
-        name = "4 bits" if subject is S.PLAIN else "dense"
-        errors = (PreparedModelError, RematerializationError)
-        yield Row(f"merge, {name}", V.merge, PREPARED, "", subject, False)
-        yield Row(f"merge of a module, {name}", V.merged_module, errors, "", subject, False)
+    merges = {"merge": V.merge, "merge of a module": V.merged_module}
+    for is_slow, (how, name) in crossed(merges, ("4 bits", "dense")):
+        subject = S.PLAIN if name == "4 bits" else S.DENSE
+        errors = (PREPARED,) if how == "merge" else (PREPARED, REMAT)
+        yield Row(f"{how}, {name}", merges[how], errors, "", subject, False, is_slow=is_slow)
     inside = V.backward_inside_disable_adapter
     yield Row("backward inside disable_adapter", inside, REMAT, "adapters", S.PLAIN, False)
     yield Row("vanishing hook", V.vanishing_hook, REMAT, r"layers\.1: .*hooks")
@@ -140,7 +141,7 @@ def rows() -> Iterator[Row]:
     yield Row("torch.func.grad", functional, UNSUPPORTED, "torch.func.grad", is_accepted=False)
 
 
-ROWS = [pytest.param(row, id=row.name) for row in rows()]
+ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.slow] * row.is_slow) for row in rows()]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -193,7 +194,7 @@ def test_an_update_within_a_region_is_refused(
     harmless = partial(R.updates_in_one_region, fused=fused, lr=1e-12)
     assert residents.compare(S.FP32_NO_DROPOUT, harmless, prepare) == {}
     # The control: let through, it differs.
-    monkeypatch.setattr("poros.replay.casts.require_current", lambda *_: None)
+    monkeypatch.setattr("poros.replay.routing.require_current", lambda *_: None)
     monkeypatch.setattr("poros.stream.general.require_current", lambda *_: None)
     harmful = partial(R.updates_in_one_region, fused=fused)
     assert residents.compare(S.FP32_NO_DROPOUT, harmful, prepare) != {}

@@ -1,6 +1,7 @@
 """Micro-batches that share the dense weights of a layer: the bits of those that do not."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from poros.kernels import dense_layer, dequantize
 from poros.kernels.dense_layer import DenseLayer
 from poros.stream.body import LayerBody
 from tests.covers import with_slow
+from tests.exact import together
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases, on_tapes
-from tests.exact.together import num_groups, reasons, same, train
+from tests.exact.together import num_groups, reasons, same
 from tests.support import AS_PLAIN, AdversarialPrepare, prepare_plain
 from tools.adversary import AdversarialStreams
 from tools.tape import TapeRecorder
@@ -22,8 +24,9 @@ from tools.tape import TapeRecorder
 Model = Any
 Patch = pytest.MonkeyPatch
 NUM_LAYERS = 4
-SIZES = (4,) * 6
+SIZES = (2,) * 6
 """So that visits are replayed."""
+train = partial(together.train, sizes=SIZES[:3])
 
 
 def build(bases: Bases, **options: Any) -> Model:
@@ -90,7 +93,7 @@ def test_without_it_each_micro_batch_makes_them(bases: Bases, monkeypatch: Patch
     train(on_tapes(build(bases), slots=2), sizes=SIZES)
     assert counted.num_shared == 0
     # In what is recorded at least, whose gradient is ours on a CPU too.
-    assert counted.num_single >= 4 * NUM_LAYERS
+    assert counted.num_single >= SIZES[0] * NUM_LAYERS
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -128,7 +131,7 @@ def test_adversarial_streams_and_dora(use_dora: bool, bases: Bases) -> None:
 @pytest.mark.parametrize("keep_last", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_recorded_visits(keep_last: int, bases: Bases) -> None:
     """Some micro-batches of a form share, and a single one of the same form does not."""
-    run: Any = {"sizes": (4, 1, 4, 1, 4, 1, 4, 4, 1), "lengths": (12,)}
+    run: Any = {"sizes": (2, 1, 2, 1, 2, 1, 2, 2, 1), "lengths": (12,)}
     expected = train(build(bases), together=False, **run)
     model = build(bases)
     policy = poros.StreamingPolicy(

@@ -10,6 +10,7 @@ from poros.gates import tiny
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.self_check.compare import compare_mappings
 from tests.exact.faulty import flip_nibble
+from tests.support import make_model
 from tests.trainer_parity import (
     ADAPTER_FILES,
     EVALUATION_LOSS,
@@ -20,7 +21,7 @@ from tests.trainer_parity import (
 
 
 def build() -> Any:
-    return tiny.make_model("qwen2", num_layers=2, dropout=0.05)
+    return make_model(num_layers=2, dropout=0.05)
 
 
 def rows(num_rows: int, seed: int) -> list[dict[str, torch.Tensor]]:

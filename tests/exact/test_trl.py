@@ -97,6 +97,7 @@ class Slices(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("attach_in_trainer", [False, True])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_a_head_in_host_memory_is_read_slice_by_slice(

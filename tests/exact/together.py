@@ -3,8 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,17 +24,13 @@ SIZES = (3, 2)
 """Of the steps of programs."""
 
 
-@cache
-def _built(bases: Bases, architecture: str, options: tuple[Any, ...]) -> Model:
-    return bases.build(architecture, **dict(options))
-
-
 def build(bases: Bases, architecture: str = "qwen2", **options: Any) -> Model:
-    """As ``Bases.build``; built once."""
-    return deepcopy(_built(bases, architecture, tuple(options.items()))).train()
+    return bases.build(architecture, **options).train()
 
 
 dense = partial(build, quantize=False)
+two_layers = partial(dense, num_layers=2)
+"""Where it does not matter what streams: both have a slot."""
 
 
 def layers(model: Model) -> Any:
@@ -177,7 +172,7 @@ class Program(NamedTuple):
     make: Callable[[Model], Loss | None] = unchanged
     end: End = None
     form: Callable[[Batch], Any] = lambda batch: batch
-    base: Callable[[Bases], Model] = dense
+    base: Callable[[Bases], Model] = two_layers
     policy: tuple[tuple[str, Any], ...] = ()
     is_late: bool = False
     run: tuple[tuple[str, Any], ...] = ()

@@ -52,6 +52,7 @@ class Fault:
         self_check: What the self-check says, before the first step.
         unsteady: The same where attention does not repeat itself.
         error: What the self-check raises.
+        num_steps: Of the training.
     """
 
     plant: how.Plant | None = None
@@ -65,6 +66,7 @@ class Fault:
     self_check: str | None = None
     unsteady: str | None = None
     error: type[Exception] = poros.ParityError
+    num_steps: int = 1
 
 
 FIRST_LOSS, FIRST_GRADIENT = "step 0, loss of micro-batch 0", "step 0, gradient of"
@@ -83,6 +85,7 @@ FAULTS = {
     ),
     "random state not restored, unguarded": Fault(
         how.unguarded(how.restore_no_random_state),
+        num_steps=2,
         gate=FIRST_GRADIENT,
         differing=LOSS_AND_RANDOM | {"adapter weights"},
         self_check=r"layers\.0: " + TRACE,
@@ -93,6 +96,7 @@ FAULTS = {
     # The first step is right; the second one starts from the random state of the first.
     "random state of the recomputation left behind": Fault(
         how.leave_the_random_state,
+        num_steps=2,
         gate="step 1, loss of micro-batch 0",
         differing=LOSS_AND_RANDOM,
         self_check=LAYER + TRACE,

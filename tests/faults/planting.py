@@ -15,10 +15,11 @@ from poros.slots import manager as manager_module
 from poros.slots.manager import BlockManager
 from poros.slots.ring import Slot
 from poros.slots.schedule import Phase, missing, predict
+from poros.stream.args import is_shared_mapping
 from poros.stream.general import RecomputedCall
 from poros.stream.rng import RngStash
-from poros.stream.side_outputs import shared_mappings
-from poros.stream.state import AmbientState
+from poros.stream.settings import Settings
+from poros.stream.state import AmbientState, Surroundings
 from poros.stream.visit import BlockVisit
 from poros.streams import Event
 from tests import mutants
@@ -75,7 +76,7 @@ def replaying(**lost: Any) -> Plant:
     return lambda patch: patch.setattr(AmbientState, "but_random", but_random)
 
 
-lose_autocast = unguarded(replaying(autocast=lambda modules: ()))
+lose_autocast = unguarded(replaying(surroundings=lambda _: Surroundings((), Settings.capture())))
 lose_training_flags = unguarded(replaying(training=lambda modules: (False,) * len(modules)))
 
 
@@ -271,7 +272,7 @@ def detach_what_is_beside(patch: Patch) -> None:
 
     def forward(self: RecomputedCall, args: Any, kwargs: Any) -> Any:
         result = genuine(self, args, kwargs)
-        for mapping in shared_mappings(kwargs).values():
+        for mapping in filter(is_shared_mapping, kwargs.values()):
             mapping.update({key: detached(value) for key, value in mapping.items()})
         for record in (_active_collector.get() or {}).values():
             record[:] = map(detached, record)

@@ -1,5 +1,6 @@
 """Faults of grouped micro-batches: each one shows, or is made good."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 import poros
-from poros.accumulation import group, surroundings
+from poros.accumulation import group
+from poros.accumulation.calls import Environment
 from poros.accumulation.draws import Draws, later
 from poros.accumulation.group import Group
 from poros.accumulation.micro_batch import MicroBatch
@@ -75,7 +77,7 @@ PROMPTS = program(base=lambda bases: build(bases, adapter="prompt_tuning"))
 CONTROLS = {
     "sums in descending order": Control(Group, "backward", descending, PLAIN),
     "the last group first": Control(poros, "accumulate", last_group_first, PLAIN),
-    "no autocast": Control(surroundings, "autocast_of", lambda device: (), AUTOCAST),
+    "no autocast": Control(Environment, "entering", lambda self, now: nullcontext, AUTOCAST),
     "no gradients below": Control(MicroBatch, "backward_below", lambda self, way: None, PROMPTS),
 }
 

@@ -151,6 +151,7 @@ def step_in_backward(model: Model) -> None:
             each.register_post_accumulate_grad_hook(update)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("spoil", [draw_noise, sum_norms, step_in_backward])
 @pytest.mark.parametrize("which", ["qwen2", "lora_bias"])
 def test_what_hooks_draw_and_sum_is_exact(which: str, spoil: Callable[[Model], None]) -> None:
@@ -196,6 +197,7 @@ SUMS: dict[str, Callable[[Model], torch.Tensor]] = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("which", ["qwen2", "tied", "vblora", "prophetnet", "called twice"])
 @pytest.mark.parametrize("what", SUMS)
 def test_sums_with_gradients_from_elsewhere_are_exact(which: str, what: str) -> None:

@@ -69,7 +69,7 @@ def spoiled(fault: Fault, model: Any, prepare: AdversarialPrepare, **policy: Any
 
 
 def spec(fault: Fault) -> TrainingSpec:
-    return TrainingSpec(num_steps=2, autocast_dtype=fault.cell.autocast)
+    return TrainingSpec(num_steps=fault.num_steps, autocast_dtype=fault.cell.autocast)
 
 
 def gate(
@@ -106,7 +106,7 @@ def visits() -> list[Any]:
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_control_without_a_fault_gate_and_self_check_pass(cell: Cell, monkeypatch: Patch) -> None:
     unguarded()(monkeypatch)
-    prepare, whole = AdversarialPrepare(), Fault(cell=cell)
+    prepare, whole = AdversarialPrepare(), Fault(cell=cell, num_steps=2)
     report = gate(whole, prepare, watched=cell in (QWEN2, AUTOCAST))
     assert report.exact, report.verdict()
     plan = list(walk(visits(), NUM_LAYERS, 2))
@@ -157,7 +157,7 @@ def test_a_wrong_prefetch_order_is_seen_by_the_counts_and_changes_no_bit(
 ) -> None:
     monkeypatch.setattr(manager_module, "predict", wrong)
     prepare = AdversarialPrepare()
-    report = gate(Fault(), prepare, watched=True)
+    report = gate(Fault(num_steps=2), prepare, watched=True)
     assert report.num_differences == 0
     plan = list(walk(visits(), NUM_LAYERS, 2))
     loads = WRONG_PREDICTIONS[wrong]

@@ -203,14 +203,14 @@ FAILURES = {
         RuntimeError("no constants"),
     ),
     "bindings of block 3": (
-        "poros.stream.frozen.LayerBindings.__init__",
+        "poros.stream.visit.LayerBindings.__init__",
         3,
         RuntimeError("block 3"),
     ),
     "layer 3": ("poros.stream.boundary.StreamedLayer.__init__", 3, RuntimeError("layer 3")),
     "guards": ("poros.model.guards.Guards.install", 1, RuntimeError("no guards")),
     "guards half-way": ("poros.model.guards.Guards._put", 4, RuntimeError("no guards")),
-    "interrupt": ("poros.stream.frozen.LayerBindings.__init__", 2, KeyboardInterrupt()),
+    "interrupt": ("poros.stream.visit.LayerBindings.__init__", 2, KeyboardInterrupt()),
 }
 
 

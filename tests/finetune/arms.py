@@ -17,14 +17,17 @@ COMMON = {
 }
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft, packed": ("messages", {"data__packing": True}),
-    "sft, padded": ("messages", {"data__packing": False}),
+    "sft, padded": ("messages", {"data__packing": False, "training__steps": 3}),
     "dpo": ("preferences", {"training__method": "dpo"}),
     "dora": ("completions", {"adapter__kind": "dora", "training__steps": 3}),
     "lora+": ("text", {"training__lora_plus": 16, "training__steps": 3}),
     "schedule-free": ("text", {"training__optimizer": "schedule_free_adamw", "training__steps": 3}),
     "smoothed": (
         "text",
-        {"training__label_smoothing": 0.1, "training__z_loss": 0.01, "training__steps": 3},
+        {
+            **{"training__label_smoothing": 0.1, "training__z_loss": 0.01, "training__steps": 3},
+            "model__quantization": "none",
+        },
     ),
     "schedule-free, warmed up and evaluated": (
         "text",

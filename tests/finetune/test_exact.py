@@ -19,12 +19,12 @@ from tests.finetune.subjects import rows, write_model, write_rows
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows for recipes without a number of steps: one pass over them is a few."""
     folder = tmp_path_factory.mktemp("few")
-    for form in ("messages", "preferences"):
-        write_rows(folder / f"{form}.jsonl", rows(form, 28))
+    for form, count in {"messages": 28, "preferences": 16}.items():
+        write_rows(folder / f"{form}.jsonl", rows(form, count))
     return folder
 
 
-SLOW = ("schedule-free", "lora+", "validation", "bfloat16 adapter")
+SLOW = ("schedule-free", "lora+", "validation", "bfloat16 adapter", "dense base")
 """What they have others have, or the tests below."""
 
 

@@ -23,7 +23,7 @@ from tests.covers import with_slow
 from tests.finetune.breaking import Broken, at_step, break_at
 from tests.finetune.subjects import Trained, recipe_of, rows, run, write_model, write_rows
 
-NUM_STEPS, SAVE_EVERY = 7, 2
+NUM_STEPS, SAVE_EVERY = 4, 1
 
 
 def options_for(model: Path, data: Path, out: Path) -> dict[str, Any]:
@@ -69,12 +69,12 @@ def test_going_on_gives_the_same_bits(
     options: dict[str, Any], expected: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(**options)
-    break_at(monkeypatch, recipe, 5)
-    assert checkpoints(recipe) == {"checkpoint-2", "checkpoint-4"}
-    assert events(recipe) == [1, 2, 3, 4, 5]
+    break_at(monkeypatch, recipe, 3)
+    assert checkpoints(recipe) == {"checkpoint-1", "checkpoint-2"}
+    assert events(recipe) == [1, 2, 3]
     found = run(recipe)
     assert (found.adapter, found.losses) == (expected.adapter, expected.losses)
-    assert "going on after step 4 of 7" in found.said
+    assert "going on after step 2 of 4" in found.said
     assert events(recipe) == list(range(1, NUM_STEPS + 1))
 
 
@@ -87,8 +87,8 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     recipe = recipe_of(**options)
-    break_at(monkeypatch, recipe, 5)
-    newest = Path(options["output__folder"]) / "checkpoint-4"
+    break_at(monkeypatch, recipe, 3)
+    newest = Path(options["output__folder"]) / "checkpoint-2"
     (newest / "notes.txt").write_text("a user's own")
     state = newest / "optimizer.pt"
     if damage == "cut":
@@ -100,10 +100,10 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
         content[-200] ^= 1
         state.write_bytes(content)
     found = run(recipe)
-    assert "going on after step 2 of 7" in found.said
-    assert "checkpoint-4 is not whole" in found.said and "checkpoint-4.broken" in caplog.text
+    assert "going on after step 1 of 4" in found.said
+    assert "checkpoint-2 is not whole" in found.said and "checkpoint-2.broken" in caplog.text
     assert found.adapter == expected.adapter
-    aside = newest.with_name("checkpoint-4.broken")
+    aside = newest.with_name("checkpoint-2.broken")
     assert (aside / "notes.txt").read_text() == "a user's own"
 
 
@@ -113,14 +113,14 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     recipe = recipe_of(**options)
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(Interrupted, match="stopped after step 4 of 7") as caught:
+        at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Interrupted, match="stopped after step 3 of 4") as caught:
             run(recipe)
     assert caught.value.signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
     assert not (Path(options["output__folder"]) / "adapter").exists()
     found = run(recipe)
-    assert "going on after step 4 of 7" in found.said
+    assert "going on after step 3 of 4" in found.said
     assert found.adapter == expected.adapter
 
 
@@ -150,7 +150,7 @@ def test_what_may_change_between_and_what_may_not(
     own = write_rows(tmp_path / "own.jsonl", rows("completions"))
     options["data__source"] = own
     recipe = recipe_of(**options)
-    break_at(monkeypatch, recipe, 3)
+    break_at(monkeypatch, recipe, 2)
     folder = Path(options["output__folder"])
     for change, what in (
         ({"training__learning_rate": 1e-3}, "training.learning_rate: 0.0002 then, 0.001 now"),
@@ -168,7 +168,7 @@ def test_what_may_change_between_and_what_may_not(
         with pytest.raises(RunFolderError, match="another process"):
             run(recipe)
     found = run(recipe_of(**{**options, "memory__slots": 3}))  # decides no bit
-    assert "going on after step 2 of 7" in found.said
+    assert "going on after step 1 of 4" in found.said
     assert found.adapter == expected.adapter
     with pytest.raises(RunFolderError, match="finished one: its adapter is"):
         look_at(recipe, {})
@@ -190,7 +190,7 @@ def test_another_run_that_ends_while_rows_become_tokens(
 
         monkeypatch.setattr(running, "tokenize", tokenize)
 
-    overtaken_by(lambda: break_at(monkeypatch, recipe, 5))
+    overtaken_by(lambda: break_at(monkeypatch, recipe, 3))
     assert run(recipe).adapter == expected.adapter
     shutil.rmtree(folder)
     overtaken_by(lambda: run(recipe))

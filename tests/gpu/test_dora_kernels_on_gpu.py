@@ -27,7 +27,7 @@ ROWS = [3584, 512, 18944, 33]
 TOKENS = [7, 512, 2048]
 RANKS = [1, 16, 64, 384, 768]
 DTYPES = [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP32), (FP32, BF16)]
-TIERS = ["fused", "forward", "eager"]
+TIERS = ["fused", "eager"]
 SCALING = 2 / 3
 U, OF_INNER = 2.0**-24, {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
 

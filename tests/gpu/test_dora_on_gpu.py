@@ -1,6 +1,5 @@
 """DoRA of models on a GPU: streamed equals resident to the bit; PEFT's modules within rounding."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from peft import LoraConfig, LoraRuntimeConfig, get_peft_model
 import poros
 from poros.gates import tiny
 from poros.kernels.adapters import Tally
-from poros.kernels.compose import TIER_VARIABLE
 from poros.kernels.forwards import hand_back
 from poros.kernels.use import take_over
 from tests.gpu.models import gradients, model_of, same
@@ -27,18 +25,12 @@ def dora(folder: Path, architecture: str = "qwen2", **options: Any) -> Model:
     return model_of(folder, architecture, num_layers=3, **{**adapters, **options})
 
 
-@pytest.fixture(params=["fused", "forward", "eager"])
-def tier(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv(TIER_VARIABLE, request.param)
-    yield request.param
-
-
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("quantize", [True, False], ids=["nf4", "dense"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_streamed_equals_resident(
-    dtype: torch.dtype, dropout: float, quantize: bool, autocast: bool, tier: str, tmp_path: Path
+    dtype: torch.dtype, dropout: float, quantize: bool, autocast: bool, tmp_path: Path
 ) -> None:
     model = dora(tmp_path, quantize=quantize, dropout=dropout, dtype=dtype)
     poros.use_adapter_kernels(model)

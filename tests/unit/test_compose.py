@@ -11,19 +11,17 @@ import torch
 from poros.errors import PolicyError
 from poros.kernels import compose as module
 from poros.kernels.compose import (
-    TIER_VARIABLE,
     compose,
     compose_backward,
     compose_backward_ref,
     compose_ref,
-    tier_of,
 )
 from tests.support import interpreted, same_bits
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 U = {FP64: 2.0**-53, FP32: 2.0**-24, FP16: 2.0**-11, BF16: 2.0**-8}
 """Of rounding to nearest, relative: half of the last of 53, 24, 11 and 8 bits."""
-TIERS = ["fused", "forward", "eager"]
+TIERS = ["fused", "eager"]
 SHAPES = [(2, 7, 48), (70, 300), (33, 1), (5,), (1, 513), (0, 8), (3, 0), (2, 0, 5)]
 SCALING = 2 / 3
 CPU = torch.device("cpu")
@@ -96,14 +94,12 @@ def test_tiers_have_the_same_bits(
     gpu: Any, dtypes: tuple[torch.dtype, torch.dtype], shape: tuple[int, ...]
 ) -> None:
     for given in forms(tensors(shape, *dtypes)):
-        expected = run(given, "eager")
-        for tier in ("fused", "forward"):
-            found = run(given, tier)
-            assert all(map(same, found[:4], expected[:4]))
-            assert found[4] is not None and expected[4] is not None
-            assert found[4].dtype == expected[4].dtype == FP32
-            assert found[4].shape == expected[4].shape
-            torch.testing.assert_close(found[4], expected[4], rtol=1e-4, atol=1e-4)
+        expected, found = run(given, "eager"), run(given, "fused")
+        assert all(map(same, found[:4], expected[:4]))
+        assert found[4] is not None and expected[4] is not None
+        assert found[4].dtype == expected[4].dtype == FP32
+        assert found[4].shape == expected[4].shape
+        torch.testing.assert_close(found[4], expected[4], rtol=1e-4, atol=1e-4)
         plain = run(given, "fused", wants_inner=False)
         assert plain[1] is plain[4] is None
         assert same(plain[0], expected[0]) and all(map(same, plain[2:4], expected[2:4]))
@@ -280,80 +276,34 @@ def test_many_times_the_same(gpu: Any) -> None:
 # ------------------------------------------------------------------- tiers
 
 
-def test_a_tier_is_chosen_by_shape_and_device(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward = module._LEAST_FORWARD, module._LEAST_BACKWARD
-    assert 1 < forward <= backward
-    assert tier_of(forward - 1, 1, CPU) == "eager"
-    assert tier_of(1, forward, CPU) == ("fused" if forward == backward else "forward")
-    assert tier_of(backward, 1, CPU) == "fused"
-    assert tier_of(backward, 1, CPU, "eager") == "eager"
-    monkeypatch.setattr(module, "runs_triton", lambda device: False)
-    assert tier_of(backward, 1, CPU) == "eager"
-
-
 @pytest.mark.parametrize("asked", [None, *TIERS])
-@pytest.mark.parametrize("number", [15, 16, 31, 32])
 def test_a_tier_does_not_depend_on_whether_gradients_are_wanted(
-    gpu: Any, number: int, asked: Any, monkeypatch: pytest.MonkeyPatch
+    gpu: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On both sides of each crossover."""
-    monkeypatch.setattr(module, "_LEAST_FORWARD", 16)
-    monkeypatch.setattr(module, "_LEAST_BACKWARD", 32)
     launched = []
     for name in ("compose", "backward"):
         genuine = getattr(gpu, name)
         note = lambda *args, name=name, run=genuine: (launched.append(name), run(*args))[1]  # noqa: E731
         monkeypatch.setattr(gpu, name, note)
-    given, journals, outcomes = tensors((number, 1), FP32), [], []
+    given, outcomes = tensors((15, 1), FP32), []
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
-        launched.clear()
         for wants in (False, True):
+            launched.clear()
             for each in given.values():
                 each.requires_grad_(wants and mode is not torch.inference_mode)
             with mode():
                 outcomes.append(run({**given, "base": None}, asked))
-        half = len(launched) // 2
-        assert launched[:half] == launched[half:]
-        journals.append(list(launched))
-    assert journals[0] == journals[1] == journals[2]
-    expected = asked or ("eager" if number < 16 else "forward" if number < 32 else "fused")
-    of_tier = {"eager": [], "forward": ["compose"], "fused": ["compose", "backward"]}
-    assert journals[0] == 2 * of_tier[expected]
+            assert launched == ([] if asked == "eager" else ["compose", "backward"])
     assert all(all(map(same, each, outcomes[0])) for each in outcomes)
 
 
-def test_the_environment_forces_a_tier(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for tier in TIERS:
-        monkeypatch.setenv(TIER_VARIABLE, tier)
-        assert tier_of(1, 1, CPU) == tier
-        assert tier_of(1, 1, CPU, "eager") == "eager"  # the caller is nearer
-    monkeypatch.setenv(TIER_VARIABLE, "")
-    assert tier_of(1, 1, CPU) == "eager"
-    monkeypatch.setenv(TIER_VARIABLE, "fast")
-    with pytest.raises(
-        PolicyError, match=r"POROS_DORA_TIER: expected one of fused, .* found 'fast'"
-    ):
-        compose(**tensors((2, 3), FP32), scaling=1.0)
-
-
-def test_what_is_no_tier_is_refused() -> None:
-    with pytest.raises(PolicyError, match=r"tier: expected one of .* found 'Fused'"):
-        tier_of(1, 1, CPU, "Fused")
-    with pytest.raises(PolicyError, match=r"tier: expected one of .* found ''"):
-        tier_of(1, 1, CPU, "")
-
-
-@pytest.mark.parametrize("tier", ["fused", "forward"])
-def test_without_triton_a_kernel_cannot_be_forced(tier: Any) -> None:
-    with pytest.raises(PolicyError, match='tier: expected "eager" on cpu'):
+@pytest.mark.parametrize("tier", ["fused", "forward", "Fused", ""])
+def test_what_is_no_tier_or_cannot_run_is_refused(tier: Any) -> None:
+    with pytest.raises(PolicyError, match=f"dora_tier: expected .* found .{tier}"):
         compose(**tensors((2, 3), FP32), scaling=1.0, tier=tier)
 
 
-def test_what_a_kernel_cannot_read_is_left_to_pytorch(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_LEAST_FORWARD", 0)
-    monkeypatch.setattr(module, "_LEAST_BACKWARD", 0)
+def test_what_a_kernel_cannot_read_is_left_to_pytorch(gpu: Any) -> None:
     given = {**tensors((6, 8), FP32), "base": None}
     expected = run(given, "eager")
     strided = {**given, "lora": given["lora"].t().contiguous().t()}
@@ -361,11 +311,8 @@ def test_what_a_kernel_cannot_read_is_left_to_pytorch(
     double = {**given, "g": given["g"].double()}
     assert compose(**double, scaling=SCALING)[0].dtype == FP32
     for refused in (strided, double):
-        with pytest.raises(PolicyError, match='tier: expected "eager" for tensors of float64 or'):
+        with pytest.raises(PolicyError, match='dora_tier: expected "eager"'):
             compose(**refused, scaling=SCALING, tier="fused")
-    monkeypatch.setenv(TIER_VARIABLE, "forward")
-    with pytest.raises(PolicyError, match='POROS_DORA_TIER: expected "eager"'):
-        compose(**strided, scaling=SCALING)
 
 
 def test_an_expanded_gradient_takes_the_same_kernel(gpu: Any) -> None:

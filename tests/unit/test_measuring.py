@@ -106,12 +106,14 @@ def test_the_share_of_the_check_is_not_counted(prepared: Prepare) -> None:
 def test_nothing_is_measured_while_the_check_is_still_looking(prepared: Prepare) -> None:
     model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B", self_check="off")
     status = ["pending"]
-    poros.runtime(model).watch_with(
-        SimpleNamespace(awaits=lambda index: True, watch=lambda index, run, arguments: run()),
-        lambda *_: None,
-        lambda *_: None,
-        lambda: {"status": status[0]},
+    check: Any = SimpleNamespace(
+        unchecked=range(100),
+        watch=lambda index, run, arguments: run(),
+        watch_bytes=lambda *_: None,
+        watch_rows=lambda *_: None,
+        findings=lambda: {"status": status[0]},
     )
+    poros.runtime(model).watch_with(check)
     loop = Loop(model, memory)
     assert set(loop.run(*[16] * 4, times=20.0)) == {Room(2, 0)}
     status[0] = "passed"

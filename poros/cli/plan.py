@@ -148,7 +148,7 @@ def plan(
         try:
             from poros.planning.fit_search import report_fit
             from poros.planning.fit_text import format_report
-            from poros.planning.planner import Planner, render
+            from poros.planning.planner import Planner
 
             planner = Planner(
                 model,
@@ -168,10 +168,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:
-        console = Console()
-        console.print(format_report(report), highlight=False)
-        if terms:
-            console.print(render(report.plan))
+        Console().print(format_report(report, with_terms=terms), highlight=False)
     raise typer.Exit(0 if report.fits else NOT_HELD)
 
 

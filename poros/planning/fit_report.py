@@ -4,8 +4,8 @@ Nothing is measured, so every figure is a forecast. Times leave the optimizer's 
 and data loading out.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from poros.figures import size, two_digits
@@ -37,14 +37,6 @@ class Host:
     def holds(self, plan: MemoryPlan) -> bool:
         """Whether what a plan leaves in host memory fits there, and all else that runs."""
         return self.whole is None or plan.host_num_bytes + RESERVE_NUM_BYTES <= self.whole
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What the registry says of a family: ``exact``, ``untested`` or ``refused``, and why."""
-
-    outcome: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ class FitReport:
         lengths: The same step over other lengths.
         cards: The same step over other memories, at the rates of ``device``.
         together: The step with several micro-batches going together, where that is worth it.
-        standing: Of the family, in the registry.
+        record: Of the family, in the registry: its outcome, and the reason of that.
         model_type: The family.
         num_tokens: To train on, if said.
     """
@@ -121,7 +113,7 @@ class FitReport:
     lengths: Sequence[Point]
     cards: Sequence[Point]
     together: Point | None
-    standing: Standing
+    record: tuple[str, str]
     model_type: str
     num_tokens: int | None = None
 
@@ -175,6 +167,37 @@ class FitReport:
             ]
         return f"{begin}: {', '.join(filter(None, parts))}."
 
+    @property
+    def advice(self) -> str:
+        """What to change so that it fits, or is faster; a sentence a line."""
+        return "\n".join(self._advice())
+
+    def _advice(self) -> Iterator[str]:
+        plan, wanted, together = self.plan, self.request.micro_batches, self.together
+        if self.request.budget is None:
+            yield "Give --vram or --card to hear what fits."
+        if not self.fits_device:
+            yield format_remedies(self.remedies)
+            return
+        if not self.fits_host:
+            if plan.offload_boundaries:
+                yield "Shorter and fewer rows, and fewer micro-batches, leave less of it waiting."
+            yield "The base can be on a disk in part: poros.load(..., store=DIR, host_budget=...)."
+        if self.point.tokens_per_s is None:
+            yield "Time is not forecast: give --card, or --measure on the machine of the card."
+        if plan.micro_batches == 1 < wanted and plan.keep_last:
+            yield (
+                f"The {wanted} micro-batches of a step go one after the other: they have no load "
+                "to share, and layers that keep their graph save each of them a recomputation."
+            )
+        elif plan.micro_batches < wanted:
+            yield f"Of {wanted} micro-batches {plan.micro_batches} go together; more do not fit."
+        if together is not None and together.plan is not None:
+            yield (
+                f"The link is what a step waits for: --accumulate {together.plan.micro_batches} "
+                f"would make about {two_digits(together.tokens_per_s or 0.0)} tokens/s of it."
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as ``poros plan --json`` prints them: the plan's, and what is beside it."""
         return {
@@ -183,7 +206,7 @@ class FitReport:
             "fits": self.fits,
             "fits_device": self.fits_device,
             "fits_host": self.fits_host,
-            "advice": "" if self.fits_device else format_remedies(self.remedies),
+            "advice": self.advice,
             "forecast": self.device.rates_from,
             **self.point.rates,
             "resident_num_bytes": self.resident_num_bytes,
@@ -194,7 +217,7 @@ class FitReport:
             "num_tokens": self.num_tokens,
             "hours": self.seconds and self.seconds / 3600,
             "model_type": self.model_type,
-            "registry": asdict(self.standing),
+            "registry": dict(zip(("outcome", "reason"), self.record, strict=True)),
             "lengths": [point.as_dict() for point in self.lengths],
             "cards": [point.as_dict() for point in self.cards],
         }

@@ -6,7 +6,7 @@ from typing import Any
 
 from poros.config import budget_of
 from poros.planning.cards import CONTEXT_NUM_BYTES, SIZES_GIB
-from poros.planning.fit_report import Device, FitReport, Host, Point, Standing
+from poros.planning.fit_report import Device, FitReport, Host, Point
 from poros.planning.formula import MemoryPlan
 from poros.planning.planner import Planner
 from poros.planning.request import PlanRequest
@@ -42,9 +42,12 @@ def report_fit(
         PolicyError: If the request makes no sense for the model.
         UnsupportedModelError: If the model cannot be streamed.
     """
+    from poros.gates.registry import OUTCOMES, read_registry
+
     host = host or Host()
     search = _Search(planner, request, device, host)
     point = search.point(request.seq_len)
+    record = read_registry().family(planner.model_type)
     longest = None if request.budget is None else search.longest()
     return FitReport(
         request=request,
@@ -59,23 +62,9 @@ def report_fit(
         lengths=[search.point(length) for length in search.lengths(longest)],
         cards=[search.on_card(gib) for gib in SIZES_GIB],
         together=search.together(point),
-        standing=standing_of(planner.model_type),
+        record=(record.outcome, record.reason or OUTCOMES[record.outcome]),
         model_type=planner.model_type,
         num_tokens=num_tokens,
-    )
-
-
-def standing_of(model_type: str) -> Standing:
-    """What the registry says of a family; whatever is not on record is untested."""
-    from poros.gates.registry import read_registry
-
-    record = read_registry().family(model_type)
-    if record.outcome == "exact":
-        return Standing("exact", "not one bit differs from a resident run, on record")
-    if record.is_refused:
-        return Standing("refused", str(record.reason))
-    return Standing(
-        "untested", f"{record.reason}; `poros check --architecture {model_type}` tries it"
     )
 
 

@@ -1,131 +1,116 @@
-"""A fit report as a person reads it: the verdict, a table of facts, two of comparison."""
+"""A fit report as a person reads it: verdict, advice, and its figures as tables."""
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from poros.errors import quoted
 from poros.figures import duration, size, two_digits
-from poros.planning.fit_report import FitReport, Point
-from poros.planning.remedies import format_remedies
+from poros.planning.fit_report import FitReport
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-_REASON = 200  # characters of what the registry says
+_FIGURES = {
+    "longest_seq_len": "longest rows that fit, in tokens",
+    "max_seq_len": "longest that the model takes",
+    "step_ms": "a micro-batch, in ms",
+    "times_checkpointed": "x a resident run that checkpoints",
+    "hours": "all tokens",
+    "resident_num_bytes": "with all of it on the card",
+    "ram_left_num_bytes": "host memory that is free now",
+    "forecast": "forecast with",
+    "copy_gb_per_s": "copies, in GB/s",
+    "tflop_per_s": "products, in TFLOP/s",
+}
+_OF_POINTS = {
+    "total_num_bytes": "peak GB",
+    "num_slots": "blocks",
+    "keep_last": "kept",
+    "host_num_bytes": "host GB",
+    "tokens_per_s": "tokens/s",
+    "times_resident": "x resident",
+    "fits": "fits",
+}
+"""What values of ``as_dict`` are called."""
 
 
-def format_report(report: FitReport) -> "Group":
-    """For ``rich`` to print."""
+def format_report(report: FitReport, *, with_terms: bool = False) -> "Group":
+    """For ``rich`` to print; what is not known is left out.
+
+    Args:
+        report: What is said of a step.
+        with_terms: Show the plan's memory term by term too.
+    """
     from rich.console import Group
+    from rich.text import Text
+
+    values = report.as_dict()
+    color = "" if report.request.budget is None else "green" if report.fits else "red"
+    outcome, reason = report.record
+    figures = {title: _text(name, values[name]) for name, title in _FIGURES.items()}
+    figures[report.model_type] = f"{outcome} ({quoted(reason, is_bare=True)})"
+    parts: list[Any] = [
+        Text(report.verdict, style=f"bold {color}"),
+        *map(Text, report.advice.splitlines()),
+        "\nAll of this is a forecast:\n",
+        _figures(figures),
+        "\nOver lengths of rows:",
+        _comparison("tokens", "seq_len", values["lengths"]),
+        f"Over cards, with rows of {report.point.seq_len:,} tokens:",
+        _comparison("card GiB", "card_gib", values["cards"]),
+    ]
+    if with_terms:
+        terms = {name: _text("num_bytes", each) for name, each in values["terms"].items()}
+        parts += ["Memory on the card:\n", _figures(terms)]
+    return Group(*parts)
+
+
+def _figures(values: Mapping[str, str]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    has_budget = report.request.budget is not None
-    color = ("green" if report.fits else "red") if has_budget else ""
-    facts = Table.grid(padding=(0, 2))
-    for name, text in facts_of(report):
-        facts.add_row(Text(name, style="dim"), Text(text))
-    seq_len = report.point.seq_len
-    place = report.device.title if has_budget else "as little on the card as there may be"
-    lengths = _table(f"over lengths of rows, with {place}", "tokens", report.lengths, seq_len)
-    rates = ", at the same rates" if report.device.rates else ""
-    cards = _table(f"over cards, with rows of {seq_len:,} tokens{rates}", "card", report.cards)
-    return Group(Text(report.verdict, style=f"bold {color}"), "", facts, "", lengths, cards)
-
-
-def facts_of(report: FitReport) -> Iterator[tuple[str, str]]:
-    """What a person asks next: what each is called, and what is to be said of it."""
-    point, plan, host = report.point, report.plan, report.host
-    if not report.fits_device:
-        yield "remedies", format_remedies(report.remedies)
-    elif not report.fits_host:
-        waiting = "shorter rows, fewer rows and micro-batches; " if plan.offload_boundaries else ""
-        yield (
-            "remedies",
-            f"{waiting}part of the base on a disk: poros.load(MODEL, store=DIR, host_budget=...)",
-        )
-    elif host.left is not None and plan.host_num_bytes > host.left:
-        yield "host memory", f"{size(host.left)} are free now"
-    yield "longest rows", _longest(report)
-    if point.plan is not None and point.times_checkpointed is not None:
-        times = f"{point.times_checkpointed:.1f} x the time of a resident run with checkpointing"
-        yield "a micro-batch", f"about {two_digits(plan.step_ms or 0.0)} ms, {times}"
-    elif point.plan is not None:
-        yield "a micro-batch", "no time is forecast without --card, or --measure on its machine"
-    wanted = report.request.micro_batches
-    if plan.micro_batches == 1 < wanted and plan.keep_last:
-        yield (
-            "micro-batches",
-            f"the {wanted} of a step go one after the other: they have no load to share, and "
-            "layers that keep their graph save each of them a recomputation",
-        )
-    elif plan.micro_batches < wanted and point.plan is not None:
-        yield "micro-batches", f"of {wanted} {plan.micro_batches} go together; more do not fit"
-    together = report.together
-    if together is not None and together.plan is not None:
-        yield (
-            "micro-batches",
-            f"with --accumulate {together.plan.micro_batches} it would be about "
-            f"{two_digits(together.tokens_per_s or 0.0)} tokens/s: the link is what a step waits "
-            "for",
-        )
-    if report.seconds is not None:
-        yield f"{report.num_tokens:,} tokens", f"about {duration(report.seconds)}"
-    yield (
-        "everything on the card",
-        f"would need {size(report.resident_num_bytes)} there, without checkpointing",
-    )
-    reason = quoted(report.standing.reason, is_bare=True, limit=_REASON)
-    yield report.model_type, f"{report.standing.outcome} ({reason})"
-    yield "a forecast", _basis(report)
-
-
-def _longest(report: FitReport) -> str:
-    longest, most = report.longest, report.max_seq_len
-    if longest is None:
-        return "give --vram or --card to hear what fits"
-    if longest == 0:
-        return "no length fits"
-    of = f" of the {most:,} that the model takes" if most else ""
-    return f"{longest:,} tokens{of}"
-
-
-def _basis(report: FitReport) -> str:
-    speeds = report.plan.speeds
-    if speeds is None:
-        return "from the model's shapes"
-    return (
-        f"with {report.device.rates_from}: copies at {two_digits(speeds.copy_gb_per_s)} GB/s, "
-        f"products at {two_digits(speeds.tflop_per_s)} TFLOP/s"
-    )
-
-
-def _table(title: str, first: str, points: Sequence[Point], marked: int | None = None) -> "Table":
-    """Points, a line each; the one with rows of that length in bold."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    times = ("tokens/s", "x resident") if any(point.tokens_per_s for point in points) else ()
-    for heading in (first, "peak GB", "blocks on the card", "host GB", *times):
-        table.add_column(heading, justify="right")
-    for point in points:
-        name = f"{point.seq_len:,}" if point.card_gib is None else f"{point.card_gib} GB"
-        is_marked = point.seq_len == marked
-        table.add_row(name, *_cells(point), style="bold" if is_marked else None)
+    table = Table.grid(padding=(0, 2))
+    for title, text in values.items():
+        if text:
+            table.add_row(Text(title), Text(text))
     return table
 
 
-def _cells(point: Point) -> Iterator[str]:
-    plan = point.plan
-    if plan is None:
-        yield "does not fit"
-        return
-    yield f"{plan.total_num_bytes / 1e9:.1f}"
-    kept = f", {plan.keep_last} kept" if plan.keep_last else ""
-    yield f"{plan.num_slots} of {plan.num_blocks}{kept}"
-    yield f"{plan.host_num_bytes / 1e9:.1f}" + ("" if point.fits_host else ", too much")
-    if point.tokens_per_s is not None:
-        yield two_digits(point.tokens_per_s)
-        yield f"{point.times_resident:.2f}"
+def _comparison(title: str, first: str, points: Sequence[Mapping[str, Any]]) -> "Table":
+    """Points, a line each, by one of their values."""
+    from rich import box
+    from rich.table import Table
+
+    known = {
+        name: title
+        for name, title in _OF_POINTS.items()
+        if any(point[name] is not None for point in points)
+    }
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for heading in (title, *known.values()):
+        table.add_column(heading, justify="right")
+    for point in points:
+        cells = (
+            f"{point[name] / 1e9:.1f}"
+            if name.endswith("num_bytes") and point[name] is not None
+            else _text(name, point[name])
+            for name in (first, *known)
+        )
+        table.add_row(*cells)
+    return table
+
+
+def _text(name: str, value: Any) -> str:
+    """A figure, in the unit that its name says."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("num_bytes"):
+        return size(value)
+    if name == "hours":
+        return duration(3600 * value)
+    if isinstance(value, float):
+        return f"{value:.2f}" if name.startswith("times") else two_digits(value)
+    return f"{value:,}" if isinstance(value, int) else quoted(value, is_bare=True)

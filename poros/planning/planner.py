@@ -252,30 +252,3 @@ def _adapters_of(model: Any) -> object:
     }
     active = getattr(model, "active_adapters", None)
     return trained, active() if callable(active) else active
-
-
-def render(plan: MemoryPlan) -> Any:
-    """The plan as a table for the terminal."""
-    from rich.table import Table
-
-    table = Table(title="memory of a training step", show_header=True)
-    table.add_column("term")
-    table.add_column("GB", justify="right")
-    sums = {
-        "total on the device": plan.total_num_bytes,
-        "host memory": plan.host_num_bytes,
-        "moved per micro-batch": plan.bytes_per_step,
-    }
-    for sizes in (plan.terms, sums):
-        for name, size in sizes.items():
-            table.add_row(name, f"{size / 1e9:.3f}")
-        table.add_section()
-    table.add_row("slots", f"{plan.num_slots} of {plan.num_blocks} blocks")
-    table.add_row("layers kept", str(plan.keep_last))
-    table.add_row("boundaries", "in host memory" if plan.offload_boundaries else "on the device")
-    table.add_row("adapter parameters", f"{plan.num_adapter_parameters:,}")
-    if plan.step_ms is not None and plan.speeds is not None:
-        table.add_row("copy rate", f"{plan.speeds.copy_gb_per_s:.1f} GB/s")
-        table.add_row("rate of products", f"{plan.speeds.tflop_per_s:.1f} TFLOP/s")
-        table.add_row("forecast of a micro-batch", f"{plan.step_ms:.0f} ms")
-    return table

@@ -52,7 +52,7 @@ class Chat:
         seed: int = 0,
     ) -> None:
         if not 0 <= temperature < float("inf"):
-            raise PolicyError(f"--temperature: expected 0 or above, found {temperature}")
+            raise PolicyError(f"temperature: expected 0 or above, found {temperature}")
         self._base = base
         self._from = _with_tokenizer(adapter.folder, base)
         self._tokenizer: Any = read_tokenizer(self._from, [system] if system else [])

@@ -77,22 +77,20 @@ def merge(
     Nothing is left of ``out`` then. What a merge into it left that was killed is removed.
     """
     if into not in ("original", "trained"):
-        raise PolicyError(f"--into: expected original or trained, found {quoted(into)}")
+        raise PolicyError(f"into: expected original or trained, found {quoted(into)}")
     target = Path(out)
     if os.path.lexists(target):
-        raise PolicyError(
-            f"--out: expected a folder that is not there yet, found {quoted(str(out))}"
-        )
+        raise PolicyError(f"out: expected a folder that is not there yet, found {quoted(str(out))}")
     limits = limits or Limits()
     saved = SavedAdapter(adapter_folder(Path(adapter)), limits)
     source = base if base is not None else saved.base
     if source is None:
-        raise PolicyError("--base: expected the checkpoint of the base, found none in the adapter")
+        raise PolicyError("base: expected the checkpoint of the base, found none in the adapter")
     with Checkpoint.open(source, limits=limits) as checkpoint:
         config: Any = configuration(checkpoint.path, checkpoint.texts, {}, limits=limits)
         if getattr(config, "quantization_config", None):
             raise UnsupportedModelError(
-                "--base: expected the checkpoint that was quantized, in 16 or 32 bit, found a "
+                "base: expected the checkpoint that was quantized, in 16 or 32 bit, found a "
                 "quantized one"
             )
         if dtype is None and into == "trained":
@@ -103,7 +101,7 @@ def merge(
         _require_like(checkpoint, own, model)
         quantized = _quantized(config, model, config.dtype) if into == "trained" else {}
         plan = _Plan(checkpoint, own, Adapter(saved, model), quantized, dtype)
-        require_folder(target.parent, "--out")
+        require_folder(target.parent, "out")
         with _writing(target) as part:
             _require_room(target, plan.num_bytes)
             _write(part, plan, shard_num_bytes, progress)
@@ -134,7 +132,7 @@ def _writing(target: Path) -> Iterator[Path]:
                 raise
             reason = getattr(error, "strerror", None) or str(error)
             raise StoreWriteError(
-                f"--out: expected to write {quoted(str(target))}, found: "
+                f"out: expected to write {quoted(str(target))}, found: "
                 f"{quoted(reason, is_bare=True)}. Nothing was left there; make room, or choose "
                 "another place"
             ) from error
@@ -157,7 +155,7 @@ class _Plan:
         missing = adapter.touched - set(self._own.values())
         if missing:
             raise UnsupportedModelError(
-                f"--base: expected the tensors that the adapter changes, found none of the name "
+                f"base: expected the tensors that the adapter changes, found none of the name "
                 f"{quoted(min(missing))} (stacked, renamed or tied to another?); merge it with "
                 "PEFT's merge_and_unload"
             )
@@ -323,5 +321,5 @@ def _require_room(target: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < num_bytes:
         raise StoreWriteError(
-            f"--out: expected {size(num_bytes)} free on the disk, found {size(free)}"
+            f"out: expected {size(num_bytes)} free on the disk, found {size(free)}"
         )

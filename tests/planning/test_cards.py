@@ -31,7 +31,7 @@ def test_a_card_is_found_however_it_is_spelled(name: str, title: str) -> None:
     ("name", "near"), [("a100", "a100-40gb, a100-80gb"), ("rtx9090", "rtx"), ("", "h200")]
 )
 def test_a_card_that_nobody_knows_is_refused_with_those_that_are_near(name: str, near: str) -> None:
-    with pytest.raises(PolicyError, match="--card: expected one of") as caught:
+    with pytest.raises(PolicyError, match="card: expected one of") as caught:
         find_card(name)
     assert near in str(caught.value) and "--copy-gb-per-s" in str(caught.value)
 

@@ -23,11 +23,11 @@ import torch
 
 from benchmarks import axolotl
 from benchmarks.models import config_of, random_model, with_lora
-from poros.kernels.adapters import Tally
+from poros.kernels.adapters import KernelStats
 from poros.kernels.compose import Tier, compose, compose_backward
-from poros.kernels.forwards import hand_back
+from poros.kernels.forwards import unpatch
 from poros.kernels.row_norm import row_norm, row_norm_ref, square_of_rows, square_of_rows_ref
-from poros.kernels.use import take_over
+from poros.kernels.use import patch
 
 Arm = Callable[[], Any]
 
@@ -199,11 +199,11 @@ def model(options: Any, rank: int, tokens: int) -> None:
 
     def with_ours(tier: Tier) -> Arm:
         def run() -> Any:
-            take_over(adapted, torch.device("cuda"), Tally(dora_tier=tier))
+            patch(adapted, torch.device("cuda"), KernelStats(dora_tier=tier))
             try:
                 return gradients()
             finally:
-                hand_back(adapted.modules())
+                unpatch(adapted.modules())
 
         return run
 

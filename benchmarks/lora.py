@@ -23,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import axolotl
 from benchmarks.models import config_of, random_model, with_lora
-from poros.kernels.adapters import Tally, note_last
-from poros.kernels.forwards import hand_back
-from poros.kernels.unformed import forget
-from poros.kernels.use import take_over
+from poros.kernels.adapters import KernelStats, note_last
+from poros.kernels.forwards import unpatch
+from poros.kernels.lazy_tensor import forget
+from poros.kernels.use import patch
 
 
 class Given(NamedTuple):
@@ -39,31 +39,31 @@ class Given(NamedTuple):
 
 
 @contextmanager
-def peft(layer: Any) -> Iterator[Tally | None]:
+def peft(layer: Any) -> Iterator[KernelStats | None]:
     yield None
 
 
 @contextmanager
-def fused(layer: Any) -> Iterator[Tally | None]:
-    take_over(layer, next(layer.parameters()).device, Tally())
+def fused(layer: Any) -> Iterator[KernelStats | None]:
+    patch(layer, next(layer.parameters()).device, KernelStats())
     try:
         yield None
     finally:
-        hand_back(layer.modules())
+        unpatch(layer.modules())
 
 
 @contextmanager
-def leaving_out(layer: Any) -> Iterator[Tally | None]:
-    tally = Tally()
-    take_over(layer, next(layer.parameters()).device, tally)
+def leaving_out(layer: Any) -> Iterator[KernelStats | None]:
+    tally = KernelStats()
+    patch(layer, next(layer.parameters()).device, tally)
     try:
         yield tally
     finally:
-        hand_back(layer.modules())
+        unpatch(layer.modules())
 
 
 @contextmanager
-def others(layer: Any) -> Iterator[Tally | None]:
+def others(layer: Any) -> Iterator[KernelStats | None]:
     with axolotl.used(layer):
         yield None
 
@@ -76,7 +76,7 @@ ARMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def run(layer: Any, given: Given, tally: Tally | None) -> tuple[list[torch.Tensor], int]:
+def run(layer: Any, given: Given, tally: KernelStats | None) -> tuple[list[torch.Tensor], int]:
     """As a streamed layer runs: a forward whose graph is dropped, and again for its gradients.
 
     Returns:
@@ -149,7 +149,7 @@ def measure(name: str, num_tokens: int, rank: int, dropout: float, passes: int) 
     return exact
 
 
-def profiled(layer: Any, given: Given, tally: Tally | None) -> dict[str, Any]:
+def profiled(layer: Any, given: Given, tally: KernelStats | None) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run(layer, given, tally)
         torch.cuda.synchronize()

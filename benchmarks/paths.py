@@ -40,10 +40,10 @@ import torch
 from torch import nn
 
 from benchmarks.models import config_of, random_model
-from poros.kernels.adapters import Tally
-from poros.kernels.forwards import hand_back
+from poros.kernels.adapters import KernelStats
+from poros.kernels.forwards import unpatch
 from poros.kernels.paths import Paths
-from poros.kernels.use import take_over
+from poros.kernels.use import patch
 from poros.model.stats import adapter_counts
 
 ARMS: dict[str, str | None] = {
@@ -265,15 +265,15 @@ def with_arm(
     layer: nn.Module, paths: str | None, row: dict[str, Any], run: Callable[[Any], None]
 ) -> None:
     """Run an arm once."""
-    tally = None if paths is None else Tally(paths=Paths.of(paths))
+    tally = None if paths is None else KernelStats(paths=Paths.of(paths))
     if tally is not None:
-        take_over(layer, next(layer.parameters()).device, tally)
+        patch(layer, next(layer.parameters()).device, tally)
     try:
         run(row)
     finally:
         if tally is not None:
             row["orders"] = adapter_counts(tally)["lora_paths"]["shapes"]
-            hand_back(layer.modules())
+            unpatch(layer.modules())
 
 
 def finished(

@@ -20,8 +20,8 @@ from poros.gates.arms import Prepare, compare_arms, poros_prepare
 from poros.gates.kinds import Kind, attach, kind_of
 from poros.gates.reference import TrainingSpec, train
 from poros.gates.report import ParityReport, plain, render
-from poros.kernels.adapters import Tally
-from poros.kernels.use import take_over
+from poros.kernels.adapters import KernelStats
+from poros.kernels.use import patch
 from poros.loaders.header import shown
 from poros.slots.schedule import count, training_visits, walk
 
@@ -293,7 +293,7 @@ def _run(
             "streamed run is compared with a resident one that takes them"
         )
     if resident_kernels:
-        tally = Tally()
+        tally = KernelStats()
         report = run_parity(
             make_model, batches, spec, partial(_with_kernels, tally), is_control=True, **described
         )
@@ -305,8 +305,8 @@ def _run(
     return run_parity(make_model, batches, spec, prepare, as_resident=as_resident, **described)
 
 
-def _with_kernels(tally: Tally, model: torch.nn.Module) -> torch.nn.Module:
-    take_over(model, next(model.parameters()).device, tally)
+def _with_kernels(tally: KernelStats, model: torch.nn.Module) -> torch.nn.Module:
+    patch(model, next(model.parameters()).device, tally)
     return model
 
 

@@ -24,7 +24,7 @@ _MAX_DIFFERENCES = 50
 
 
 @dataclass
-class Tally:
+class ComparisonStats:
     """How one quantity compared, over all steps and parameters."""
 
     num_tensors: int = 0
@@ -65,7 +65,7 @@ class ParityReport:
 
     subject: str
     settings: dict[str, Any] = field(default_factory=dict)
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    tallies: dict[str, ComparisonStats] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
     num_differences: int = 0
     error: str | None = None
@@ -83,7 +83,7 @@ class ParityReport:
 
     def add(self, quantity: str, num_elements: int, difference: Difference | None) -> None:
         """Count one compared tensor of a quantity."""
-        self.tallies.setdefault(quantity, Tally()).add(num_elements, difference)
+        self.tallies.setdefault(quantity, ComparisonStats()).add(num_elements, difference)
         if difference is not None:
             self.num_differences += 1
             if len(self.differences) < _MAX_DIFFERENCES:

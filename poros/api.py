@@ -12,10 +12,10 @@ from poros.devices import default_device, library_workspace, usable_device
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
 from poros.figures import size
 from poros.graphs import Recorder
-from poros.kernels.adapters import Tally, tally_of
-from poros.kernels.forwards import hand_back
+from poros.kernels.adapters import KernelStats, tally_of
+from poros.kernels.forwards import unpatch
 from poros.kernels.paths import Paths
-from poros.kernels.use import are_used, take_over
+from poros.kernels.use import are_used, patch
 from poros.model import resumed_paths
 from poros.model.inspect import Inventory, find_layers, take_inventory
 from poros.model.runtime import Runtime, find_runtime
@@ -97,7 +97,10 @@ def prepare_with(
     existing = find_runtime(model)
     if existing is not None:
         is_equal = existing.policy.override(lora_paths=policy.lora_paths) == policy
-        wanted, found = Tally(paths=Paths.of(policy.lora_paths)), existing.tally or Tally()
+        wanted, found = (
+            KernelStats(paths=Paths.of(policy.lora_paths)),
+            existing.tally or KernelStats(),
+        )
         if is_equal and wanted.lora_paths == found.lora_paths:
             return model
         raise PreparedModelError(
@@ -252,7 +255,10 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
             'itself unless adapter_kernels="peft"'
         )
     require_lora_paths(lora_paths, kernels)
-    tally, before = Tally(is_exact=kernels == "exact", paths=Paths.of(lora_paths)), tally_of(model)
+    tally, before = (
+        KernelStats(is_exact=kernels == "exact", paths=Paths.of(lora_paths)),
+        tally_of(model),
+    )
     if before is not None and before.lora_paths != tally.lora_paths:
         raise PreparedModelError(
             f"expected a model without adapter kernels, or with lora_paths={tally.lora_paths!r}, "
@@ -262,7 +268,7 @@ def use_adapter_kernels(model: ModelT, kernels: str = "fused", lora_paths: str =
         tally = before  # one count for all of them
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     for layer in find_layers(model)[1]:
-        take_over(layer, device, tally)
+        patch(layer, device, tally)
     resumed_paths.record(model)
     return model
 
@@ -305,7 +311,7 @@ def restore(model: ModelT) -> ModelT:
         PreparedModelError: If the model is not prepared.
     """
     if find_runtime(model) is None and are_used(model):
-        hand_back(model.modules())
+        unpatch(model.modules())
         resumed_paths.forget(model)
         return model
     existing = runtime(model)

@@ -12,15 +12,15 @@ import peft
 import pytest
 from peft.tuners import lora
 
-from poros.kernels.adapters import Tally, take_over
+from poros.kernels.adapters import KernelStats, patch
 
-_TALLY = pytest.StashKey[Tally]()
+_TALLY = pytest.StashKey[KernelStats]()
 
 
 def pytest_configure(config: Any) -> None:
     if os.environ.get("PEFT_UNCHANGED"):
         return
-    tally = config.stash[_TALLY] = Tally()
+    tally = config.stash[_TALLY] = KernelStats()
     kinds: list[Any] = [lora.Linear]
     if hasattr(lora, "Linear4bit"):
         kinds.append(lora.Linear4bit)
@@ -28,12 +28,12 @@ def pytest_configure(config: Any) -> None:
         _after_init(kind, tally)
 
 
-def _after_init(kind: Any, tally: Tally) -> None:
+def _after_init(kind: Any, tally: KernelStats) -> None:
     genuine = kind.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         genuine(self, *args, **kwargs)
-        take_over([self], tally)
+        patch([self], tally)
 
     kind.__init__ = init
 

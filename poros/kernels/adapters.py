@@ -17,19 +17,19 @@ from torch import nn
 from poros.kernels.autocast import autocast_dtype, cached_cast
 from poros.kernels.compose import Tier
 from poros.kernels.dora import Dora, SquaresOfRows, dora_linear, frozen_of
-from poros.kernels.forwards import Forward, has_own_forward, replace
+from poros.kernels.forwards import PatchedForward, has_own_forward, replace
 from poros.kernels.hooks import has_hooks
+from poros.kernels.lazy_tensor import LazyTensor, forget
 from poros.kernels.lora import Added, add_lora, add_lora_ref, multiply_and_add
 from poros.kernels.ordered import InOrder, multiply_in_order
 from poros.kernels.paths import PEFT, LoraShape, Paths, merges
 from poros.kernels.product import Product, product_of
-from poros.kernels.unformed import Unformed, forget
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_dropout")
 _COMPILED = "compiled layers"
 
 
-class Tally:
+class KernelStats:
     """How adapted modules run, and how often they ran which way.
 
     Args:
@@ -63,7 +63,7 @@ class Tally:
         self.orders: Counter[tuple[LoraShape | str, str]] = Counter()
         self.num_left_out = 0
         self.is_recording = False
-        self._left_out: list[tuple[_Forward, Unformed]] | None = None
+        self._left_out: list[tuple[_Forward, LazyTensor]] | None = None
 
     def begin(self, leaves_out: bool = True) -> None:
         """A recomputation begins.
@@ -126,7 +126,7 @@ class Tally:
 
     def note(self, forward: "_Forward", result: torch.Tensor) -> None:
         """``result`` of that module is without values."""
-        if self._left_out is not None and isinstance(result, Unformed):
+        if self._left_out is not None and isinstance(result, LazyTensor):
             self._left_out.append((forward, result))
 
 
@@ -140,10 +140,10 @@ class _Lora(NamedTuple):
     """DoRA's; None if it is LoRA."""
 
 
-class _Forward(Forward):
+class _Forward(PatchedForward):
     """``forward`` of PEFT's ``lora.Linear`` and ``lora.Linear4bit``."""
 
-    def __init__(self, module: nn.Module, tally: Tally, is_4bit: bool) -> None:
+    def __init__(self, module: nn.Module, tally: KernelStats, is_4bit: bool) -> None:
         super().__init__(module)
         self._tally = tally
         self._is_4bit = is_4bit
@@ -210,7 +210,7 @@ class _Forward(Forward):
             sum_ = multiply_in_order(call, input.to(dtype or input.dtype), a, b, bias)
         elif product is not None:
             sum_ = multiply_and_add(product, input, a, b, bias, how, self, leaves_out)
-        elif type(result) is torch.Tensor or type(result) is Unformed:
+        elif type(result) is torch.Tensor or type(result) is LazyTensor:
             sum_ = add_lora(result, input, a, b, bias, how, self)
         else:
             return add_lora_ref(result, input, a, b, bias, how)
@@ -308,15 +308,15 @@ def note_last(results: Iterable[torch.Tensor]) -> None:
                 owner.is_last = True
 
 
-def take_over(modules: Iterable[nn.Module], tally: Tally) -> None:
+def patch(modules: Iterable[nn.Module], tally: KernelStats) -> None:
     """Have PEFT's LoRA modules run by our operator, where it knows what they do.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.forwards.hand_back`` undoes it.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
     from peft.tuners.lora import Linear4bit
 
-    def forward_of(module: nn.Module) -> Forward | None:
+    def forward_of(module: nn.Module) -> PatchedForward | None:
         if _is_known(module):
             return _Forward(module, tally, is_4bit=type(module) is Linear4bit)
         return None
@@ -324,7 +324,7 @@ def take_over(modules: Iterable[nn.Module], tally: Tally) -> None:
     replace(modules, forward_of)
 
 
-def tally_of(model: nn.Module) -> Tally | None:
+def tally_of(model: nn.Module) -> KernelStats | None:
     """Where calls of adapters in ``model`` are counted; None if none runs an operator of ours."""
     found = (module.__dict__.get("forward") for module in model.modules())
     return next((each._tally for each in found if isinstance(each, _Forward)), None)
@@ -345,7 +345,7 @@ def _lora_names(module: Any) -> list[str]:
     return [name for name in module.active_adapters if name in all_a]
 
 
-def _lora_of(module: Any, input: torch.Tensor, tally: Tally) -> _Lora | str:
+def _lora_of(module: Any, input: torch.Tensor, tally: KernelStats) -> _Lora | str:
     """What ``module`` adds to the result of its linear module.
 
     Returns:

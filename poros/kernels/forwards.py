@@ -15,7 +15,7 @@ from torch import nn
 from poros.errors import PreparedModelError
 
 
-class Forward:
+class PatchedForward:
     """What one module does instead of its own forward; called as that is called.
 
     Args:
@@ -51,10 +51,10 @@ class Forward:
         """Whether it gives the bits of the module's own forward."""
         return True
 
-    def afresh(self, module: nn.Module) -> "Forward":
+    def afresh(self, module: nn.Module) -> "PatchedForward":
         """One that remembers nothing."""
         kind, (_, *others) = self.__reduce__()
-        made: Forward = kind(module, *others)
+        made: PatchedForward = kind(module, *others)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ def _is_own(kind: Any, forward: Any) -> bool:
 
 
 def replace(
-    modules: Iterable[nn.Module], forward_of: Callable[[nn.Module], Forward | None]
+    modules: Iterable[nn.Module], forward_of: Callable[[nn.Module], PatchedForward | None]
 ) -> None:
     """Give modules forwards of ours.
 
@@ -106,7 +106,7 @@ def use_others(modules: Iterable[nn.Module], are_own: bool) -> Callable[[], None
     taken = []
     for module in modules:
         forward = module.__dict__.get("forward")
-        if isinstance(forward, Forward):
+        if isinstance(forward, PatchedForward):
             taken.append((module.__dict__, forward))
             if not forward.is_exact:
                 module.__dict__["forward"] = forward.afresh(module)
@@ -120,8 +120,8 @@ def use_others(modules: Iterable[nn.Module], are_own: bool) -> Callable[[], None
     return undo
 
 
-def hand_back(modules: Iterable[nn.Module]) -> None:
+def unpatch(modules: Iterable[nn.Module]) -> None:
     """Have modules run their own forwards."""
     for module in modules:
-        if isinstance(module.__dict__.get("forward"), Forward):
+        if isinstance(module.__dict__.get("forward"), PatchedForward):
             del module.__dict__["forward"]

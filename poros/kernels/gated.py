@@ -29,7 +29,7 @@ _NUM_ELEMENTS = 2**25
 """That a backward works on at a time on a GPU."""
 
 
-class Making(NamedTuple):
+class RecomputeInfo(NamedTuple):
     """How a product was made."""
 
     activation: Activation
@@ -42,12 +42,12 @@ class Making(NamedTuple):
             return _product(gate, up, self.activation)
 
 
-class Parts(NamedTuple):
+class SavedInputs(NamedTuple):
     """What a product was made of. The tensors have no graph."""
 
     gate: torch.Tensor
     up: torch.Tensor
-    making: Making
+    making: RecomputeInfo
     version: int
     """Of the product, when it was made."""
 
@@ -72,8 +72,8 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
     """
     product: torch.Tensor = _Gated.apply(gate, up, activation)
     if product.requires_grad:
-        making = Making(activation, autocast_dtype(gate.device))
-        parts = Parts(gate.detach(), up.detach(), making, product._version)
+        making = RecomputeInfo(activation, autocast_dtype(gate.device))
+        parts = SavedInputs(gate.detach(), up.detach(), making, product._version)
         product.__dict__[_MADE_OF] = parts
     return product
 
@@ -83,9 +83,9 @@ def gated_ref(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> t
     return activation(gate) * up
 
 
-def parts_of(tensor: torch.Tensor) -> Parts | None:
+def parts_of(tensor: torch.Tensor) -> SavedInputs | None:
     """What ``tensor`` was made of by ``gated``; None if it was not, or was written to since."""
-    parts: Parts | None = tensor.__dict__.get(_MADE_OF)
+    parts: SavedInputs | None = tensor.__dict__.get(_MADE_OF)
     return parts if parts is not None and parts.version == tensor._version else None
 
 

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from poros.kernels.forwards import Forward
+from poros.kernels.forwards import PatchedForward
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_ALL_KINDS = [f"_global{kind}" for kind in _KINDS]
@@ -18,7 +18,7 @@ def has_hooks(*modules: nn.Module, but_ours: bool = False) -> bool:
     for module in modules:
         own = module.__dict__
         forward = own.get("forward")
-        if forward is not None and not (but_ours and isinstance(forward, Forward)):
+        if forward is not None and not (but_ours and isinstance(forward, PatchedForward)):
             return True
         for kind in _KINDS:
             if own[kind]:

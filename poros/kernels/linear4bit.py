@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from poros.kernels.dequantize import dequantize, has_kernel
-from poros.kernels.forwards import Forward, has_own_forward, replace
+from poros.kernels.forwards import PatchedForward, has_own_forward, replace
 from poros.nf4 import state_of
 
 
@@ -133,7 +133,7 @@ def _fused(
     return result
 
 
-class _Forward(Forward):
+class _Forward(PatchedForward):
     """A ``Linear4bit`` that multiplies by ``linear_4bit``."""
 
     def run(self, module: Any, input: torch.Tensor) -> torch.Tensor:
@@ -168,11 +168,11 @@ def module_class() -> type[nn.Module]:
     return kind
 
 
-def take_over(modules: Iterable[nn.Module]) -> None:
+def patch(modules: Iterable[nn.Module]) -> None:
     """Have 4-bit modules on a GPU multiply by ``linear_4bit``.
 
     Modules of other classes, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.forwards.hand_back`` undoes it.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
     kind = module_class()
     if has_own_forward(kind):

@@ -26,9 +26,9 @@ from torch import nn
 
 from poros.devices import runs_triton
 from poros.kernels.gated import parts_of, saved_tensors
+from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.linear4bit import times
 from poros.kernels.product import Product
-from poros.kernels.unformed import Unformed
 
 
 class Added(NamedTuple):
@@ -67,7 +67,7 @@ def add_lora(
 
     Returns:
         Of shape (..., rows), in the dtype of ``result``, or if ``how`` does not keep that, in the
-        one that both are promoted to. If ``result`` is an ``Unformed``, so is this.
+        one that both are promoted to. If ``result`` is an ``LazyTensor``, so is this.
 
     Streams:
         Queued on the current stream. Draws the random numbers that dropout draws. Kept for backward
@@ -98,7 +98,7 @@ def multiply_and_add(
         leaves_out: Whether the values of the sum are computed only if somebody reads them.
 
     Returns:
-        As ``add_lora``; an ``Unformed`` if it is left out.
+        As ``add_lora``; an ``LazyTensor`` if it is left out.
 
     Exactness:
         The bits of ``add_lora`` to what the module gives.
@@ -185,7 +185,7 @@ class _AddLora(torch.autograd.Function):
         ctx.result_dtype = input.dtype if result is None else result.dtype
         ctx.input_form = input.shape, input.dtype
         ctx.set_materialize_grads(False)
-        if formed is not None and not isinstance(formed, Unformed):
+        if formed is not None and not isinstance(formed, LazyTensor):
             return add_scaled(formed, times(hidden, b, bias), how)
 
         def form() -> torch.Tensor:
@@ -195,7 +195,7 @@ class _AddLora(torch.autograd.Function):
         read = [each for each in (result, input, hidden, b, bias) if each is not None]
         shape = result.shape if product is None else (*input.shape[:-1], product.num_rows)
         dtype = sum_dtype(ctx.result_dtype, b.dtype, how)
-        return Unformed(shape, dtype, input.device, form, read)
+        return LazyTensor(shape, dtype, input.device, form, read)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from poros.kernels.forwards import Forward, has_own_forward, replace
+from poros.kernels.forwards import PatchedForward, has_own_forward, replace
 from poros.kernels.gated import forget_parts, gated
 from poros.kernels.hooks import has_hooks
 
@@ -51,7 +51,7 @@ def _in_one(self: Any, input: Any) -> Any:
 _FORMS = (_direct, _named, _in_one)
 
 
-class _Forward(Forward):
+class _Forward(PatchedForward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         names = names_in(type(module).forward)
@@ -97,14 +97,14 @@ class _Forward(Forward):
         return down(activation(gate) * up)
 
 
-def take_over(modules: Iterable[nn.Module]) -> None:
+def patch(modules: Iterable[nn.Module]) -> None:
     """Have feed-forward modules take our operator.
 
     Modules of other forms, and those whose forward somebody has set, are left alone.
-    ``poros.kernels.forwards.hand_back`` undoes it.
+    ``poros.kernels.forwards.unpatch`` undoes it.
     """
 
-    def forward_of(module: nn.Module) -> Forward | None:
+    def forward_of(module: nn.Module) -> PatchedForward | None:
         if type(module).__module__.startswith(("torch.", "peft.")):
             return None
         return None if names_in(type(module).forward) is None else _Forward(module)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from poros.kernels.gated import parts_of, saved_tensors
+from poros.kernels.lazy_tensor import LazyTensor
 from poros.kernels.linear4bit import times
 from poros.kernels.lora import Added, add_scaled, drop, drop_backward, dropout_of, sum_dtype
 from poros.kernels.product import Product
-from poros.kernels.unformed import Unformed
 
 
 class InOrder(NamedTuple):
@@ -91,7 +91,7 @@ class _Ordered(torch.autograd.Function):
         if not call.leaves_out:
             return form()
         read = [each for each in (input, hidden, b, a, bias) if each is not None]
-        return Unformed((*input.shape[:-1], product.num_rows), dtype, input.device, form, read)
+        return LazyTensor((*input.shape[:-1], product.num_rows), dtype, input.device, form, read)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

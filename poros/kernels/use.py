@@ -5,14 +5,14 @@ from torch import nn
 
 from poros.devices import runs_triton
 from poros.kernels import adapters, linear4bit, mlp
-from poros.kernels.adapters import Tally
-from poros.kernels.forwards import Forward
+from poros.kernels.adapters import KernelStats
+from poros.kernels.forwards import PatchedForward
 
 
-def take_over(module: nn.Module, device: torch.device, tally: Tally | None) -> None:
+def patch(module: nn.Module, device: torch.device, tally: KernelStats | None) -> None:
     """Have what is in ``module`` run kernels of ours, where they come to the same.
 
-    What does so already goes on. ``poros.kernels.forwards.hand_back`` undoes it.
+    What does so already goes on. ``poros.kernels.forwards.unpatch`` undoes it.
 
     Args:
         module: A layer, or a model.
@@ -20,12 +20,14 @@ def take_over(module: nn.Module, device: torch.device, tally: Tally | None) -> N
         tally: Counts calls of adapters; None leaves those, and what is around them, to PEFT.
     """
     if runs_triton(device):
-        linear4bit.take_over(module.modules())
+        linear4bit.patch(module.modules())
     if tally is not None:
-        adapters.take_over(module.modules(), tally)
-        mlp.take_over(module.modules())
+        adapters.patch(module.modules(), tally)
+        mlp.patch(module.modules())
 
 
 def are_used(model: nn.Module) -> bool:
     """Whether anything in ``model`` runs kernels of ours."""
-    return any(isinstance(module.__dict__.get("forward"), Forward) for module in model.modules())
+    return any(
+        isinstance(module.__dict__.get("forward"), PatchedForward) for module in model.modules()
+    )

@@ -22,9 +22,9 @@ from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.head.takeover import slice_loss
 from poros.host.store import HostStore, attached_store
-from poros.kernels.adapters import Tally
-from poros.kernels.forwards import hand_back
-from poros.kernels.use import take_over
+from poros.kernels.adapters import KernelStats
+from poros.kernels.forwards import unpatch
+from poros.kernels.use import patch
 from poros.model.added_adapters import Initialisation, require_proven
 from poros.model.guards import Guards
 from poros.model.inspect import Inventory
@@ -62,7 +62,7 @@ class Attachment:
         inventory: Inventory,
         device: torch.device,
         host: HostStore,
-        tally: Tally | None,
+        tally: KernelStats | None,
     ) -> None:
         self._model = weakref.ref(model)
         self._base = weakref.ref(inventory.base)
@@ -192,7 +192,7 @@ class Attachment:
             self._undo.callback(_call_if_alive, weakref.ref(layer), detach_layer)
             self._undo.callback(_call_if_alive, weakref.ref(layer), _use_no_kernels)
             attach_layer(layer, streamed, classes[type(layer)])
-            take_over(layer, self._device, self._tally)
+            patch(layer, self._device, self._tally)
         model = self._model()
         if model is None:
             return
@@ -219,7 +219,7 @@ class Attachment:
         """
         require_proven(layer, self._kinds)
         if is_streamed(layer) and not streamed_layer(layer).is_compiled:
-            take_over(layer, self._device, self._tally)
+            patch(layer, self._device, self._tally)
         known = {id(tensor.tensor) for block in self._blocks for tensor in block}
         known |= {id(part.owner) for part, _ in self._moved if part.owner.device == self._device}
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
@@ -318,7 +318,7 @@ class Attachment:
 
 
 def _use_no_kernels(layer: nn.Module) -> None:
-    hand_back(layer.modules())
+    unpatch(layer.modules())
 
 
 def _put_back(model: nn.Module, before: object) -> None:

@@ -14,7 +14,7 @@ from poros.graphs import Recorder
 from poros.head.kept import KeptHead
 from poros.head.rows import RowReader
 from poros.host.store import detach_store
-from poros.kernels.adapters import Tally
+from poros.kernels.adapters import KernelStats
 from poros.kernels.compose import Tier
 from poros.kernels.paths import Paths
 from poros.model.adoption import host_store
@@ -111,7 +111,7 @@ class Runtime:
         self.host, self.is_adopted = host_store(inventory, policy.block_size)
         self.digests = SourceDigests() if policy.self_check != "off" else None
         self.tally = (
-            Tally(
+            KernelStats(
                 is_constant=True,
                 dora_tier=cast(Tier | None, policy.dora_tier),
                 is_exact=policy.adapter_kernels == "exact",

@@ -8,7 +8,7 @@ from torch import nn
 
 from poros.figures import size
 from poros.head.host_matrix import HostMatrix
-from poros.kernels.adapters import Tally
+from poros.kernels.adapters import KernelStats
 from poros.kernels.paths import LoraShape
 from poros.replay.captures import EXPECTED
 from poros.stream.frozen import SmallTensors
@@ -106,13 +106,13 @@ def collect(
     }
 
 
-def adapter_counts(tally: Tally | None) -> dict[str, Any]:
+def adapter_counts(tally: KernelStats | None) -> dict[str, Any]:
     """Which way adapted modules ran: as in ``collect``.
 
     ``lora_paths`` has ``chosen`` (calls of each order, such as ``f2:b5``), ``shapes`` (the order of
     each) and ``as_peft`` (calls that PEFT's order alone is defined for, by reason).
     """
-    tally = Tally() if tally is None else tally
+    tally = KernelStats() if tally is None else tally
     shapes = {what: order for what, order in tally.orders if isinstance(what, LoraShape)}
     chosen: Counter[str] = Counter()
     for shape, order in shapes.items():

@@ -26,10 +26,10 @@ from transformers.utils.output_capturing import _active_collector
 from poros.errors import UnsupportedModelError
 from poros.head.choice import find_head
 from poros.head.takeover import slice_loss
-from poros.kernels.adapters import Tally
-from poros.kernels.forwards import hand_back, use_others
+from poros.kernels.adapters import KernelStats
+from poros.kernels.forwards import unpatch, use_others
 from poros.kernels.paths import Paths
-from poros.kernels.use import take_over
+from poros.kernels.use import patch
 from poros.model.inspect import find_layers
 from poros.model.vision import base_of
 from poros.planning.as_fused import FusedKernels
@@ -137,15 +137,15 @@ def adapter_kernels_as(
     """Within it, adapters in ``layers`` run as a policy says, or as what that is compared with."""
     try:
         if kernels != "peft":
-            tally = Tally(is_exact=kernels == "exact", paths=Paths.of(lora_paths))
+            tally = KernelStats(is_exact=kernels == "exact", paths=Paths.of(lora_paths))
             for layer in layers:
-                take_over(layer, torch.device("meta"), tally)
+                patch(layer, torch.device("meta"), tally)
                 if is_check:
                     use_others(layer.modules(), are_own=True)
         yield
     finally:
         for layer in layers:
-            hand_back(layer.modules())
+            unpatch(layer.modules())
 
 
 class LiveBytes(TorchDispatchMode):

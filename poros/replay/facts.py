@@ -11,11 +11,11 @@ import torch
 
 from poros.errors import RematerializationError
 from poros.graphs import Spec
-from poros.kernels.unformed import forget
+from poros.kernels.lazy_tensor import forget
 from poros.replay.routing import differentiate
 from poros.replay.uses import Uses
 from poros.stream.args import tree_unflatten
-from poros.stream.visit import stand_ins
+from poros.stream.visit import proxy_leaves
 from poros.stream.within import Within
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class CallFacts:
         self.forms = _forms(results)
         self._call = call.without_tensors()
         # Of its own, so that its graph meets no other one in them.
-        self.leaves, own = stand_ins(call.condition.trained.places)
+        self.leaves, own = proxy_leaves(call.condition.trained.places)
         self._own = list(own.values())
         self.specs = [Spec.of(tensor) for tensor in call.tensors]
         self._need_gradients = [tensor.requires_grad for tensor in call.tensors]

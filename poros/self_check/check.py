@@ -44,14 +44,14 @@ from poros.model.runtime import Runtime
 from poros.saying import Slowly, say
 from poros.self_check.compare import bits
 from poros.self_check.evidence import (
-    Evidence,
+    CallSnapshot,
     drawn_states,
     first_difference,
     forward_values,
     named,
     tensors_in,
 )
-from poros.self_check.proof import Incoming, Kernels, Outcome, Runs, is_gradient
+from poros.self_check.proof import Incoming, Kernels, LayerRerunner, Outcome, is_gradient
 from poros.stream.boundary import is_streamed, streamed_layer
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class SelfCheck:
         """Matrices of which all bytes were."""
         self.proved_otherwise: dict[str, bool] = {}
         self.not_provable: list[str] = []
-        self._runs = Runs(runtime)
+        self._runs = LayerRerunner(runtime)
         self._sizer = runtime.sizer
         self._slowly: Slowly | None = None
         self._without_gradient: set[int] = set()
@@ -156,7 +156,7 @@ class SelfCheck:
             return run()
         self._without_gradient.discard(index)
         is_open = streamed_layer(layer).condition().has_hooks
-        evidence, result = Evidence.collect(layer, inputs, run, arguments, self._device)
+        evidence, result = CallSnapshot.collect(layer, inputs, run, arguments, self._device)
         ends = [each for _, each in named("", result) if each.requires_grad]
         if is_open and ends:
             # Emptied by the check: the graph may live on, with the loss.
@@ -169,7 +169,7 @@ class SelfCheck:
     def _check_late(
         self,
         index: int,
-        held: list[Evidence],
+        held: list[CallSnapshot],
         number: int,
         gradients: tuple[torch.Tensor | None, ...],
     ) -> None:
@@ -184,7 +184,7 @@ class SelfCheck:
     def _check_apart(
         self,
         index: int,
-        evidence: Evidence,
+        evidence: CallSnapshot,
         needs_gradient: bool,
         gradient: torch.Tensor | None = None,
     ) -> None:
@@ -312,7 +312,7 @@ class SelfCheck:
         return None
 
     def _mismatch(
-        self, index: int, evidence: Evidence, gradient: torch.Tensor | None
+        self, index: int, evidence: CallSnapshot, gradient: torch.Tensor | None
     ) -> str | None:
         """Of a layer that recomputes in the graph: it is streamed once more.
 
@@ -334,7 +334,7 @@ class SelfCheck:
     def _explained(
         self,
         index: int,
-        evidence: Evidence,
+        evidence: CallSnapshot,
         incoming: Incoming,
         resident: Outcome,
         streamed: dict[str, Any],
@@ -365,7 +365,7 @@ class SelfCheck:
     def _prove(
         self,
         index: int,
-        evidence: Evidence,
+        evidence: CallSnapshot,
         incoming: Incoming,
         runs: "Unsteady",
     ) -> str | None:
@@ -409,7 +409,7 @@ class SelfCheck:
         self._give_up(evidence, f"not even with deterministic attention ({unsteady})")
         return None
 
-    def _give_up(self, evidence: Evidence, why: str) -> None:
+    def _give_up(self, evidence: CallSnapshot, why: str) -> None:
         name = evidence.name
         self.not_provable.append(name)
         logger.warning(

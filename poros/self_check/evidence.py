@@ -32,7 +32,7 @@ _HIDDEN_STATES = "hidden_states"
 
 
 @dataclass
-class Evidence:
+class CallSnapshot:
     """What was there when one layer ran forward, and what came out."""
 
     layer: nn.Module
@@ -74,7 +74,7 @@ class Evidence:
         run: Callable[[], Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         device: torch.device,
-    ) -> tuple["Evidence", Any]:
+    ) -> tuple["CallSnapshot", Any]:
         """Run the streamed forward ``run`` and write down all around it; also its result."""
         args, kwargs = arguments
         before = mappings_in(kwargs)

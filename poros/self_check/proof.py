@@ -26,7 +26,7 @@ from poros.kernels.autocast import cached_cast
 from poros.kernels.forwards import use_others
 from poros.model.runtime import Runtime
 from poros.self_check.evidence import (
-    Evidence,
+    CallSnapshot,
     forward_values,
     mappings_in,
     named_outputs,
@@ -39,7 +39,7 @@ from poros.stream.attention import AttentionKernels, deterministic_flag, unchang
 from poros.stream.boundary import StreamedLayer, streamed_layer
 from poros.stream.frozen import bind_block
 from poros.stream.general import RecomputedCall
-from poros.stream.visit import LayerBindings, stand_ins
+from poros.stream.visit import LayerBindings, proxy_leaves
 from poros.stream.within import Within
 
 Gradients = Sequence[torch.Tensor | None]
@@ -79,7 +79,7 @@ def is_gradient(name: str) -> bool:
     return name.startswith("gradient of ")
 
 
-class Runs:
+class LayerRerunner:
     """Runs the layers of one prepared model again.
 
     Args:
@@ -100,7 +100,7 @@ class Runs:
     def resident(
         self,
         index: int,
-        evidence: Evidence,
+        evidence: CallSnapshot,
         incoming: Incoming,
         kernels: "Kernels | None" = None,
     ) -> Outcome:
@@ -139,7 +139,7 @@ class Runs:
         _drop_casts(wanted)
         return Outcome(values, rng_backward, attention.may_vary)
 
-    def streamed(self, evidence: Evidence, incoming: Incoming, is_steady: bool) -> Outcome:
+    def streamed(self, evidence: CallSnapshot, incoming: Incoming, is_steady: bool) -> Outcome:
         """Run a layer as it is streamed.
 
         Args:
@@ -181,7 +181,7 @@ class Runs:
 
     @contextmanager
     def _ordinary(
-        self, index: int, evidence: Evidence
+        self, index: int, evidence: CallSnapshot
     ) -> Iterator[tuple[Callable[..., Any], dict[int, torch.Tensor]]]:
         """The layer's own forward over freshly loaded frozen tensors, and proxies of its adapters.
 
@@ -242,7 +242,7 @@ class Runs:
     def _gradients(
         self,
         outputs: dict[str, torch.Tensor],
-        evidence: Evidence,
+        evidence: CallSnapshot,
         incoming: Incoming,
         wanted: Sequence[torch.Tensor],
     ) -> tuple[Gradients, Sequence[torch.Tensor]]:
@@ -300,13 +300,13 @@ def _recomputed(
 ) -> tuple[Any, dict[int, torch.Tensor]]:
     """The result of a layer, and proxies by the ids of its adapters."""
     condition = layer.condition()
-    places, proxies = stand_ins(condition.trained.places)
+    places, proxies = proxy_leaves(condition.trained.places)
     call = RecomputedCall(layer, args, kwargs, condition, places)
     return call.forward(args, kwargs), dict(proxies)
 
 
 def _leaves(
-    evidence: Evidence,
+    evidence: CallSnapshot,
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
     """Leaves in the places of its inputs, and what a layer is given of them."""
     leaves = {
@@ -329,7 +329,7 @@ def _drop_casts(leaves: Sequence[torch.Tensor]) -> None:
 
 
 def _arguments(
-    evidence: Evidence, leaves: dict[int, torch.Tensor], with_caches: bool = True
+    evidence: CallSnapshot, leaves: dict[int, torch.Tensor], with_caches: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The layer's arguments, with other tensors; a streamed layer goes without caches."""
 
@@ -342,7 +342,7 @@ def _arguments(
 def _values(
     outputs: dict[str, torch.Tensor],
     rng_end: Sequence[torch.Tensor],
-    evidence: Evidence,
+    evidence: CallSnapshot,
     gradients: Gradients,
 ) -> dict[str, Any]:
     values = forward_values(

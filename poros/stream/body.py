@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.kernels.adapters import Tally
+from poros.kernels.adapters import KernelStats
 from poros.kernels.dense_layer import DenseLayer
-from poros.kernels.forwards import hand_back
+from poros.kernels.forwards import unpatch
 from poros.slots.manager import BlockManager
 from poros.slots.schedule import Phase
 from poros.stream.adapters import AdapterPlace, staying_places
@@ -72,7 +72,7 @@ class ModelContext:
         tied_adapters: Sequence[str],
         admit: Callable[[nn.Module], None],
         explain: Callable[[str, torch.OutOfMemoryError], Exception],
-        tally: Tally | None,
+        tally: KernelStats | None,
         dense: DenseLayer | None = None,
     ) -> None:
         self._model = weakref.ref(model)
@@ -205,7 +205,7 @@ class LayerBody:
         self.own_forward = CompiledForward(layer, self.name, args, kwargs)
         self.is_compiled = True
         # The compiler would compile anew for each of our forwards, and reach its limit.
-        hand_back(layer.modules())
+        unpatch(layer.modules())
 
     @contextmanager
     def visit(self, phase: Phase, leaves: Sequence[StandIn] = ()) -> Iterator[torch.Tensor]:

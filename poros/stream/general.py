@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from poros.errors import RematerializationError
 from poros.kernels.adapters import note_last
 from poros.kernels.autocast import cached_cast, require_current
-from poros.kernels.unformed import forget, values_of
+from poros.kernels.lazy_tensor import forget, values_of
 from poros.slots.schedule import Phase
 from poros.stream.args import copied
 from poros.stream.body import LayerBody

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from poros.errors import PreparedModelError
-from poros.kernels.forwards import Forward
+from poros.kernels.forwards import PatchedForward
 from poros.stream.adapters import AdapterPlace, adapter_places, is_adapter_module
 from poros.stream.attributes import Attributes
 
@@ -155,7 +155,7 @@ class LayerIndex:
         if any(self._hooks):
             return False
         forwards = map(type, map(dict.get, self._dicts, repeat("forward")))
-        return all(map(issubclass, set(forwards), repeat((NoneType, Forward))))
+        return all(map(issubclass, set(forwards), repeat((NoneType, PatchedForward))))
 
     def is_in_mode(self, mode: bool) -> bool:
         """Whether the layer and all in it have this mode, and no module sets it in its own way."""

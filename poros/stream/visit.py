@@ -199,7 +199,7 @@ class StandIn(NamedTuple):
     leaf: nn.Parameter
 
 
-def stand_ins(adapters: Sequence[Adapter]) -> tuple[list[StandIn], dict[int, nn.Parameter]]:
+def proxy_leaves(adapters: Sequence[Adapter]) -> tuple[list[StandIn], dict[int, nn.Parameter]]:
     """Leaves for these places, which meet no other graph and have no hooks.
 
     Returns:

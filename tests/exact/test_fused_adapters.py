@@ -19,10 +19,10 @@ from torch import nn
 import poros
 from poros.errors import PreparedModelError
 from poros.kernels import lora
-from poros.kernels.adapters import Tally
-from poros.kernels.forwards import Forward
+from poros.kernels.adapters import KernelStats
+from poros.kernels.forwards import PatchedForward
 from poros.kernels.mlp import names_in
-from poros.kernels.use import are_used, take_over
+from poros.kernels.use import are_used, patch
 from tests.exact import adapter_arms
 from tests.exact.adapter_arms import SEVEN, adapted, fill, step
 from tests.exact.arms import Bases
@@ -49,10 +49,10 @@ def differences(model: Model, around: Callable[[], Any] = nullcontext) -> list[s
     return adapter_arms.differences(plain, fused)
 
 
-def calls(model: Model, around: Callable[[], Any] = nullcontext) -> Tally:
+def calls(model: Model, around: Callable[[], Any] = nullcontext) -> KernelStats:
     """How the adapted modules run with our kernels."""
-    tally = Tally()
-    take_over(model, torch.device("cpu"), tally)
+    tally = KernelStats()
+    patch(model, torch.device("cpu"), tally)
     step(model, around)
     poros.restore(model)
     return tally
@@ -224,8 +224,8 @@ def test_without_adapters(bases: Bases) -> None:
 def test_without_a_graph_the_same_operator_runs(around: Any, bases: Bases) -> None:
     """Which one runs does not depend on who asks for gradients."""
     model = adapted(bases, lora_dropout=0.05)
-    tally = Tally()
-    take_over(model, torch.device("cpu"), tally)
+    tally = KernelStats()
+    patch(model, torch.device("cpu"), tally)
     tokens = torch.arange(20)[None]
     torch.manual_seed(0)
     expected = model(input_ids=tokens).logits
@@ -324,7 +324,9 @@ def test_a_copy_has_forwards_of_its_own(bases: Bases) -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         for module in other.modules():
             forward = module.__dict__.get("forward")
-            assert forward is None or (isinstance(forward, Forward) and forward._module() is module)
+            assert forward is None or (
+                isinstance(forward, PatchedForward) and forward._module() is module
+            )
         fill(model)
         expected = step(model)
         for parameter in model.parameters():

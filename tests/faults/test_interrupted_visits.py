@@ -18,13 +18,13 @@ import torch
 import poros
 from poros.errors import SlotStateError
 from poros.gates.reference import Trajectory
-from poros.self_check.evidence import Evidence, random_states
+from poros.self_check.evidence import CallSnapshot, random_states
 from poros.self_check.switches import current_settings
 from poros.slots.ring import SlotState
 from poros.slots.schedule import Phase
 from poros.stream.attention import deterministic_flag, unchanged_flags
 from poros.stream.boundary import StreamedLayer, streamed_layer
-from poros.stream.visit import Visits, stand_ins
+from poros.stream.visit import Visits, proxy_leaves
 from tests.interrupts import Interrupts
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, layers_of, run
 from tests.support import AdversarialPrepare, prepare_plain
@@ -43,7 +43,7 @@ STEP = (
 
 
 def visit_once(runtime: StreamedLayer, phase: Phase) -> None:
-    leaves, _ = stand_ins(runtime.contents().adapters().places)
+    leaves, _ = proxy_leaves(runtime.contents().adapters().places)
     with runtime.visit(phase, leaves):
         pass
 
@@ -156,8 +156,8 @@ def test_control_a_clean_up_that_is_not_made_up_for(
 
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
-    "state of a forward": lambda: Evidence.state(SURROUNDINGS, CPU),
-    "state of a backward": lambda: Evidence.backward_state(SURROUNDINGS, CPU),
+    "state of a forward": lambda: CallSnapshot.state(SURROUNDINGS, CPU),
+    "state of a backward": lambda: CallSnapshot.backward_state(SURROUNDINGS, CPU),
     "flags": unchanged_flags,
     "deterministic flag": deterministic_flag,
 }
@@ -229,7 +229,7 @@ def test_a_visit_that_was_never_left_is_undone_by_what_comes_next(
     model = prepare_plain(build(), self_check="off", slots=2)
     before = state_of(model)
     layer = streamed_layer(layers_of(model)[0])
-    leaves, _ = stand_ins(layer.contents().adapters().places)
+    leaves, _ = proxy_leaves(layer.contents().adapters().places)
     left = layer.visit(Phase.FORWARD, leaves)
     left.__enter__()
     inside = state_of(model)

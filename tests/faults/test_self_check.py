@@ -17,7 +17,7 @@ import poros
 import poros.head.loss as sliced_loss
 from poros.errors import ParityError
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
-from poros.self_check.evidence import Evidence
+from poros.self_check.evidence import CallSnapshot
 from poros.self_check.proof import Outcome
 from tests.snapshots import batches, bits_of, build, changes, layers_of
 from tests.support import prepare_plain
@@ -226,7 +226,7 @@ def tensor_memory() -> int:
 
 def test_its_memory_is_freed_with_the_forward() -> None:
     def records() -> int:
-        return sum(isinstance(value, Evidence | Outcome) for value in gc.get_objects())
+        return sum(isinstance(value, CallSnapshot | Outcome) for value in gc.get_objects())
 
     gc.collect()
     others = records()

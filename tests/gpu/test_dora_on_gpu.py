@@ -9,9 +9,9 @@ from peft import LoraConfig, LoraRuntimeConfig, get_peft_model
 
 import poros
 from poros.gates import tiny
-from poros.kernels.adapters import Tally
-from poros.kernels.forwards import hand_back
-from poros.kernels.use import take_over
+from poros.kernels.adapters import KernelStats
+from poros.kernels.forwards import unpatch
+from poros.kernels.use import patch
 from tests.gpu.models import gradients, model_of, same
 
 pytestmark = pytest.mark.gpu
@@ -94,9 +94,9 @@ def test_nothing_is_as_large_as_the_weight_but_one_weight(dropout: float, tmp_pa
     )
     of_gradients = sum(4 * each.numel() for each in model.parameters() if each.requires_grad)
     theirs = peak(model, 8)
-    take_over(model, torch.device("cuda"), Tally())
+    patch(model, torch.device("cuda"), KernelStats())
     ours = peak(model, 8)
-    hand_back(model.modules())
+    unpatch(model.modules())
     assert ours < of_gradients + 2 * largest + 16 * 2**20
     assert theirs > ours + 3 * largest
 

@@ -17,8 +17,8 @@ from poros.gates import tiny
 from poros.head.logits import Origin
 from poros.head.loss import sliced_cross_entropy
 from poros.kernels.dequantize import dequantize, has_kernel
-from poros.kernels.forwards import hand_back, use_others
-from poros.kernels.linear4bit import linear_4bit, take_over, takes_fused_kernel
+from poros.kernels.forwards import unpatch, use_others
+from poros.kernels.linear4bit import linear_4bit, patch, takes_fused_kernel
 from poros.kernels.online_softmax import Running, add_logits, add_logits_ref
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +90,7 @@ def test_modules_are_taken_over_and_given_back() -> None:
         128, 256, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
     ).cuda()
     own = module.forward
-    take_over([module, torch.nn.Linear(3, 3)])
+    patch([module, torch.nn.Linear(3, 3)])
     assert module.forward != own
     input = torch.randn(2, 300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     again = use_others([module], are_own=True)
@@ -102,7 +102,7 @@ def test_modules_are_taken_over_and_given_back() -> None:
     # What only bitsandbytes does.
     assert module(input[:, :0]).shape == (2, 0, 256)
     assert torch.equal(module(input.float()), module.forward(input.float()))
-    hand_back([module])
+    unpatch([module])
     assert module.forward == own
 
 

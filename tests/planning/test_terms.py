@@ -127,8 +127,8 @@ def test_the_workspace_is_that_of_one_layer_alone(sizes: dict[str, int], tmp_pat
     hidden = hidden.detach().requires_grad_()
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
 
-    adapters.take_over(layer.modules(), adapters.Tally())
-    mlp.take_over(layer.modules())
+    adapters.patch(layer.modules(), adapters.KernelStats())
+    mlp.patch(layer.modules())
 
     def alone() -> None:
         output = layer(hidden, *rest, **kwargs)

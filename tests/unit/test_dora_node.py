@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from poros.kernels.adapters import Tally
-from poros.kernels.forwards import hand_back
-from poros.kernels.use import take_over
+from poros.kernels.adapters import KernelStats
+from poros.kernels.forwards import unpatch
+from poros.kernels.use import patch
 from tests.support import same_bits
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -109,12 +109,12 @@ def outcome(run: Callable[[torch.Tensor], torch.Tensor], module: Any) -> list[to
 
 
 def ours(module: Any) -> list[torch.Tensor]:
-    tally = Tally()
-    take_over(module, torch.device("cpu"), tally)
+    tally = KernelStats()
+    patch(module, torch.device("cpu"), tally)
     try:
         found = outcome(module, module)
     finally:
-        hand_back(module.modules())
+        unpatch(module.modules())
     assert tally.num_fused == 1 and not tally.unfused
     return found
 
@@ -286,7 +286,7 @@ def test_equal_inputs_give_equal_bits_with_and_without_a_graph() -> None:
     module = adapted(dtype=BF16, dropout=0.3)
     first, second = ours(module), ours(module)
     assert all(map(same_bits, first, second))
-    take_over(module, torch.device("cpu"), Tally())
+    patch(module, torch.device("cpu"), KernelStats())
     torch.manual_seed(3)
     with torch.no_grad():
         assert same_bits(module(input_of(module)), first[0])
@@ -312,8 +312,8 @@ def test_nothing_is_as_large_as_the_weight_but_the_weight(dropout: float) -> Non
     """Forward and backward make one dense projection each; PEFT makes many."""
     module = adapted(512, 640, dtype=BF16, quantize=True, dropout=dropout)
     size = 512 * 640
-    tally = Tally()
-    take_over(module, torch.device("cpu"), tally)
+    tally = KernelStats()
+    patch(module, torch.device("cpu"), tally)
     # The norm of the weight alone is taken once, in parts; it is there afterwards.
     module(input_of(module))
     with Largest() as watcher:
@@ -324,7 +324,7 @@ def test_nothing_is_as_large_as_the_weight_but_the_weight(dropout: float) -> Non
     with Largest() as unpacking:
         dense_of(module)
     allowed = len([each for each in unpacking.sizes if each >= size])
-    hand_back(module.modules())
+    unpatch(module.modules())
     with Largest() as theirs:
         outcome(module, module)
     assert per_call <= allowed + 1, (per_call, allowed)

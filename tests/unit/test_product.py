@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from poros.errors import RematerializationError
+from poros.kernels.lazy_tensor import LazyTensor, values_of
 from poros.kernels.lora import Added, add_lora, multiply_and_add
 from poros.kernels.product import product_of
-from poros.kernels.unformed import Unformed, values_of
 from tests.support import same_bits
 
 SHAPE, ROWS, RANK = (2, 3, 8), 4, 2
@@ -59,7 +59,7 @@ def test_one_node_has_the_bits_of_two(
 ) -> None:
     (found, ours), (expected, theirs) = both(linear(bias, dtype), dtype, dropout, leaves_out)
     assert all(map(same_bits, ours, theirs))
-    assert isinstance(found, Unformed) == leaves_out
+    assert isinstance(found, LazyTensor) == leaves_out
     assert not leaves_out or not found.is_formed
     assert same_bits(values_of(found).detach(), expected.detach())
 

@@ -17,7 +17,7 @@ from poros.errors import RematerializationError
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class Unformed(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A tensor of which shape, dtype and graph are there, and the values once somebody reads them.
 
     Args:
@@ -40,8 +40,10 @@ class Unformed(torch.Tensor):
         device: torch.device,
         form: Any,
         sources: Sequence[torch.Tensor],
-    ) -> "Unformed":
-        made: Unformed = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+    ) -> "LazyTensor":
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device
+        )
         made._form, made._formed = form, None
         made._sources = [(source, source._version) for source in sources]
         return made
@@ -85,21 +87,23 @@ class Unformed(torch.Tensor):
     ) -> Any:
         if not kwargs and func in _ALIASES and not args[0].is_formed:
             (source,) = args
-            return Unformed(source.shape, source.dtype, source.device, source.values, ())
+            return LazyTensor(source.shape, source.dtype, source.device, source.values, ())
         if not kwargs and func is torch.ops.aten.add.Tensor:
             left, right = args
             if _goes_together(left, right):
-                return Unformed(
+                return LazyTensor(
                     left.shape,
                     left.dtype,
                     left.device,
                     lambda: values_of(left) + values_of(right),
                     args,
                 )
-        plain_args, plain_kwargs = tree_map_only(Unformed, Unformed.values, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(
+            LazyTensor, LazyTensor.values, (args, kwargs or {})
+        )
         result = func(*plain_args, **plain_kwargs)
         # What is written to stays the tensor that it was, with other values.
-        return args[0] if func._schema.is_mutable and isinstance(args[0], Unformed) else result
+        return args[0] if func._schema.is_mutable and isinstance(args[0], LazyTensor) else result
 
 
 def _goes_together(left: Any, right: Any) -> bool:
@@ -112,17 +116,17 @@ def _goes_together(left: Any, right: Any) -> bool:
         and left.device == right.device
         and left.is_contiguous()
         and right.is_contiguous()
-        and any(isinstance(each, Unformed) and not each.is_formed for each in (left, right))
+        and any(isinstance(each, LazyTensor) and not each.is_formed for each in (left, right))
     )
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> None:
     """Release what values of these would be computed from; they can be read no more."""
     for tensor in tensors:
-        if isinstance(tensor, Unformed):
+        if isinstance(tensor, LazyTensor):
             tensor.forget()
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """The values of ``tensor``, computed if they were not there."""
-    return tensor.values() if isinstance(tensor, Unformed) else tensor
+    return tensor.values() if isinstance(tensor, LazyTensor) else tensor

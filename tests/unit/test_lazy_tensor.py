@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from poros.errors import RematerializationError
-from poros.kernels.unformed import Unformed, forget, values_of
+from poros.kernels.lazy_tensor import LazyTensor, forget, values_of
 from tests.support import same_bits
 
 SHAPE = (2, 3, 8)
 
 
-def made(of: torch.Tensor | None = None) -> tuple[Unformed, torch.Tensor, list[int]]:
+def made(of: torch.Tensor | None = None) -> tuple[LazyTensor, torch.Tensor, list[int]]:
     """One that gives twice what it is made of; that; and how often it was computed."""
     source = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) if of is None else of
     computed: list[int] = []
@@ -23,14 +23,14 @@ def made(of: torch.Tensor | None = None) -> tuple[Unformed, torch.Tensor, list[i
         computed.append(1)
         return source * 2
 
-    return Unformed(SHAPE, source.dtype, source.device, form, [source]), source, computed
+    return LazyTensor(SHAPE, source.dtype, source.device, form, [source]), source, computed
 
 
 def test_sums_and_aliases_wait() -> None:
     tensor, source, computed = made()
     other = torch.ones(SHAPE)
     total = (other + (tensor.detach() + other)).detach()
-    assert isinstance(total, Unformed) and not computed
+    assert isinstance(total, LazyTensor) and not computed
     assert same_bits(values_of(total), other + (source * 2 + other))
     assert computed == [1] and tensor.is_formed
     # Sums with one that is there by now go on waiting for the other one.
@@ -104,6 +104,6 @@ def test_gradients_need_no_values() -> None:
             return gradients[0] * 2
 
     total = leaf + Twice.apply(leaf)
-    assert isinstance(total, Unformed)
+    assert isinstance(total, LazyTensor)
     (gradient,) = torch.autograd.grad(total, leaf, torch.ones(SHAPE))
     assert same_bits(gradient, torch.full(SHAPE, 3.0)) and not computed

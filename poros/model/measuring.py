@@ -28,6 +28,7 @@ from torch import nn
 
 from poros.config import MIN_SLOTS, StreamingPolicy, budget_of
 from poros.errors import PorosError, VRAMBudgetError
+from poros.figures import size
 from poros.model.sizing import (
     LEAST_KEPT,
     SURELY_KEPT,
@@ -314,9 +315,9 @@ class MeasuredSizer(Sizer):
 
     def _warn(self, error: Exception) -> None:
         logger.warning(
-            "poros: the step could not be estimated for a budget of %.2f GB; going on with "
+            "poros: the step could not be estimated for a budget of %s; going on with "
             "the least room (%s: %s)",
-            (self.budget or 0) / 1e9,
+            size(self.budget or 0),
             type(error).__name__,
             error,
         )
@@ -349,9 +350,9 @@ class MeasuredSizer(Sizer):
         if chosen != room or self._rounds == 1:
             say(
                 logger,
-                "poros: a step took %.2f GB of a budget of %.2f GB: %s",
-                step / 1e9,
-                (self.budget or 0) / 1e9,
+                "poros: a step took %s of a budget of %s: %s",
+                size(step),
+                size(self.budget or 0),
                 _words(chosen),
             )
         return chosen
@@ -409,10 +410,10 @@ class MeasuredSizer(Sizer):
         least = self._least(self.wanted.offload_inputs is not False)
         if room == least:
             logger.warning(
-                "poros: a step takes %.2f GB with the least room there is, more than the budget of "
-                "%.2f GB; use a smaller batch or shorter sequences",
-                step / 1e9,
-                (self.budget or 0) / 1e9,
+                "poros: a step takes %s with the least room there is, more than the budget of "
+                "%s; use a smaller batch or shorter sequences",
+                size(step),
+                size(self.budget or 0),
             )
         return least
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from poros.figures import size
 from poros.planning.cost_model import CostModel
 from poros.planning.request import PlanRequest
 
@@ -117,7 +118,7 @@ def format_remedies(remedies: Sequence[Remedy]) -> str:
     """One line on those that make it fit, and one on others if there are any."""
     fitting = [f"{found.knob}={found.value}" for found in remedies if found.fits]
     saving = [
-        f"{found.knob}={found.value} ({found.saved_num_bytes / 1e9:.2f} GB)"
+        f"{found.knob}={found.value} ({size(found.saved_num_bytes)})"
         for found in remedies
         if not found.fits
     ]

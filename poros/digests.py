@@ -217,7 +217,7 @@ class PackedDigests:
         return {name: hasher.digest() for name, hasher in self._hashers.items()}
 
 
-class AsPacked:
+class SourceChecksums:
     """What the tensors of a model were before a loader wrote them to host memory.
 
     Attributes:

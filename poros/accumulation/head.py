@@ -20,18 +20,18 @@ import torch
 
 from poros.accumulation.calls import Environment, Stopped
 from poros.errors import RematerializationError
-from poros.head.loss import Asked
-from poros.head.online import Online
+from poros.head.loss import LossInputs
+from poros.head.online import SlicedLossState
 from poros.head.slices import SliceReader
 
 
 class _Note(NamedTuple):
-    asked: Asked
-    online: Online
+    asked: LossInputs
+    online: SlicedLossState
     environment: Environment
 
     @classmethod
-    def of(cls, asked: Asked) -> "_Note":
+    def of(cls, asked: LossInputs) -> "_Note":
         online = asked.given.online(asked.hidden)
         return cls(asked, online, Environment.capture(asked.hidden.device))
 
@@ -95,8 +95,8 @@ class SharedHead:
         finally:
             self._reader.in_place = None
 
-    def __call__(self, asked: Asked) -> Online | None:
-        """In place of reading the head: what it gives, if that is known; see ``Asked``."""
+    def __call__(self, asked: LossInputs) -> SlicedLossState | None:
+        """In place of reading the head: what it gives, if that is known; see ``LossInputs``."""
         if self._is_noting:
             self._notes.append(None if asked.is_trained else _Note.of(asked.without_graph()))
             raise Stopped

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from poros.errors import UnsupportedModelError
-from poros.head.online import Online, Regularizer, Step, logits_of, product, whole_rows
+from poros.head.online import Regularizer, SlicedLossState, Step, logits_of, product, whole_rows
 from poros.kernels.online_softmax import places
 
 _MOST_LOGITS = 2**23
@@ -43,7 +43,7 @@ Slices = Callable[[int], Iterator[tuple[int, torch.Tensor]]]
 """Takes a width, and gives the head's rows in order, so many at a time: the number of the first,
 and the rows, of shape (width, columns; the last may be fewer), on the device. Rows are not read any
 more once the next ones are asked for. Its ``known``, if it has one, is asked before it is read: it
-takes what is ``Asked``, and gives the ``Online`` of all slices if that was computed ahead."""
+takes ``LossInputs``, and gives the ``SlicedLossState`` of all slices if it was computed ahead."""
 
 
 def slice_width(num_tokens: int, num_rows: int, num_columns: int) -> int:
@@ -110,18 +110,18 @@ def sliced_cross_entropy(
     _require_in_range(labels, num_rows, ignore_index)
     wants_gradient = torch.is_grad_enabled() and hidden.requires_grad
     width = slice_width(hidden.shape[0], num_rows, hidden.shape[1])
-    given = _Given(
+    given = _LossConfig(
         *(labels, read, width, tuple(steps), ignore_index, wants_gradient, regularizer, num_rows)
     )
-    known: Callable[[Asked], Online | None] | None = getattr(read, "known", None)
+    known: Callable[[LossInputs], SlicedLossState | None] | None = getattr(read, "known", None)
     if known is not None:
         is_trained = any(each is not None and each.requires_grad for each in (weight, bias, added))
-        given = given._replace(known=known(Asked(hidden, bias, added, is_trained, given)))
+        given = given._replace(known=known(LossInputs(hidden, bias, added, is_trained, given)))
     loss: torch.Tensor = _SlicedCrossEntropy.apply(hidden, weight, bias, added, given)
     return loss
 
 
-class _Given(NamedTuple):
+class _LossConfig(NamedTuple):
     """What gets no gradient."""
 
     labels: torch.Tensor
@@ -134,19 +134,21 @@ class _Given(NamedTuple):
     regularizer: Regularizer
     num_rows: int
     """Of the head."""
-    known: "Online | None" = None
+    known: "SlicedLossState | None" = None
     """What all slices together give, if that was computed ahead."""
 
-    def online(self, hidden: torch.Tensor) -> "Online":
+    def online(self, hidden: torch.Tensor) -> "SlicedLossState":
         """What is known of no slice."""
-        return Online(hidden, self.labels, self.wants_gradient, self.regularizer, self.num_rows)
+        return SlicedLossState(
+            hidden, self.labels, self.wants_gradient, self.regularizer, self.num_rows
+        )
 
     @property
     def is_counted(self) -> torch.Tensor:
         return self.labels != self.ignore_index
 
 
-class Asked(NamedTuple):
+class LossInputs(NamedTuple):
     """What a loss asks of the head."""
 
     hidden: torch.Tensor
@@ -154,9 +156,9 @@ class Asked(NamedTuple):
     added: torch.Tensor | None
     is_trained: bool
     """Whether the head, or what is added to it, gets a gradient."""
-    given: _Given
+    given: _LossConfig
 
-    def without_graph(self) -> "Asked":
+    def without_graph(self) -> "LossInputs":
         """The same, of which nothing gets a gradient."""
         return self._replace(
             hidden=self.hidden.detach(),
@@ -164,7 +166,7 @@ class Asked(NamedTuple):
             added=None if self.added is None else self.added.detach(),
         )
 
-    def is_like(self, other: "Asked") -> bool:
+    def is_like(self, other: "LossInputs") -> bool:
         """Whether ``other`` asks for the same, but for values."""
         return (
             self.is_trained == other.is_trained
@@ -172,7 +174,7 @@ class Asked(NamedTuple):
             and list(map(_form, self._tensors())) == list(map(_form, other._tensors()))
         )
 
-    def differs_from(self, other: "Asked") -> torch.Tensor:
+    def differs_from(self, other: "LossInputs") -> torch.Tensor:
         """Whether the values are other ones, bit for bit: a bool on the device."""
         found = [
             (_as_integers(own) != _as_integers(its)).any()
@@ -193,7 +195,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         added: torch.Tensor | None,
-        given: _Given,
+        given: _LossConfig,
     ) -> torch.Tensor:
         found = given.known
         if found is None:
@@ -230,7 +232,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 
 
 def _gradient_of_head(
-    given: _Given,
+    given: _LossConfig,
     gradient: torch.Tensor,
     hidden: torch.Tensor,
     weight: torch.Tensor | None,

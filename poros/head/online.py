@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from poros.kernels.online_softmax import Running, add_logits
+from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits
 from poros.labels import labelled
 
 
@@ -26,7 +26,7 @@ class Regularizer(NamedTuple):
     """The weight of the squared logarithm of the sum of exponentials of a token's logits."""
 
 
-class Online:
+class SlicedLossState:
     """What is known of each token after some slices. See "One pass"."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Online:
     ) -> None:
         self._hidden = hidden
         num_columns = hidden.shape[1] if wants_gradient else 0
-        self._running = Running.of(labels, num_columns, hidden.dtype)
+        self._running = OnlineSoftmaxState.of(labels, num_columns, hidden.dtype)
         self._regularizer = regularizer
         self._num_rows = num_rows
         self._sum_of_logits: torch.Tensor | float = 0.0

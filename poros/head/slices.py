@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from poros.head.loss import Asked, slice_width
-from poros.head.online import Online
+from poros.head.loss import LossInputs, slice_width
+from poros.head.online import SlicedLossState
 from poros.labels import labelled
 from poros.streams import Event, StreamContext
 
@@ -49,7 +49,9 @@ class SliceReader:
     def __init__(self, name: str, matrix: torch.Tensor, streams: StreamContext) -> None:
         self.h2d_num_bytes = 0
         self.check: Callable[[str, torch.Tensor, slice, torch.Tensor], None] | None = None
-        self.in_place: Callable[[], Callable[[Asked], Online | None] | None] | None = None
+        self.in_place: (
+            Callable[[], Callable[[LossInputs], SlicedLossState | None] | None] | None
+        ) = None
         self._name, self._matrix = name, matrix
         self._streams = streams.beside()
         self._buffers = [self._streams.allocate(size) for size in buffer_sizes(matrix)]
@@ -88,7 +90,7 @@ class SliceReader:
         """Undo ``hold_all``."""
         self._whole = None
 
-    def known(self, asked: Asked) -> Online | None:
+    def known(self, asked: LossInputs) -> SlicedLossState | None:
         """What all slices give, if that was computed ahead: see ``poros.head.loss.Slices``."""
         ask = None if self.in_place is None else self.in_place()
         return None if ask is None else ask(asked)

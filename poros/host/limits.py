@@ -18,7 +18,7 @@ RESERVE_NUM_BYTES = 2**30
 """What is left to everything else: the interpreter, one tensor on its way, the page cache."""
 
 
-class Room(NamedTuple):
+class MemoryLimit(NamedTuple):
     """How many bytes one limit still grants."""
 
     num_bytes: int
@@ -26,7 +26,7 @@ class Room(NamedTuple):
     """Which limit it is, with its figures."""
 
 
-def host_memory_left(root: Path = Path("/")) -> Room | None:
+def host_memory_left(root: Path = Path("/")) -> MemoryLimit | None:
     """The host memory that this process may still use: the least of all limits.
 
     Args:
@@ -95,9 +95,9 @@ def explain_pin_budget(root: Path = Path("/")) -> str:
     return hint
 
 
-def _machine(root: Path) -> Iterator[Room]:
+def _machine(root: Path) -> Iterator[MemoryLimit]:
     for num_bytes in _meminfo(root, "MemAvailable"):
-        yield Room(num_bytes, f"the machine has {size(num_bytes)} available")
+        yield MemoryLimit(num_bytes, f"the machine has {size(num_bytes)} available")
 
 
 def _meminfo(root: Path, field: str) -> Iterator[int]:
@@ -110,13 +110,15 @@ def _meminfo(root: Path, field: str) -> Iterator[int]:
         yield int(found[0]) * 1024
 
 
-def _control_groups(root: Path) -> Iterator[Room]:
+def _control_groups(root: Path) -> Iterator[MemoryLimit]:
     """What the limit of every group above this process leaves."""
     for limit, usage, reclaimable, shared, path in _group_limits(root):
         # The page cache counts as used, but goes when memory is needed. What is shared or
         # in memory files is page cache too, and stays.
         free = max(limit - usage, 0) + max(reclaimable - shared, 0)
-        yield Room(min(free, limit), f"control group {path}: {size(usage)} of {size(limit)} used")
+        yield MemoryLimit(
+            min(free, limit), f"control group {path}: {size(usage)} of {size(limit)} used"
+        )
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:
@@ -148,7 +150,7 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int, int, int, str]]:
             yield limit, usage, fields.get(reclaimable, 0), shared, path
 
 
-def _process(root: Path) -> Iterator[Room]:
+def _process(root: Path) -> Iterator[MemoryLimit]:
     try:
         import resource
     except ImportError:  # Windows
@@ -164,7 +166,7 @@ def _process(root: Path) -> Iterator[Room]:
     ):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY:
-            yield Room(max(soft - used, 0), f"{name}: {size(used)} of {size(soft)} used")
+            yield MemoryLimit(max(soft - used, 0), f"{name}: {size(used)} of {size(soft)} used")
 
 
 def _locked_limit() -> int | None:

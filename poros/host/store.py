@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from poros.digests import AsPacked
+from poros.digests import SourceChecksums
 from poros.errors import HostMemoryError
 from poros.figures import size
 from poros.host.limits import explain_pin_budget
@@ -172,7 +172,7 @@ class HostStore:
     """Frozen bytes that are not in memory (``poros.host.disk``)."""
     disk_stall_ms: float = 0.0
     """For how long training waited for them."""
-    as_packed: AsPacked = field(default_factory=AsPacked)
+    as_packed: SourceChecksums = field(default_factory=SourceChecksums)
 
     @classmethod
     def allocate(cls, layouts: Sequence[BlockLayout]) -> "HostStore":

@@ -13,7 +13,7 @@ import torch
 from poros.devices import runs_triton
 
 
-class Running(NamedTuple):
+class OnlineSoftmaxState(NamedTuple):
     """What is known of each token after some slices. On one device, contiguous.
 
     Attributes:
@@ -37,7 +37,7 @@ class Running(NamedTuple):
     label_rows: torch.Tensor
 
     @classmethod
-    def of(cls, labels: torch.Tensor, num_columns: int, dtype: torch.dtype) -> "Running":
+    def of(cls, labels: torch.Tensor, num_columns: int, dtype: torch.dtype) -> "OnlineSoftmaxState":
         """That of no slice."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Running(NamedTuple):
 
 
 def add_logits(
-    running: Running,
+    running: OnlineSoftmaxState,
     first: int,
     logits: torch.Tensor,
     slope: torch.Tensor | float,
@@ -90,7 +90,7 @@ def add_logits(
 
 
 def add_logits_ref(
-    running: Running,
+    running: OnlineSoftmaxState,
     first: int,
     logits: torch.Tensor,
     slope: torch.Tensor | float,

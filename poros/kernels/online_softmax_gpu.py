@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from poros.kernels.online_softmax import Running
+    from poros.kernels.online_softmax import OnlineSoftmaxState
 
 _WIDTH = 2048
 """Logits or columns that a program has in registers at a time."""
@@ -90,7 +90,7 @@ def _add_logits(
 
 
 def launch(
-    running: "Running",
+    running: "OnlineSoftmaxState",
     first: int,
     logits: torch.Tensor,
     slope: torch.Tensor | float,

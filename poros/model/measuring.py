@@ -35,7 +35,7 @@ from poros.model.sizing import (
     BlockSizes,
     Estimate,
     Needs,
-    Room,
+    ResidencyPlan,
     Shape,
     Sizer,
     Wanted,
@@ -151,7 +151,7 @@ class MeasuredSizer(Sizer):
         self._num_given_back = 0
         self._watch: StepWatch | None = None
         self._shape: Shape | None = None
-        self._room: Room | None = None
+        self._room: ResidencyPlan | None = None
         """The latest batch that was larger than those before it, and the latest room."""
         self._planned: tuple[object, MemoryPlan | None] = (None, None)
         self.graph_num_bytes = 0
@@ -184,7 +184,9 @@ class MeasuredSizer(Sizer):
         yield
         self.graph_num_bytes = max(self.graph_num_bytes, self._memory.allocated() - before)
 
-    def begin(self, shape: Shape, room: Room, is_checking: bool, adapters: object) -> Room:
+    def begin(
+        self, shape: Shape, room: ResidencyPlan, is_checking: bool, adapters: object
+    ) -> ResidencyPlan:
         model = self._model()
         if model is None:
             return room
@@ -257,7 +259,7 @@ class MeasuredSizer(Sizer):
         self._memory.give_back()
         self._num_given_back = self._memory.num_given_back()
 
-    def _provide(self, shape: Shape, room: Room, is_checking: bool) -> Room:
+    def _provide(self, shape: Shape, room: ResidencyPlan, is_checking: bool) -> ResidencyPlan:
         """Room for a batch that may be larger than any before."""
         if any(shape.is_within(known) for known, _ in self._measured):
             return room
@@ -284,17 +286,19 @@ class MeasuredSizer(Sizer):
         )
         return smaller
 
-    def _fits(self, room: Room, needs: Needs) -> bool:
+    def _fits(self, room: ResidencyPlan, needs: Needs) -> bool:
         return step_num_bytes(room, self._sizes, needs) <= (self.budget or 0)
 
-    def _affordable(self, needs: Needs, room: Room) -> Room | None:
+    def _affordable(self, needs: Needs, room: ResidencyPlan) -> ResidencyPlan | None:
         offload = room.offload_inputs
         return affordable(self.budget or 0, self._sizes, needs, self.wanted, offload)
 
-    def _least(self, offload: bool) -> Room:
-        return Room(self.wanted.num_slots or MIN_SLOTS, self.wanted.keep_last or 0, offload)
+    def _least(self, offload: bool) -> ResidencyPlan:
+        return ResidencyPlan(
+            self.wanted.num_slots or MIN_SLOTS, self.wanted.keep_last or 0, offload
+        )
 
-    def _floor(self, shape: Shape, is_checking: bool) -> Room:
+    def _floor(self, shape: Shape, is_checking: bool) -> ResidencyPlan:
         """The least room, with inputs on the host if the estimate says that it takes that.
 
         Raises:
@@ -322,7 +326,7 @@ class MeasuredSizer(Sizer):
             error,
         )
 
-    def _spend(self, room: Room) -> Room:
+    def _spend(self, room: ResidencyPlan) -> ResidencyPlan:
         """The room for steps like the one that has been measured, which ran in ``room``."""
         if self.is_quicker_alone and _are_together(self._seen):
             # The step in which that was decided had begun already.
@@ -357,7 +361,7 @@ class MeasuredSizer(Sizer):
             )
         return chosen
 
-    def _turns_alone(self, needs: Needs, room: Room) -> bool:
+    def _turns_alone(self, needs: Needs, room: ResidencyPlan) -> bool:
         """Whether micro-batches, together so far, go one after the other from now on."""
         if self.is_quicker_alone or not (self._may_be_alone and _are_together(self._seen)):
             return False
@@ -367,7 +371,7 @@ class MeasuredSizer(Sizer):
         self.is_quicker_alone = most is not None and self._keeps_most(most, SURELY_KEPT)
         return self.is_quicker_alone
 
-    def _keeps_most(self, room: Room, share: float = LEAST_KEPT) -> bool:
+    def _keeps_most(self, room: ResidencyPlan, share: float = LEAST_KEPT) -> bool:
         return is_quicker_alone(room, len(self._sizes.layouts), self._sizes.num_layers, share)
 
     def _go_together(self) -> None:
@@ -380,7 +384,7 @@ class MeasuredSizer(Sizer):
         plan = self.plan
         return 2 * self.graph_num_bytes if plan is None else plan.terms["recordings"]
 
-    def _attributed(self, room: Room, persistent: int, rest: int) -> Needs:
+    def _attributed(self, room: ResidencyPlan, persistent: int, rest: int) -> Needs:
         """What a step takes, if it took ``rest`` for itself and for the graphs of kept layers."""
         together = max((shape.micro_batches for shape in self._seen), default=1)
         graph = self.graph_num_bytes * together
@@ -396,7 +400,7 @@ class MeasuredSizer(Sizer):
         transient = before[-1].transient
         return Needs(persistent, transient, max(graph, -(-(rest - transient) // num_kept)))
 
-    def _next(self, room: Room, needs: Needs, step: int) -> Room:
+    def _next(self, room: ResidencyPlan, needs: Needs, step: int) -> ResidencyPlan:
         """The room after one in which a step took ``step`` bytes."""
         if step > (self.budget or 0):
             return self._affordable(needs, room) or self._beyond(room, step)
@@ -405,7 +409,7 @@ class MeasuredSizer(Sizer):
             return room  # it fits, and there is nothing to gain
         return larger
 
-    def _beyond(self, room: Room, step: int) -> Room:
+    def _beyond(self, room: ResidencyPlan, step: int) -> ResidencyPlan:
         """Not even the least room fits: it is what there is."""
         least = self._least(self.wanted.offload_inputs is not False)
         if room == least:
@@ -427,6 +431,6 @@ def _are_together(shapes: Iterable[Shape]) -> bool:
     return any(shape.micro_batches > 1 for shape in shapes)
 
 
-def _words(room: Room) -> str:
+def _words(room: ResidencyPlan) -> str:
     inputs = ", inputs of layers on the host" if room.offload_inputs else ""
     return f"{room.num_slots} slots, {room.keep_last} layers keep their graph{inputs}"

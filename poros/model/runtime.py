@@ -22,7 +22,7 @@ from poros.model.attach import Attachment
 from poros.model.inspect import Inventory, require_checked
 from poros.model.measuring import MeasuredSizer, device_memory
 from poros.model.recorded import captures_for, dense_layer_for, share_dense, workspace_for
-from poros.model.sizing import BlockSizes, Estimate, Room, Sizer, shape_of
+from poros.model.sizing import BlockSizes, Estimate, ResidencyPlan, Sizer, shape_of
 from poros.model.stats import collect, described, held_num_bytes, nothing_checked
 from poros.slots.manager import BlockManager
 from poros.slots.ring import DeviceRing
@@ -105,7 +105,7 @@ class Runtime:
         self.num_grouped = 1
         self.accumulation: Any = None
         self._matrices_num_bytes = sum(each.matrix.nbytes for each in inventory.embeddings)
-        self.room = Room(
+        self.room = ResidencyPlan(
             policy.slots or MIN_SLOTS, policy.keep_last or 0, bool(policy.offload_boundaries)
         )
         self.host, self.is_adopted = host_store(inventory, policy.block_size)
@@ -188,7 +188,7 @@ class Runtime:
         head = 0 if self.policy.stream_head else self.head.sliced_num_bytes
         return BlockSizes(layouts, len(self._layers), self.policy.block_size, head)
 
-    def _hold_head(self, room: Room) -> None:
+    def _hold_head(self, room: ResidencyPlan) -> None:
         """Keep the head on the device if every block is there."""
         self.head.hold(bool(self._sizes.head) and self._sizes.holds_all(room))
 
@@ -336,10 +336,10 @@ class Runtime:
             refusal = self.sizer.refused("vram_budget", error)
             if refusal is not None:
                 raise refusal from error
-            self.resize(Room(MIN_SLOTS, 0, self.room.offload_inputs))
+            self.resize(ResidencyPlan(MIN_SLOTS, 0, self.room.offload_inputs))
         self.sizer.made_room()
 
-    def resize(self, room: Room) -> None:
+    def resize(self, room: ResidencyPlan) -> None:
         """Give the blocks other room on the device. Not within a visit; adapters and bytes stay.
 
         Raises:
@@ -391,7 +391,7 @@ class Runtime:
             if layer is not None:
                 layer.__dict__.pop(_KEY, None)
 
-    def _allocate_slots(self, room: Room) -> DeviceRing:
+    def _allocate_slots(self, room: ResidencyPlan) -> DeviceRing:
         layouts = [slab.layout for slab in self.host.slabs]
         division = divide(len(self._layers), self.policy.block_size, room.num_slots, room.keep_last)
         return DeviceRing(layouts, division.ring_slots, self._streams, division.num_pinned)

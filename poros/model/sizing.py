@@ -62,7 +62,7 @@ class Shape(NamedTuple):
         return all(own <= others for own, others in zip(self, other, strict=True))
 
 
-class Room(NamedTuple):
+class ResidencyPlan(NamedTuple):
     """What blocks and graphs get on the device."""
 
     num_slots: int
@@ -72,9 +72,9 @@ class Room(NamedTuple):
     offload_inputs: bool = False
     """Whether inputs of the other layers wait for their backward on the host."""
 
-    def within(self, other: "Room") -> "Room":
+    def within(self, other: "ResidencyPlan") -> "ResidencyPlan":
         """The room that fits wherever either does."""
-        return Room(
+        return ResidencyPlan(
             min(self.num_slots, other.num_slots),
             min(self.keep_last, other.keep_last),
             self.offload_inputs or other.offload_inputs,
@@ -111,7 +111,7 @@ class BlockSizes:
     block_size: int
     head: int = 0
 
-    def num_bytes(self, room: Room) -> int:
+    def num_bytes(self, room: ResidencyPlan) -> int:
         """Of all slots, and of the head if it has a place."""
         division = divide(self.num_layers, self.block_size, room.num_slots, room.keep_last)
         streamed = self.layouts[: division.num_streamed]
@@ -120,7 +120,7 @@ class BlockSizes:
         head = self.head if self.holds_all(room) else 0
         return sum(ring) + sum(layout.num_bytes for layout in pinned) + head
 
-    def holds_all(self, room: Room) -> bool:
+    def holds_all(self, room: ResidencyPlan) -> bool:
         """Whether every block has a slot."""
         return room.num_slots >= len(self.layouts)
 
@@ -151,7 +151,7 @@ def most_of(steps: Iterable[Needs]) -> Needs:
     )
 
 
-def step_num_bytes(room: Room, sizes: BlockSizes, needs: Needs) -> int:
+def step_num_bytes(room: ResidencyPlan, sizes: BlockSizes, needs: Needs) -> int:
     """Bytes that a step takes in ``room``."""
     graphs = min(room.keep_last, sizes.num_layers) * needs.graph
     return needs.persistent + needs.transient + graphs + sizes.num_bytes(room)
@@ -159,7 +159,7 @@ def step_num_bytes(room: Room, sizes: BlockSizes, needs: Needs) -> int:
 
 def affordable(
     budget: int, sizes: BlockSizes, needs: Needs, wanted: Wanted, offload: bool
-) -> Room | None:
+) -> ResidencyPlan | None:
     """The most room for a budget: slots first, and kept layers when every block has one.
 
     A slot saves two copies of a block in each step, a kept layer its recomputation.
@@ -177,7 +177,7 @@ def affordable(
     num_blocks = len(sizes.layouts)
     choices = range(min(MIN_SLOTS, num_blocks), num_blocks + 1)
     slots = [wanted.num_slots] if wanted.num_slots else choices
-    rooms = [Room(num_slots, wanted.keep_last or 0, offload) for num_slots in slots]
+    rooms = [ResidencyPlan(num_slots, wanted.keep_last or 0, offload) for num_slots in slots]
     fitting = [room for room in rooms if step_num_bytes(room, sizes, needs) <= budget]
     if not fitting:
         return None
@@ -204,7 +204,7 @@ def growth(shape: Shape, known: Shape) -> float:
 
 
 def is_quicker_alone(
-    room: Room, num_blocks: int, num_layers: int, share: float = LEAST_KEPT
+    room: ResidencyPlan, num_blocks: int, num_layers: int, share: float = LEAST_KEPT
 ) -> bool:
     """Whether micro-batches take less time one after the other than together.
 
@@ -259,7 +259,9 @@ class Sizer:
         """The estimate for the shape that needs the most; None before the first step."""
         return self._plan
 
-    def begin(self, shape: Shape, room: Room, is_checking: bool, adapters: object) -> Room:
+    def begin(
+        self, shape: Shape, room: ResidencyPlan, is_checking: bool, adapters: object
+    ) -> ResidencyPlan:
         """The room in which a micro-batch is to train.
 
         Args:
@@ -327,9 +329,9 @@ class Sizer:
         return DeviceMemoryError(f"{text}. PyTorch says: {error}")
 
 
-def room_of(plan: "MemoryPlan") -> Room:
+def room_of(plan: "MemoryPlan") -> ResidencyPlan:
     """The room that an estimate is for."""
-    return Room(plan.num_slots, plan.keep_last, plan.offload_boundaries)
+    return ResidencyPlan(plan.num_slots, plan.keep_last, plan.offload_boundaries)
 
 
 def with_shape(shapes: Sequence[Shape], shape: Shape) -> list[Shape]:

@@ -23,7 +23,7 @@ from poros.gates import tiny
 from poros.head.host_matrix import HostMatrix
 from poros.head.logits import LazyLogits
 from poros.head.slices import SliceReader
-from poros.model.sizing import Room
+from poros.model.sizing import ResidencyPlan
 from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
 from tests.snapshots import NUM_LAYERS, assert_same_run, batches, build, changes, picture, run
 from tools.adversary import AdversarialStreams, SlotHazard
@@ -258,10 +258,10 @@ def test_the_head_has_a_place_once_every_block_has_one(
     assert runtime.stats()["head_num_bytes"] == matrix.nbytes
     assert plan.terms["head"] == matrix.nbytes + 2 * 96 * matrix[0].nbytes
     whole = runtime.stats()["device_num_bytes"]
-    runtime.resize(Room(2, 0))
+    runtime.resize(ResidencyPlan(2, 0))
     assert not runtime.head.slices.holds_all
     assert runtime.stats()["device_num_bytes"] <= whole - matrix.nbytes
-    runtime.resize(Room(NUM_LAYERS, 0))
+    runtime.resize(ResidencyPlan(NUM_LAYERS, 0))
     assert runtime.stats()["device_num_bytes"] == whole
     # One that was asked for stays in host memory.
     asked = poros.runtime(with_sliced_loss(build(architecture), slots=NUM_LAYERS))
@@ -280,8 +280,8 @@ def test_no_room_for_the_head_leaves_everything_as_it_was(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(SliceReader, "hold_all", full)
         with pytest.raises(torch.OutOfMemoryError, match="no room"):
-            runtime.resize(Room(NUM_LAYERS, 0))
-    assert runtime.room == Room(2, 0) and runtime.stats()["device_num_bytes"] == before
+            runtime.resize(ResidencyPlan(NUM_LAYERS, 0))
+    assert runtime.room == ResidencyPlan(2, 0) and runtime.stats()["device_num_bytes"] == before
     assert_same_run(run(with_sliced_loss(build())), run(model))
 
 

@@ -20,7 +20,7 @@ from poros.gates.reference import (
     start_digests,
     train,
 )
-from poros.model.sizing import Room
+from poros.model.sizing import ResidencyPlan
 from poros.streams import EagerStreams
 from tests.snapshots import layers_of
 from tests.support import AdversarialPrepare, make_model, prepare_plain
@@ -133,7 +133,7 @@ def test_room_is_made_between_a_forward_and_its_backward() -> None:
         torch.manual_seed(0)
         loss = model(**batch).loss
         if is_resized:
-            poros.runtime(model).resize(Room(4, 2))
+            poros.runtime(model).resize(ResidencyPlan(4, 2))
         loss.backward()
         gradients.append([p.grad for p in layers_of(model).parameters() if p.grad is not None])
     assert gradients[0] and all(map(torch.equal, *gradients))
@@ -143,7 +143,7 @@ def test_it_is_refused_where_a_hook_may_have_kept_old_weights() -> None:
     model = prepare_plain(build(), device="cpu", slots=2).train()
     layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
     loss = model(**BATCHES[0]).loss
-    poros.runtime(model).resize(Room(4, 2))
+    poros.runtime(model).resize(ResidencyPlan(4, 2))
     with pytest.raises(poros.RematerializationError, match="moved to make room"):
         loss.backward()
 
@@ -165,10 +165,10 @@ def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Tr
     runtime = poros.runtime(model)
     streams.left = num_given
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        runtime.resize(Room(5, 2))
-    assert (runtime.room, runtime.num_slots) == (Room(3, 0), 3)
+        runtime.resize(ResidencyPlan(5, 2))
+    assert (runtime.room, runtime.num_slots) == (ResidencyPlan(3, 0), 3)
     assert compare_trajectories(resident, train(model, BATCHES, SPEC)) == []
-    runtime.resize(Room(5, 2))
+    runtime.resize(ResidencyPlan(5, 2))
     assert (runtime.room.keep_last, runtime.num_slots) == (2, 3)
 
 
@@ -188,7 +188,7 @@ def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajec
     before = runtime.stats()
     streams.is_empty = True
     with pytest.raises(torch.OutOfMemoryError, match="no more"):
-        runtime.resize(Room(5, 2))
+        runtime.resize(ResidencyPlan(5, 2))
     after = runtime.stats()
     assert after["num_loads"] == before["num_loads"] > 0
     assert after["device_num_bytes"] < before["device_num_bytes"]
@@ -196,7 +196,7 @@ def test_without_even_the_old_room_a_model_says_so_and_restores(resident: Trajec
     with pytest.raises(PreparedModelError, match=r"poros\.restore"):
         model(**BATCHES[0])
     streams.is_empty = False
-    runtime.resize(Room(3, 0))
+    runtime.resize(ResidencyPlan(3, 0))
     assert runtime.num_slots == 3
     poros.restore(model)(**BATCHES[0]).loss.backward()
 

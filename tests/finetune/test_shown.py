@@ -261,7 +261,7 @@ def test_too_little_host_memory_is_said(
 ) -> None:
     from poros.host import limits
 
-    monkeypatch.setattr(limits, "host_memory_left", lambda: limits.Room(2**30, "little"))
+    monkeypatch.setattr(limits, "host_memory_left", lambda: limits.MemoryLimit(2**30, "little"))
     said = dry(
         model__source=model,
         data__source=data / "text.jsonl",

@@ -19,7 +19,7 @@ from poros.head.loss import sliced_cross_entropy
 from poros.kernels.dequantize import dequantize, has_kernel
 from poros.kernels.forwards import unpatch, use_others
 from poros.kernels.linear4bit import linear_4bit, patch, takes_fused_kernel
-from poros.kernels.online_softmax import Running, add_logits, add_logits_ref
+from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits, add_logits_ref
 
 pytestmark = pytest.mark.gpu
 
@@ -141,7 +141,7 @@ def test_the_softmax_is_near_its_reference(dtype: torch.dtype, slope: str) -> No
     labels[::7] = -100
     slopes = torch.tanh(logits)
     head = torch.randn(V, H, device="cuda").to(dtype)
-    ours, reference = (Running.of(labels, H, dtype) for _ in range(2))
+    ours, reference = (OnlineSoftmaxState.of(labels, H, dtype) for _ in range(2))
     roundoff = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: FP32}[dtype]
     for first in range(0, V, width):
         part = logits[:, first : first + width].contiguous()

@@ -19,7 +19,7 @@ from poros.errors import CheckpointFormatError, ParityError
 from poros.gates import tiny
 from poros.host import disk, mapped
 from poros.host.disk import DiskStore
-from poros.host.limits import Room
+from poros.host.limits import MemoryLimit
 from poros.host.store import attached_store
 from poros.layout import PAGE_NUM_BYTES, slab_offsets
 from poros.loaders.load import load
@@ -220,7 +220,9 @@ def test_where_memory_is_short_it_is_saved_out_of_the_file(
 ) -> None:
     base = half(store)
     save(base, tmp_path / "read")
-    monkeypatch.setattr(saving, "host_memory_left", lambda: Room(2**30 + 10, "a small machine"))
+    monkeypatch.setattr(
+        saving, "host_memory_left", lambda: MemoryLimit(2**30 + 10, "a small machine")
+    )
     save(base, tmp_path / "mapped")
     files = [tmp_path / name / "model.safetensors" for name in ("read", "mapped")]
     assert files[0].read_bytes() == files[1].read_bytes()

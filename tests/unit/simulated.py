@@ -14,7 +14,7 @@ import poros
 from poros.gates import tiny
 from poros.model.measuring import DeviceMemory
 from poros.model.runtime import Runtime
-from poros.model.sizing import Room, Wanted
+from poros.model.sizing import ResidencyPlan, Wanted
 from tests.support import make_base, prepare_plain
 
 NUM_LAYERS = 6
@@ -124,7 +124,7 @@ class Loop:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
 
-    def run(self, *lengths: int, times: float = 1.0, steps: bool = True) -> list[Room]:
+    def run(self, *lengths: int, times: float = 1.0, steps: bool = True) -> list[ResidencyPlan]:
         rooms = []
         for length in lengths:
             batch = tiny.make_batches(1, batch_size=1, num_tokens=length, padded=False)[0]

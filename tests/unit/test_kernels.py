@@ -12,7 +12,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from poros.kernels.dequantize import dequantize, dequantize_ref, has_kernel
-from poros.kernels.online_softmax import Running, add_logits, add_logits_ref
+from poros.kernels.online_softmax import OnlineSoftmaxState, add_logits, add_logits_ref
 from tests.support import interpreted
 
 T, V, H, WIDTH = 5, 300, 70, 128
@@ -43,8 +43,8 @@ def part_of(values: torch.Tensor | float, first: int) -> torch.Tensor | float:
     return values[:, first : first + WIDTH].clone() if is_tensor else values
 
 
-def running_of(wanted: bool, labels: torch.Tensor = LABELS) -> Running:
-    return Running.of(labels, H if wanted else 0, torch.float32)
+def running_of(wanted: bool, labels: torch.Tensor = LABELS) -> OnlineSoftmaxState:
+    return OnlineSoftmaxState.of(labels, H if wanted else 0, torch.float32)
 
 
 @pytest.mark.parametrize("masked", [[], [3], range(V // 2)], ids=["none", "one", "a slice"])

@@ -13,7 +13,7 @@ from poros.gates import tiny
 from poros.gates.reference import TrainingSpec, compare_trajectories, train
 from poros.model.measuring import DeviceMemory, MeasuredSizer
 from poros.model.runtime import Runtime
-from poros.model.sizing import Room, Shape
+from poros.model.sizing import ResidencyPlan, Shape
 from tests.snapshots import layers_of
 from tests.support import prepare_plain
 from tests.unit.simulated import (
@@ -42,14 +42,19 @@ def test_what_a_step_leaves_is_spent_to_the_byte(
 ) -> None:
     model, memory = prepared(vram_budget=f"{budget(slots, kept, 16)}B", self_check=check)
     rooms = Loop(model, memory).run(16, 16, 16, 16)
-    assert rooms == [Room(2, 0), Room(2, 0), Room(slots, kept), Room(slots, kept)]
+    assert rooms == [
+        ResidencyPlan(2, 0),
+        ResidencyPlan(2, 0),
+        ResidencyPlan(slots, kept),
+        ResidencyPlan(slots, kept),
+    ]
     assert memory.peaks[-1] == budget(slots, kept, 16)
     assert poros.runtime(model).stats()["num_resizes"] == (slots > 2)
 
 
 def test_one_byte_less_buys_one_slot_less(prepared: Prepare) -> None:
     model, memory = prepared(vram_budget=f"{budget(5, 0, 16) - 1}B", self_check="off")
-    assert Loop(model, memory).run(16, 16, 16)[-1] == Room(4, 0)
+    assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(4, 0)
 
 
 def test_no_bit_changes_while_room_is_made(prepared: Prepare) -> None:
@@ -70,7 +75,7 @@ def test_a_whole_step_is_measured_not_its_first_micro_batch(prepared: Prepare) -
     loop.run(16, times=2.0)  # clipping, the optimizer's step
     (room,) = loop.run(16, steps=False)
     spare = budget(6, 0, 16) - budget(2, 0, 16) - PER_TOKEN * 16
-    assert room == Room(2 + spare // BLOCK, 0) and room.num_slots < 6
+    assert room == ResidencyPlan(2 + spare // BLOCK, 0) and room.num_slots < 6
 
 
 def test_the_step_of_a_longer_batch_is_measured_whole(prepared: Prepare) -> None:
@@ -92,7 +97,7 @@ def test_a_step_in_which_somebody_empties_the_cache_is_not_measured(
     loop = Loop(model, memory)
     loop.run(16, 16)
     memory.give_back()
-    assert loop.run(16, 16, 16) == [Room(2, 0)] * 3
+    assert loop.run(16, 16, 16) == [ResidencyPlan(2, 0)] * 3
     assert "torch_empty_cache_steps" in caplog.text
 
 
@@ -100,7 +105,7 @@ def test_the_share_of_the_check_is_not_counted(prepared: Prepare) -> None:
     model, memory = prepared(vram_budget=f"{budget(5, 0, 16)}B")
     loop = Loop(model, memory)
     loop.run(16, times=20.0)
-    assert loop.run(16, 16)[-1] == Room(5, 0)
+    assert loop.run(16, 16)[-1] == ResidencyPlan(5, 0)
 
 
 def test_nothing_is_measured_while_the_check_is_still_looking(prepared: Prepare) -> None:
@@ -115,9 +120,9 @@ def test_nothing_is_measured_while_the_check_is_still_looking(prepared: Prepare)
     )
     poros.runtime(model).watch_with(check)
     loop = Loop(model, memory)
-    assert set(loop.run(*[16] * 4, times=20.0)) == {Room(2, 0)}
+    assert set(loop.run(*[16] * 4, times=20.0)) == {ResidencyPlan(2, 0)}
     status[0] = "passed"
-    assert loop.run(16, 16, 16)[-1] == Room(5, 0)
+    assert loop.run(16, 16, 16)[-1] == ResidencyPlan(5, 0)
 
 
 def test_a_shape_is_estimated_once(prepared: Prepare) -> None:
@@ -152,14 +157,14 @@ def test_the_plan_is_estimated_anew_only_for_other_rooms_and_shapes(prepared: Pr
 def test_without_an_optimizer_nothing_is_spent(prepared: Prepare) -> None:
     """Control of the above: it is the end of a step that is waited for."""
     model, memory = prepared(vram_budget=f"{budget(6, 6, 16)}B", self_check="off")
-    assert set(Loop(model, memory).run(*[16] * 5, steps=False)) == {Room(2, 0)}
+    assert set(Loop(model, memory).run(*[16] * 5, steps=False)) == {ResidencyPlan(2, 0)}
 
 
 def test_what_turns_out_to_be_too_much_is_given_up_kept_layers_first(prepared: Prepare) -> None:
     wanted = budget(6, 4, 16)
     model, memory = prepared(overhead=2.0, vram_budget=f"{wanted}B", self_check="off")
     rooms = Loop(model, memory).run(*[16] * 6)
-    assert rooms[2] == Room(6, 4) and memory.peaks[2] > wanted
+    assert rooms[2] == ResidencyPlan(6, 4) and memory.peaks[2] > wanted
     assert rooms[-1].num_slots == 6 and 0 < rooms[-1].keep_last < 4
     assert memory.peaks[-1] <= wanted
 
@@ -167,7 +172,7 @@ def test_what_turns_out_to_be_too_much_is_given_up_kept_layers_first(prepared: P
 def test_a_longer_batch_gives_up_kept_layers_before_slots(prepared: Prepare) -> None:
     model, memory = prepared(vram_budget=f"{budget(6, 4, 16)}B", self_check="off")
     loop = Loop(model, memory)
-    assert loop.run(16, 16, 16)[-1] == Room(6, 4)
+    assert loop.run(16, 16, 16)[-1] == ResidencyPlan(6, 4)
     rooms = loop.run(18, 18, 18, 16)
     assert rooms[0].num_slots == 6 and rooms[0].keep_last < 4
     assert max(memory.peaks) <= budget(6, 4, 16)
@@ -201,7 +206,7 @@ def test_graphs_are_looked_at_in_the_first_measurement_alone(prepared: Prepare) 
         loop.run(16)
         looks.append(sizer.watching_graph() is not None)
     assert looks == [False, True, False, False], "warming, measuring, in another room, settled"
-    assert poros.runtime(model).room == Room(6, 4)
+    assert poros.runtime(model).room == ResidencyPlan(6, 4)
     sizer.recorded()
     assert sizer.watching_graph() is None, "what recordings take is measured, and they replay"
     loop.run(18)
@@ -231,13 +236,13 @@ def test_more_than_the_floor_leaves_is_said(
     model, memory = prepared(
         vram_budget=f"{budget(2, 0, 16) - 1}B", self_check="off", offload_boundaries=False
     )
-    assert Loop(model, memory).run(16, 16, 16)[-1] == Room(2, 0)
+    assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(2, 0)
     assert "more than the budget" in caplog.text
 
 
 def test_inputs_go_to_the_host_when_nothing_else_fits(prepared: Prepare) -> None:
     model, memory = prepared(vram_budget=f"{budget(2, 0, 16) - 1}B", self_check="off")
-    assert Loop(model, memory).run(16, 16, 16)[-1] == Room(2, 0, offload_inputs=True)
+    assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(2, 0, offload_inputs=True)
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -255,16 +260,16 @@ def test_what_cannot_fit_is_refused_before_it_trains(
             Loop(model, memory).run(16)
         assert all(parameter.grad is None for parameter in model.parameters())
     else:
-        assert Loop(model, memory).run(16) == [Room(2, 0)]
+        assert Loop(model, memory).run(16) == [ResidencyPlan(2, 0)]
         assert "going on with the least room" in caplog.text
 
 
 def test_without_a_budget_free_memory_is_spent(prepared: Prepare) -> None:
     model, memory = prepared(self_check="off")
-    assert Loop(model, memory).run(16, 16, 16)[-1] == Room(NUM_LAYERS, NUM_LAYERS)
+    assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(NUM_LAYERS, NUM_LAYERS)
     for chosen in ({"slots": 2}, {"keep_last": 0}):
         model, memory = prepared(self_check="off", **chosen)
-        assert Loop(model, memory).run(16, 16, 16)[-1] == Room(2, 0)
+        assert Loop(model, memory).run(16, 16, 16)[-1] == ResidencyPlan(2, 0)
 
 
 @pytest.mark.parametrize("is_given", [True, False])
@@ -278,7 +283,7 @@ def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
     model, memory = prepared(self_check="off", **wanted)
     allocate = Runtime._allocate_slots
 
-    def scarce(runtime: Runtime, room: Room) -> Any:
+    def scarce(runtime: Runtime, room: ResidencyPlan) -> Any:
         if room.num_slots > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. No more")
         return allocate(runtime, room)
@@ -291,7 +296,7 @@ def test_room_that_cannot_be_had_is_an_error_only_with_a_budget(
             loop.run(16)
         assert isinstance(caught.value, torch.OutOfMemoryError)
     else:
-        assert loop.run(16, 16) == [Room(2, 0)] * 2
+        assert loop.run(16, 16) == [ResidencyPlan(2, 0)] * 2
         assert "going on with 2 slots" in caplog.text
 
 
@@ -305,8 +310,8 @@ def test_other_adapters_are_measured_anew(prepared: Prepare) -> None:
     trained = next(p for p in layers_of(model)[0].parameters() if p.requires_grad)
     assert first is not trained
     trained.requires_grad_(False)
-    assert loop.run(16) == [Room(2, 0)] and not sizer._measured
-    assert loop.run(16, 16, 16)[-1] == Room(6, 6)
+    assert loop.run(16) == [ResidencyPlan(2, 0)] and not sizer._measured
+    assert loop.run(16, 16, 16)[-1] == ResidencyPlan(6, 6)
 
 
 def alternate(prepared: Prepare) -> int:

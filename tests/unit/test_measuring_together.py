@@ -6,7 +6,7 @@ import pytest
 
 import poros
 from poros.gates import tiny
-from poros.model.sizing import Room
+from poros.model.sizing import ResidencyPlan
 from tests.unit.simulated import Loop, Prepare, SimulatedMemory, budget, simulated
 
 
@@ -42,7 +42,7 @@ def test_micro_batches_go_alone_once_most_layers_can_keep_their_graph(
     went = accumulated(model, memory, 16, 8)
     assert went[0] and not went[-1], "together until a step was measured"
     assert went == sorted(went, reverse=True), "it is decided once"
-    assert poros.runtime(model).room == Room(6, 6)
+    assert poros.runtime(model).room == ResidencyPlan(6, 6)
     assert "one after the other" not in caplog.text, "that is no fault to be told of"
     assert poros.runtime(model).stats()["fallbacks"] == []
 
@@ -54,7 +54,7 @@ def test_the_step_in_which_that_is_decided_says_nothing_of_those_that_go_alone(
     model, memory = prepared(vram_budget=f"{budget(6, 6, 36)}B", self_check="off")
     went = accumulated(model, memory, 12, 10, number=8)
     assert went[0] and not went[-1] and went == sorted(went, reverse=True)
-    assert poros.runtime(model).room == Room(6, 6)
+    assert poros.runtime(model).room == ResidencyPlan(6, 6)
     assert max(memory.peaks) <= budget(6, 6, 36)
 
 

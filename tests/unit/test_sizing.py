@@ -10,7 +10,7 @@ from poros.layout import BlockLayout
 from poros.model.sizing import (
     BlockSizes,
     Needs,
-    Room,
+    ResidencyPlan,
     Shape,
     Sizer,
     Wanted,
@@ -31,9 +31,10 @@ def test_what_is_affordable_fits_and_grows_with_the_budget(
 ) -> None:
     sizes, needs = BlockSizes(layouts, len(layouts), 1), Needs(KB, passing * KB, graph * KB)
     wanted = Wanted(None, None, None)
-    least = step_num_bytes(Room(2, 0, offload), sizes, needs)
+    least = step_num_bytes(ResidencyPlan(2, 0, offload), sizes, needs)
     cheapest = min(
-        step_num_bytes(Room(n, 0, offload), sizes, needs) for n in range(2, len(layouts) + 2)
+        step_num_bytes(ResidencyPlan(n, 0, offload), sizes, needs)
+        for n in range(2, len(layouts) + 2)
     )
     assert affordable(cheapest - 1, sizes, needs, wanted, offload) is None
     room = affordable(least + spare * KB, sizes, needs, wanted, offload)
@@ -48,7 +49,7 @@ def test_no_layer_is_kept_before_a_graph_was_measured() -> None:
         affordable(100 * KB, sizes, Needs(KB, KB, graph), wanted, False)
         for graph in (0, KB, 30 * KB)
     ]
-    assert kept == [Room(4, 0), Room(4, 4), Room(4, 3)]
+    assert kept == [ResidencyPlan(4, 0), ResidencyPlan(4, 4), ResidencyPlan(4, 3)]
 
 
 @given(*[st.integers(1, 64)] * 5)
@@ -82,8 +83,8 @@ def test_a_room_for_several_shapes_is_planned_as_it_is() -> None:
 
     sizer = Sizer(StreamingPolicy(vram_budget="1GiB"), estimate)
     assert sizer.plan is None
-    assert sizer.begin(Shape(1, 10), Room(2, 0), False, None) == Room(4, 0)
-    room = sizer.begin(Shape(2, 5), Room(4, 0), False, None)
-    assert room == Room(3, 0), "what both leave"
+    assert sizer.begin(Shape(1, 10), ResidencyPlan(2, 0), False, None) == ResidencyPlan(4, 0)
+    room = sizer.begin(Shape(2, 5), ResidencyPlan(4, 0), False, None)
+    assert room == ResidencyPlan(3, 0), "what both leave"
     plan: Any = sizer.plan
     assert (plan.num_slots, plan.keep_last, plan.total_num_bytes) == (3, 0, 11)

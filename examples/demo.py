@@ -9,7 +9,6 @@ and has to give the same bits. Checkpoint and text are made on the spot (see
 ``poros.examples.demo_data``).
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from poros.examples.demo_data import (
 )
 from poros.examples.demo_report import DemoReport, frozen_layer_num_bytes
 from poros.examples.demo_training import train
-from poros.output import require_empty_folder
+from poros.output import require_empty_folder, write_json
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -144,7 +143,7 @@ def run_demo(
                 model.save_pretrained(report.files["adapter"])
                 _compare_with_reload(model, tokenizer, rows["held_out"], settings, report, console)
     report.files["report"] = out_dir / "demo.json"
-    report.files["report"].write_text(json.dumps(report.record(), indent=1))
+    write_json(report.files["report"], report.record())
     return report
 
 

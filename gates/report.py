@@ -4,7 +4,6 @@ import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from poros.errors import quoted
 from poros.output import write_json
 from poros.self_check.compare import Difference
+from poros.versions import library_versions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -130,16 +130,10 @@ class ParityReport:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return what bits can depend on: versions, device, thread count, instruction set."""
-    import poros
-
     on_cuda = device.type == "cuda"
     libraries = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
     return {
-        "versions": {
-            "poros": poros.__version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in libraries},
-        },
+        "versions": {"python": platform.python_version(), **library_versions(*libraries)},
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if on_cuda else _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -123,7 +123,7 @@ def checked_limits(limits: object) -> Limits:
 
 
 def _or_raise(limit: str) -> str:
-    return f", or raise the bound with limits=poros.Limits({limit}=...)"
+    return f", or raise the bound with limits=poros.Limits({limit}=...) (--limit {limit}=NUMBER)"
 
 
 def _items(value: Any, file: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -10,20 +10,34 @@ from poros.errors import CheckpointFormatError, quoted
 
 # "name" or "owner/name"; the hub refuses the rest, after a request for each attempt.
 _REPOSITORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,95})?")
-_FILES = (".safetensors", ".json")
+_FILES = (".safetensors", ".json", ".jsonl", ".parquet", ".csv", ".txt", ".yaml")
 
 
 def is_repository(name: str) -> bool:
     """Whether the hub could have a repository of that name.
 
     ``name`` and ``owner/name`` can be one. ``./name``, ``~/name``, ``/name``, ``a/b/c`` and
-    ``name.safetensors`` are paths, whether there is something or not.
+    ``name.safetensors`` are paths, whether there is something or not; so are other names of files
+    that models, data and recipes are in.
     """
     return (
         _REPOSITORY.fullmatch(name) is not None
         and ".." not in name
         and "--" not in name
         and not name.endswith(_FILES)
+    )
+
+
+def is_local(source: str) -> bool:
+    """Whether it is meant as a path, there or not, and not as a name on the hub.
+
+    ``owner/name`` is a path if there is a folder ``owner``.
+    """
+    path = os.path.expanduser(source)
+    return (
+        os.path.lexists(path)
+        or not is_repository(source)
+        or ("/" in source and os.path.isdir(os.path.dirname(path)))
     )
 
 
@@ -40,7 +54,7 @@ def require_source(source: str, option: str) -> None:
     Raises:
         CheckpointFormatError: If it can be neither.
     """
-    if os.path.lexists(source) or ("/" in source and is_repository(source)):
+    if os.path.lexists(source) or ("/" in source and not is_local(source)):
         return
     raise CheckpointFormatError(
         f"{option}: expected a folder or file that is there, or OWNER/NAME of a repository on the "

@@ -10,6 +10,7 @@ from torch import nn
 from poros.config import MIN_SLOTS, StreamingPolicy, require_lora_paths
 from poros.devices import default_device, library_workspace, usable_device
 from poros.errors import PolicyError, PreparedModelError, VRAMBudgetError, quoted
+from poros.figures import size
 from poros.graphs import Recorder
 from poros.kernels.adapters import KernelStats, tally_of
 from poros.kernels.forwards import unpatch
@@ -21,7 +22,7 @@ from poros.model.runtime import Runtime, find_runtime
 from poros.model.sizing import Estimate, Shape, Wanted
 from poros.model.stats import adapter_counts
 from poros.model.targets import leave_out_dropped
-from poros.saying import say, size
+from poros.saying import say
 from poros.slots.schedule import Action
 from poros.stream.adapters import is_adapter_module
 from poros.stream.settings import settle
@@ -185,23 +186,20 @@ def _estimate(model: nn.Module, policy: StreamingPolicy, device: torch.device) -
         living = reference()
         if not planner and living is not None:
             planner.append(Planner(living))
+        is_gpu = device.type == "cuda"
         request = PlanRequest(
             **shape._asdict(),
-            # With its unit: bytes are meant, however few they are.
-            vram_budget=None if budget is None else f"{budget}B",
+            policy=policy.override(
+                # With its unit: bytes are meant, however few they are.
+                vram_budget=None if budget is None else f"{budget}B",
+                slots=wanted.num_slots,
+                keep_last=wanted.keep_last,
+                offload_boundaries=wanted.offload_inputs,
+                cuda_graphs=policy.cuda_graphs if is_gpu else False,
+                share_dense=policy.share_dense if is_gpu else bool(policy.share_dense),
+            ),
             self_check=is_checking,
-            block_size=policy.block_size,
-            num_slots=wanted.num_slots,
-            keep_last=wanted.keep_last,
-            offload_boundaries=wanted.offload_inputs,
-            stream_embedding=policy.stream_embedding,
-            loss=policy.loss,
-            stream_head=policy.stream_head,
-            adapter_kernels=policy.adapter_kernels,
-            lora_paths=policy.lora_paths,
-            cuda_graphs=policy.cuda_graphs if device.type == "cuda" else False,
             without_recordings=not replays,
-            share_dense=policy.share_dense if device.type == "cuda" else bool(policy.share_dense),
             library_num_bytes=library_workspace(device),
             # Gradients may be there already: how many passes make a step is not known here.
             accumulation=2,

@@ -8,6 +8,7 @@ import torch
 
 from poros.api import prepare, runtime
 from poros.errors import PolicyError, PorosError, quoted
+from poros.figures import size
 from poros.loaders.header import defect
 from poros.loaders.load import load
 from poros.loaders.settings import said
@@ -52,7 +53,7 @@ class Chat:
         seed: int = 0,
     ) -> None:
         if not 0 <= temperature < float("inf"):
-            raise PolicyError(f"--temperature: expected 0 or above, found {temperature}")
+            raise PolicyError(f"temperature: expected 0 or above, found {temperature}")
         self._base = base
         self._from = _with_tokenizer(adapter.folder, base)
         self._tokenizer: Any = read_tokenizer(self._from, [system] if system else [])
@@ -69,9 +70,9 @@ class Chat:
         self.notes: list[str] = []
         is_streamed = streaming.num_slots < streaming.num_blocks
         if is_streamed and streaming.device.type != "cpu":
-            gb = streaming.stats()["host_num_bytes"] / 1e9
+            read = size(streaming.stats()["host_num_bytes"])
             self.notes.append(
-                f"the base does not fit as a whole: each token reads {gb:.1f} GB of it over the bus"
+                f"the base does not fit as a whole: each token reads {read} of it over the bus"
             )
         if not self._tokenizer.chat_template:
             self.notes.append("the tokenizer has no chat template: what you write is completed")

@@ -11,6 +11,9 @@ from poros.errors import PolicyError
 MIN_SLOTS = 2
 LEAST_BUDGET = 200_000
 """Bytes. No model trains in less; a number below it was meant in another unit."""
+MARGIN_SHARE = 0.1
+LEAST_MARGIN = 2**30
+"""Bytes. Where no budget is said, so much of a GPU is left over, and this share of it at least."""
 SELF_CHECKS = ("strict", "warn", "off")
 LOSSES = ("chunked", "reference")
 ADAPTER_KERNELS = ("fused", "exact", "peft")
@@ -199,6 +202,19 @@ def _require_unit(value: int | float | str, what: str) -> None:
             f"{what}: expected bytes, or a string with a unit, found {value!r}; did you mean "
             f"'{text}{unit}'?"
         )
+
+
+def budget_of(free: int, whole: int) -> int:
+    """What training may have of a GPU where no budget is said, in bytes.
+
+    What is left over is for other processes, libraries, and what an evaluation needs beyond a
+    training step.
+
+    Args:
+        free: What could be had of it.
+        whole: All of its memory.
+    """
+    return max(0, free - max(LEAST_MARGIN, int(MARGIN_SHARE * whole)))
 
 
 def parse_num_bytes(value: int | float | str, what: str, *, at_least: int = 1) -> int:

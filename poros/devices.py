@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from poros.config import budget_of
 from poros.errors import PolicyError, quoted
 
 
@@ -18,7 +19,6 @@ def default_device() -> torch.device:
 
 
 @cache
-@cache
 def runs_triton(device: torch.device) -> bool:
     """Whether kernels in Triton run there: it is installed, and the GPU computes in bfloat16.
 
@@ -29,6 +29,15 @@ def runs_triton(device: torch.device) -> bool:
         and torch.cuda.get_device_capability(device) >= (8, 0)
         and find_spec("triton") is not None
     )
+
+
+def free_budget(device: torch.device | None = None) -> int:
+    """What training may have of a GPU that this process holds nothing on yet, in bytes.
+
+    Args:
+        device: None is the current one.
+    """
+    return budget_of(*torch.cuda.mem_get_info(device))
 
 
 def library_workspace(device: torch.device) -> int:

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from poros.saying import Slowly, size
+from poros.figures import size
+from poros.saying import Slowly
 
 logger = logging.getLogger(__name__)
 

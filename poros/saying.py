@@ -23,14 +23,6 @@ def say(logger: logging.Logger, message: str, *values: object) -> None:
         print(message % values, file=sys.stderr, flush=True)
 
 
-def size(num_bytes: int) -> str:
-    """Bytes in a unit in which they are not rounded to nothing."""
-    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= one / 10:
-            return f"{num_bytes / one:.{2 if unit == 'GB' else 1}f} {unit}"
-    return f"{num_bytes} bytes"
-
-
 class Slowly:
     """How far something is, said every few seconds while it lasts; nothing, if it is done by then.
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from poros import __version__
 from poros.api import runtime
 from poros.model.runtime import Runtime
 from poros.output import writing
+from poros.versions import library_versions
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -177,19 +177,9 @@ def spans(trace: Path) -> list[dict[str, Any]]:
 
 
 def _start(runtime: Runtime) -> dict[str, Any]:
-    import bitsandbytes
-    import peft
-    import transformers
-
     return {
         "event": "start",
-        "versions": {
-            "poros": __version__,
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
-            "peft": peft.__version__,
-            "bitsandbytes": bitsandbytes.__version__,
-        },
+        "versions": library_versions(),
         "device": str(runtime.device),
         "policy": vars(runtime.policy),
         "num_blocks": runtime.num_blocks,

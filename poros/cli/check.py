@@ -1,4 +1,4 @@
-"""``poros check``: resident and streamed runs compared, the registry, random programs."""
+"""``poros check``: a resident and a streamed run compared, and what is on record."""
 
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -11,7 +11,6 @@ from poros.errors import UnsupportedModelError, quoted
 from poros.output import require_file
 
 _POLICY = StreamingPolicy()
-_OPTIONS = {"slots": "--slots", "block_size": "--block-size", "adapter": "--adapter"}
 
 
 def check(
@@ -38,13 +37,6 @@ def check(
             "MODEL_DIR in it. Checks nothing.",
         ),
     ] = False,
-    resident_kernels: Annotated[
-        bool,
-        typer.Option(
-            "--resident-kernels",
-            help="Compare with a resident run with our adapter kernels, not a streamed one.",
-        ),
-    ] = False,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Optimizer steps.", show_default="20; 3 for a checkpoint"),
@@ -66,7 +58,7 @@ def check(
         _list_registered(None if model_dir is None else str(model_dir))
     if (model_dir is None) == (architecture is None):
         raise typer.BadParameter("give either MODEL_DIR or --architecture NAME")
-    with readable_errors(_OPTIONS):
+    with readable_errors():
         # Inside the gate a policy that cannot work would count as a failure of streaming.
         StreamingPolicy(slots=slots, block_size=block_size)
         if model_dir is not None and not (model_dir / "config.json").is_file():
@@ -82,22 +74,18 @@ def check(
     from poros.gates import parity
     from poros.gates.report import render
 
-    settings: dict[str, Any] = {"slots": slots, "block_size": block_size}
-    settings["resident_kernels"] = resident_kernels
-    if steps is not None:
-        settings["num_steps"] = steps
-    if adapter is not None:
-        settings["adapter"] = adapter
-    with readable_errors(_OPTIONS):
+    given = {"num_steps": steps, "adapter": adapter}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    settings |= {"slots": slots, "block_size": block_size}
+    with readable_errors():
         if model_dir is not None:
             report = parity.check_model_dir(model_dir, **settings)
         else:
             report = parity.check_architecture(str(architecture), **settings)
-    render(report)
-    if out is not None:
-        with readable_errors():
+        render(report)
+        if out is not None:
             report.write(out)
-        typer.echo(f"report: {out}")
+            typer.echo(f"report: {out}")
     raise typer.Exit(0 if report.exact else NOT_HELD)
 
 

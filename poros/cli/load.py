@@ -16,14 +16,7 @@ from poros.errors import PolicyError, quoted
 from poros.loaders.names import require_source
 
 _QUANTIZATIONS = ("nf4", "fp4", "none")
-_OPTIONS = {
-    "source": "SOURCE",
-    "store": "--out",
-    "quantization": "--quantization",
-    "dtype": "--dtype",
-    "device": "--device",
-    "vision": "--vision",
-}
+_OPTIONS = {"source": "SOURCE", "store": "--out"}
 
 
 def load(

@@ -1,8 +1,8 @@
 """``poros plan``: does it fit, how long may rows be, how fast is it; from ``config.json`` alone."""
 
 import json
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+import re
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,47 +13,30 @@ from poros.cli.shared import (
     LimitOption,
     dtype_name,
     dtype_named,
-    in_options,
     limits_from,
     quieten_libraries,
     readable_errors,
 )
 from poros.config import parse_count, parse_num_bytes
-from poros.errors import UnsupportedModelError, VRAMBudgetError
+from poros.errors import UnsupportedModelError, VRAMBudgetError, quoted
 from poros.loaders.names import require_source
 from poros.planning.cards import CARDS, Card, find_card
 from poros.planning.optimizers import optimizer_cost
 from poros.planning.request import PlanRequest, Speeds, require_positive
 
 if TYPE_CHECKING:
-    from poros.planning.answer import Device, Host
+    from poros.planning.fit_report import Device, Host
 
 _OPTIONS = {
     "source": "MODEL",
     "seq_len": "--seq",
     "vram_budget": "--vram",
     "batch_size": "--batch",
-    "rank": "--rank",
-    "accumulation": "--accumulation",
     "micro_batches": "--accumulate",
-    "block_size": "--block-size",
-    "slots": "--slots",
-    "num_slots": "--slots",
-    "optimizer": "--optimizer",
-    "optimizer_num_bytes": "the size of its state to poros.plan, in Python",
-    "offload_boundaries": "--offload-boundaries",
-    "stream_embedding": "--stream-embedding",
-    "stream_head": "--stream-head",
-    "loss": "--loss",
-    "adapter_kernels": "--adapter-kernels",
-    "cuda_graphs": "--cuda-graphs",
-    "share_dense": "--share-dense",
-    "vision": "--vision",
-    "copy_gb_per_s": "--copy-gb-per-s",
-    "tflop_per_s": "--tflop-per-s",
-    "device": "--device",
+    "accumulation": "--accumulate",
 }
-"""What the fields that messages name are called here."""
+"""Of fields whose option has another name."""
+_VALUES = {"true": True, "false": False, "none": None}
 
 
 def _cards(incomplete: str) -> list[str]:
@@ -93,53 +76,18 @@ def plan(
     vision: Annotated[
         str, typer.Option(help="Of towers for images: keep them, or drop them.")
     ] = "keep",
-    accumulation: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     accumulate: Annotated[
-        int | None, typer.Option(help="The same, going through the blocks together.")
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Layers per transfer.")] = 1,
-    slots: Annotated[
-        int | None, typer.Option(help="Device slots.", show_default="what the budget affords")
-    ] = None,
-    optimizer: Annotated[
-        str, typer.Option(help="As TrainingArguments.optim.")
-    ] = "adamw_torch_fused",
-    offload_boundaries: Annotated[
-        bool | None,
-        typer.Option(help="Keep layer inputs in host memory.", show_default="if nothing else fits"),
-    ] = None,
-    stream_embedding: Annotated[
-        bool | None,
-        typer.Option(help="Keep the embedding in host memory.", show_default="from 16 MiB on"),
-    ] = None,
-    loss: Annotated[
-        str, typer.Option(help="chunked: in slices of the vocabulary; reference: the model's own.")
-    ] = "chunked",
-    stream_head: Annotated[
-        bool | None,
+        int, typer.Option(help="Micro-batches per step, going through the blocks together.")
+    ] = 1,
+    other: Annotated[
+        list[str] | None,
         typer.Option(
-            help="Keep the head in host memory.",
-            show_default="if the loss is chunked, until all blocks have slots",
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Another field of poros.plan, such as loss=reference, slots=4, "
+            "stream_embedding=true, self_check=false; may be repeated.",
         ),
     ] = None,
-    adapter_kernels: Annotated[
-        str,
-        typer.Option(help="fused: one operator a projection; exact: not of DoRA; peft: PEFT's."),
-    ] = "fused",
-    cuda_graphs: Annotated[
-        bool | None,
-        typer.Option(help="Record and replay layers.", show_default="where there is room"),
-    ] = None,
-    share_dense: Annotated[
-        bool | None,
-        typer.Option(
-            help="With --accumulate: one layer's weights in 16 bit, for all micro-batches.",
-            show_default="where there is room",
-        ),
-    ] = None,
-    self_check: Annotated[
-        bool, typer.Option(help="Plan for the first step too, which is checked.")
-    ] = True,
     copy_gb_per_s: Annotated[
         float | None, typer.Option(help="Host to device, for the forecast of time.")
     ] = None,
@@ -181,26 +129,15 @@ def plan(
         given = None if copy_gb_per_s is None else Speeds(copy_gb_per_s, tflop_per_s or 0.0)
         host_num_bytes = None if ram is None else parse_num_bytes(ram, "--ram")
         num_tokens = None if tokens is None else parse_count(tokens, "--tokens")
-        request = PlanRequest(
-            seq_len=seq,
-            batch_size=batch,
-            vram_budget=vram if chosen is None or vram is not None else chosen.budget,
-            accumulation=accumulate or accumulation,
-            micro_batches=1 if accumulate is None else accumulate,
-            block_size=block_size,
-            num_slots=slots,
-            optimizer=optimizer,
-            offload_boundaries=offload_boundaries,
-            stream_embedding=stream_embedding,
-            loss=loss,
-            stream_head=stream_head,
-            adapter_kernels=adapter_kernels,
-            cuda_graphs=cuda_graphs,
-            share_dense=share_dense,
-            self_check=self_check,
-            library_num_bytes=None if chosen is None else chosen.library_num_bytes,
-            speeds=given,
-        )
+        fields = {
+            "vram_budget": vram if chosen is None or vram is not None else chosen.budget,
+            "accumulation": accumulate,
+            "micro_batches": accumulate,
+            "self_check": True,
+            "library_num_bytes": None if chosen is None else chosen.library_num_bytes,
+            **dict(map(_field, other or ())),
+        }
+        request = PlanRequest.of(seq_len=seq, batch_size=batch, speeds=given, **fields)
         optimizer_cost(request, ())  # refused here if nobody knows it
     quieten_libraries()
     from rich.console import Console
@@ -209,10 +146,9 @@ def plan(
     with readable_errors(_OPTIONS), Console(stderr=True).status("planning"):
         is_light = not measure and leave_out()
         try:
-            from poros.planning.answer import answer
-            from poros.planning.answer_text import render
+            from poros.planning.fit_search import report_fit
+            from poros.planning.fit_text import format_report
             from poros.planning.planner import Planner
-            from poros.planning.planner import render as render_terms
 
             planner = Planner(
                 model,
@@ -224,20 +160,29 @@ def plan(
             if measure:
                 given = planner.measure(seq_len=seq, batch_size=batch, device=device)
             request, place = _place(request, chosen, given, "measured" if measure else "given")
-            found = answer(planner, request, place, _host(host_num_bytes), num_tokens)
+            report = report_fit(planner, request, place, _host(host_num_bytes), num_tokens)
         except (UnsupportedModelError, ImportError, AttributeError, RuntimeError) as error:
             if not is_light or isinstance(error, VRAMBudgetError):
                 raise
             raise typer.Exit(run_whole()) from error
-    found = replace(found, advice=in_options(found.advice, _OPTIONS))
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
+        typer.echo(json.dumps(report.as_dict(), indent=1))
     else:
-        console = Console()
-        render(found, console)
-        if terms:
-            console.print(render_terms(found.plan))
-    raise typer.Exit(0 if found.fits else NOT_HELD)
+        Console().print(format_report(report, with_terms=terms), highlight=False)
+    raise typer.Exit(0 if report.fits else NOT_HELD)
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """A field of a plan and its value, from ``FIELD=VALUE``."""
+    name, equals, value = text.partition("=")
+    if not equals or name in ("seq_len", "batch_size", "policy", "speeds"):
+        raise typer.BadParameter(
+            f"--set: expected FIELD=VALUE, of a field without an option of its own, found "
+            f"{quoted(text)}"
+        )
+    if re.fullmatch(r"[0-9]+", value):
+        return name, int(value)
+    return name, _VALUES.get(value, value)
 
 
 def _place(
@@ -251,24 +196,21 @@ def _place(
         given: Rates, if they were given or measured.
         how: Which of the two.
     """
-    from poros.planning.answer import Device
+    from poros.planning.fit_report import Device
 
     title = None
-    if card is None and request.vram_budget is None:
+    if card is None and request.budget is None:
         budget, title, card = _gpu_here()
-        request = replace(request, vram_budget=budget)
+        request = request.override(vram_budget=budget)
     elif card is not None:
         title = f"an {card.title}" + ("" if "GB" in card.title else f" ({card.memory_gib} GB)")
         if request.budget != card.budget:
             title = f"{_size(request)} of {title}"
-    title = title or ("a card" if request.vram_budget is None else f"your {_size(request)}")
+    title = title or ("a card" if request.budget is None else f"your {_size(request)}")
     if given is not None:
-        speeds = given
-
-        def rates(num_tokens: int) -> Speeds:
-            return speeds
-
-        return request, Device(title, rates, f"rates {how} for rows of {request.seq_len} tokens")
+        fixed: Speeds = given
+        source = f"rates {how} for rows of {request.seq_len} tokens"
+        return request, Device(title, lambda _: fixed, source)
     if card is not None:
         return request, Device(title, card.speeds, f"the published rates of an {card.title}")
     return request, Device(title)
@@ -281,29 +223,28 @@ def _gpu_here() -> tuple[int | None, str | None, Card | None]:
     """
     import torch
 
+    from poros.devices import free_budget
     from poros.errors import PolicyError
-    from poros.planning.cards import budget_of
 
     if not torch.cuda.is_available():
         return None, None, None
-    free, whole = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
     try:
         known = find_card(name)
     except PolicyError:
         known = None
-    return budget_of(free, whole), f"this machine's {name}", known
+    return free_budget(), f"this machine's {name}", known
 
 
 def _size(request: PlanRequest) -> str:
-    budget = request.vram_budget
+    budget = request.policy.vram_budget
     return budget if isinstance(budget, str) else f"{(request.budget or 0) / 2**30:.1f} GiB"
 
 
 def _host(num_bytes: int | None) -> "Host":
     """The host memory that was said, or this machine's."""
     from poros.host.limits import host_memory, host_memory_left
-    from poros.planning.answer import Host
+    from poros.planning.fit_report import Host
 
     if num_bytes is not None:
         return Host(num_bytes)

@@ -1,7 +1,6 @@
 """What commands share: exit codes, how errors are shown, options that several of them take."""
 
 import logging
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,53 +56,19 @@ def readable_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     """Print an error that Poros raises on purpose as one message, without a traceback.
 
     Args:
-        options: What the fields that messages name are called here; see ``in_options``.
+        options: What fields are called here: "vram_budget: expected" becomes "vram_budget (--vram):
+            expected".
     """
     try:
         yield
     except (PorosError, OSError) as error:
-        text = in_options(str(error), options or {})
+        field, colon, rest = str(error).partition(":")
+        option = (options or {}).get(field)
+        text = f"{field} ({option}):{rest}" if option else f"{field}{colon}{rest}"
         # Paths that a user gave may hold anything, and so may what a system or a library says.
         lines = (quoted(line, is_bare=True, limit=4000) for line in text.split("\n"))
         typer.echo("error: " + "\n".join(lines), err=True)
         raise typer.Exit(BAD_INPUT) from error
-
-
-# A call in Python that a message advises, and a text that it quotes, stay as they are.
-_VERBATIM = re.compile(r"(poros\.[a-z]\w*\([^)]*\)|(?<!\w)'[^'\n]*')")
-_LIMIT = re.compile(r"limits=poros\.Limits\((\w+)=\.\.\.\)")
-
-
-def in_options(message: str, options: Mapping[str, str]) -> str:
-    """A message that names options of a command where it named fields of Python.
-
-    ``slots: expected`` becomes ``--slots: expected``; ``seq_len=512`` becomes ``--seq 512``;
-    ``offload_boundaries=True`` becomes ``--offload-boundaries``, and ``=False``
-    ``--no-offload-boundaries``.
-
-    Args:
-        message: Of an error.
-        options: By the names of fields.
-    """
-    message = _LIMIT.sub(r"--limit \1=NUMBER", message)
-    if not options:
-        return message
-    names = "|".join(sorted(options, key=len, reverse=True))
-    field = re.compile(rf"(?<![\w.\-])({names})(?:=(True|False)\b|(=)|(?!\w))")
-
-    def option(match: re.Match[str]) -> str:
-        field, truth, equals = match.groups()
-        # One that is an English word too is meant only where a colon or a value follows it.
-        if not (truth or equals or "_" in field or match.string[match.end() :].startswith(":")):
-            return match[0]
-        name = options[field]
-        if truth == "False":
-            return f"--no-{name.removeprefix('--')}"
-        return f"{name} " if equals else name
-
-    parts = _VERBATIM.split(message)
-    parts[::2] = [field.sub(option, part) for part in parts[::2]]
-    return "".join(parts)
 
 
 def quieten_libraries() -> None:

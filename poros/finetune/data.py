@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from poros import strict_json
 from poros.errors import DataFormatError, PorosError, quoted
 from poros.finetune.forms import FORMS, METHODS, Form, form_of, problems
-from poros.recipes.checks import is_local
+from poros.loaders.names import is_local
 from poros.recipes.recipe import Recipe
 
 _MOST_SHOWN = 30
@@ -196,13 +197,7 @@ class _Reader:
                 if not line.strip():
                     continue
                 try:
-                    yield (
-                        shown,
-                        number,
-                        json.loads(
-                            line.decode(), object_pairs_hook=_once, parse_constant=_no_constant
-                        ),
-                    )
+                    yield shown, number, strict_json.parse(line.decode())
                 except UnicodeDecodeError as error:
                     found = f"the byte 0x{line[error.start]:02x} in column {error.start + 1}"
                     self._note(
@@ -259,19 +254,6 @@ class _Reader:
 
 def _shown(file: Path) -> str:
     return quoted(str(file), is_bare=True)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {quoted(twice, limit=40)} twice in one object; remove one")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name}, which JSON does not have; write a number or null")
 
 
 def _json_remedy(line: bytes) -> str:

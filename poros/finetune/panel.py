@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from poros.figures import duration
 from poros.telemetry import PREFIX
 
 if TYPE_CHECKING:
@@ -132,15 +133,3 @@ class Panel(TrainerCallback):
         whole.add_row(ProgressBar(total=self._num_steps, completed=self._step, width=60))
         whole.add_row(table)
         return whole
-
-
-def duration(seconds: float) -> str:
-    """As people say it: ``4 h 12 min``."""
-    minutes = round(seconds / 60)
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes / 1440:.1f} days"

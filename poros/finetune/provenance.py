@@ -8,7 +8,6 @@ template that asks for the date.
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +21,6 @@ if TYPE_CHECKING:
 
     from poros.finetune.tokens import Tokens
 
-_LIBRARIES = (
-    "poros-runtime",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "peft",
-    "trl",
-    "bitsandbytes",
-    "accelerate",
-    "datasets",
-)
 _IDLE = ("LICEN", "NOTICE", "USE_POLICY", "chat_template", "additional_chat_templates")
 """Beginnings of the names of files that decide no token; a template is compared as it is used."""
 
@@ -97,17 +85,6 @@ def base_digest(model: "PreTrainedModel") -> str:
         for name, each in zip(parts, digests, strict=True):
             found.update(f"{name}\n".encode() + each)
     return found.hexdigest()
-
-
-def library_versions() -> dict[str, str]:
-    """Installed versions of what a run computes with, by the name of the distribution."""
-    found = {}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def machine(device: "torch.device") -> dict[str, str]:

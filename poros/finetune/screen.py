@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from poros import figures
 from poros.config import parse_num_bytes
 from poros.errors import PolicyError, UnsupportedModelError
 from poros.finetune.data import Rows
-from poros.finetune.panel import duration
 from poros.finetune.tokens import IGNORED, Tokens
 from poros.recipes.recipe import Recipe
 
@@ -81,7 +81,7 @@ def planned(
         speeds = None
         if device.type == "cuda":
             speeds = planner.measure(seq_len=length, batch_size=rows, device=device)
-        request = PlanRequest(
+        request = PlanRequest.of(
             seq_len=length,
             batch_size=rows,
             accumulation=together,
@@ -104,10 +104,9 @@ def _budget(recipe: Recipe, device: "torch.device") -> str | int | None:
         return recipe.memory.vram
     if device.type != "cuda":
         return None
-    import torch
+    from poros.devices import free_budget
 
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free - max(total // 10, 2**30))
+    return free_budget(device)
 
 
 def _counted_optimizer(recipe: Recipe) -> str:
@@ -253,9 +252,9 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     """Does it fit; blocks on the card; host memory; time."""
     if isinstance(plan, str):
         return [("memory", plan)]
-    needs = shown(plan.total_num_bytes)
+    needs = figures.size(plan.total_num_bytes)
     if plan.vram_budget is not None:
-        fits = f"fits: {needs} of {shown(plan.vram_budget)}"
+        fits = f"fits: {needs} of {figures.size(plan.vram_budget)}"
     else:
         fits = f"needs {needs}"
     blocks = f"{plan.num_slots} of {plan.num_blocks} blocks on the device at a time"
@@ -265,7 +264,9 @@ def _memory_lines(recipe: Recipe, plan: "MemoryPlan | str", size: Size) -> list[
     lines.append(("host memory", _host_line(recipe, plan.host_num_bytes)))
     if plan.step_ms is not None:
         seconds = plan.step_ms / 1e3 * recipe.training.accumulation * size.num_steps
-        lines.append(("time", f"about {duration(seconds)}, forecast from rates measured here"))
+        lines.append(
+            ("time", f"about {figures.duration(seconds)}, forecast from rates measured here")
+        )
     else:
         lines.append(("time", "known after the first steps"))
     return lines
@@ -277,18 +278,11 @@ def _host_line(recipe: Recipe, needed: int) -> str:
     budget = recipe.model.host_budget
     kept = needed if budget is None else min(parse_num_bytes(budget, "host_budget"), needed)
     room = host_memory_left()
-    line = f"{shown(kept)} for the base"
+    line = f"{figures.size(kept)} for the base"
     if kept < needed:
         line += ", the rest on disk"
     if room is not None:
-        line += f"; {shown(room.num_bytes)} are free"
+        line += f"; {figures.size(room.num_bytes)} are free"
     if room is not None and kept + RESERVE_NUM_BYTES > room.num_bytes:
         line += "; too little: --host-budget keeps the rest on disk"
     return line
-
-
-def shown(num_bytes: int) -> str:
-    """Bytes as people read them."""
-    if num_bytes < 2**27:
-        return f"{num_bytes / 2**20:.1f} MiB"
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from poros.errors import HostMemoryError
+from poros.figures import size
 
 RESERVE_NUM_BYTES = 2**30
 """What is left to everything else: the interpreter, one tensor on its way, the page cache."""
@@ -71,9 +72,9 @@ def require_host_memory(num_bytes: int, what: str, root: Path = Path("/")) -> No
     if room is None or needed <= room.num_bytes:
         return
     raise HostMemoryError(
-        f"expected {_gb(num_bytes)} of host memory for {what} and {_gb(RESERVE_NUM_BYTES)} for "
-        f"everything else, found {_gb(room.num_bytes)} left ({room.limit}). Raise that limit, free "
-        "memory, or keep only the first blocks in memory and stream the rest from disk: "
+        f"expected {size(num_bytes)} of host memory for {what} and {size(RESERVE_NUM_BYTES)} for "
+        f"everything else, found {size(room.num_bytes)} left ({room.limit}). Raise that limit, "
+        "free memory, or keep only the first blocks in memory and stream the rest from disk: "
         f"poros.load(..., store=DIR, host_budget={max(room.num_bytes - RESERVE_NUM_BYTES, 0)})"
     )
 
@@ -96,7 +97,7 @@ def explain_pin_budget(root: Path = Path("/")) -> str:
 
 def _machine(root: Path) -> Iterator[MemoryLimit]:
     for num_bytes in _meminfo(root, "MemAvailable"):
-        yield MemoryLimit(num_bytes, f"the machine has {_gb(num_bytes)} available")
+        yield MemoryLimit(num_bytes, f"the machine has {size(num_bytes)} available")
 
 
 def _meminfo(root: Path, field: str) -> Iterator[int]:
@@ -116,7 +117,7 @@ def _control_groups(root: Path) -> Iterator[MemoryLimit]:
         # in memory files is page cache too, and stays.
         free = max(limit - usage, 0) + max(reclaimable - shared, 0)
         yield MemoryLimit(
-            min(free, limit), f"control group {path}: {_gb(usage)} of {_gb(limit)} used"
+            min(free, limit), f"control group {path}: {size(usage)} of {size(limit)} used"
         )
 
 
@@ -165,7 +166,7 @@ def _process(root: Path) -> Iterator[MemoryLimit]:
     ):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY:
-            yield MemoryLimit(max(soft - used, 0), f"{name}: {_gb(used)} of {_gb(soft)} used")
+            yield MemoryLimit(max(soft - used, 0), f"{name}: {size(used)} of {size(soft)} used")
 
 
 def _locked_limit() -> int | None:
@@ -192,7 +193,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"

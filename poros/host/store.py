@@ -32,6 +32,7 @@ from torch import nn
 
 from poros.digests import SourceChecksums
 from poros.errors import HostMemoryError
+from poros.figures import size
 from poros.host.limits import explain_pin_budget
 from poros.layout import PAGE_NUM_BYTES, BlockLayout, TensorSpec, align, slab_offsets
 from poros.reads import mapping_flags
@@ -253,10 +254,10 @@ class HostStore:
             store.fallbacks.append(f"blocks {copied} copied to new host memory")
             logger.warning(
                 "poros: blocks %s do not lie in one piece where they were loaded (weights replaced "
-                "or written since, or only some layers within the host budget): %.2f GB of host "
+                "or written since, or only some layers within the host budget): %s of host "
                 "memory more",
                 copied,
-                num_bytes / 1e9,
+                size(num_bytes),
             )
         return store
 
@@ -315,10 +316,10 @@ class HostStore:
                     f"pageable host memory for blocks {index} to {len(self.slabs) - 1}"
                 )
                 logger.warning(
-                    "poros: %.2f GB of the frozen base could not be page-locked (the driver "
+                    "poros: %s of the frozen base could not be page-locked (the driver "
                     "refused at block %d). Training stays exact, but copies of these blocks are "
                     "slower and do not overlap with compute%s. %s",
-                    pageable / 1e9,
+                    size(pageable),
                     index,
                     _compare_rates(self.slabs[:index], slab, device),
                     explain_pin_budget(),

@@ -42,7 +42,7 @@ class Adapter:
                 adapted: Any = PeftModel(model, config, low_cpu_mem_usage=True)
             if not hasattr(adapted.base_model, "merge_adapter"):
                 raise UnsupportedModelError(
-                    "ADAPTER: expected a kind that can be merged into weights, found "
+                    "adapter: expected a kind that can be merged into weights, found "
                     f"{quoted(_kind(adapted))}, which only works beside the base"
                 )
             # Not by from_pretrained, which brings adapters to where the base is: nowhere.
@@ -51,7 +51,7 @@ class Adapter:
             self._saved = _trained_of_base(adapted, saved.weights)
             if getattr(config, "bias", "none") != "none" and not self._saved:
                 raise UnsupportedModelError(
-                    f"ADAPTER: expected the biases that were trained (bias={quoted(config.bias)}), "
+                    f"adapter: expected the biases that were trained (bias={quoted(config.bias)}), "
                     "found none in its file: PEFT saves them with bias='all' only"
                 )
             saved.require_filled(adapted, unexpected)
@@ -67,7 +67,7 @@ class Adapter:
                 self._layers[name] = module
         if not self._layers and not self._saved:
             raise UnsupportedModelError(
-                "ADAPTER: expected one that changes weights of the base, found "
+                "adapter: expected one that changes weights of the base, found "
                 f"{quoted(_kind(adapted))}, which changes none"
             )
         for name, module in self._layers.items():
@@ -76,7 +76,7 @@ class Adapter:
         self.touched = self._modules.keys() | self._saved.keys()
         if tied & self.touched:
             raise UnsupportedModelError(
-                f"ADAPTER: expected a base whose {quoted(min(tied & self.touched))} is its own, "
+                f"adapter: expected a base whose {quoted(min(tied & self.touched))} is its own, "
                 "found one that its embedding and its head share: what was trained for one place "
                 "would change the other; use the adapter beside the base"
             )
@@ -88,7 +88,7 @@ class Adapter:
         ]
         if trained:
             raise UnsupportedModelError(
-                f"ADAPTER: expected trained matrices of its own, found trained tensors of the base "
+                f"adapter: expected trained matrices of its own, found trained tensors of the base "
                 f"besides ({', '.join(map(quoted, trained[:3]))}), which are not merged yet"
             )
 
@@ -156,13 +156,13 @@ def _require_base_as_it_is(config: Any) -> None:
     begins = getattr(config, "init_lora_weights", None)
     if not any(begins is each or begins == each for each in _KEEPS_BASE):
         raise UnsupportedModelError(
-            "ADAPTER: expected one of the base as it is, found one that began by changing the "
+            "adapter: expected one of the base as it is, found one that began by changing the "
             f"weights of its base (init_lora_weights={quoted(str(begins))}); {_BY_PEFT}, or "
             "convert it: save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     if getattr(config, "layer_replication", None):
         raise UnsupportedModelError(
-            "ADAPTER: expected one on the layers of its base, found one that repeats them "
+            "adapter: expected one on the layers of its base, found one that repeats them "
             f"(layer_replication={config.layer_replication}), which a checkpoint of the base has "
             f"no room for; {_BY_PEFT}"
         )

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from poros.errors import PolicyError, StoreWriteError, UnsupportedModelError, quoted
+from poros.figures import size
 from poros.loaders.checkpoint import Checkpoint
 from poros.loaders.extras import read_extras
 from poros.loaders.header import defect
@@ -21,6 +22,7 @@ from poros.loaders.renaming import OwnName, own_names
 from poros.loaders.settings import configuration, generation_settings
 from poros.merging.adapter import Adapter
 from poros.merging.saved_adapter import SavedAdapter, adapter_folder
+from poros.nf4 import double_quantization
 from poros.output import require_folder
 from poros.planning.meta_model import meta_model
 
@@ -73,22 +75,20 @@ def merge(
     Nothing is left of ``out`` then. What a merge into it left that was killed is removed.
     """
     if into not in ("original", "trained"):
-        raise PolicyError(f"--into: expected original or trained, found {quoted(into)}")
+        raise PolicyError(f"into: expected original or trained, found {quoted(into)}")
     target = Path(out)
     if os.path.lexists(target):
-        raise PolicyError(
-            f"--out: expected a folder that is not there yet, found {quoted(str(out))}"
-        )
+        raise PolicyError(f"out: expected a folder that is not there yet, found {quoted(str(out))}")
     limits = limits or Limits()
     saved = SavedAdapter(adapter_folder(Path(adapter)), limits)
     source = base if base is not None else saved.base
     if source is None:
-        raise PolicyError("--base: expected the checkpoint of the base, found none in the adapter")
+        raise PolicyError("base: expected the checkpoint of the base, found none in the adapter")
     with Checkpoint.open(source, limits=limits) as checkpoint:
         config: Any = configuration(checkpoint.path, checkpoint.texts, {}, limits=limits)
         if getattr(config, "quantization_config", None):
             raise UnsupportedModelError(
-                "--base: expected the checkpoint that was quantized, in 16 or 32 bit, found a "
+                "base: expected the checkpoint that was quantized, in 16 or 32 bit, found a "
                 "quantized one"
             )
         if dtype is None and into == "trained":
@@ -99,8 +99,8 @@ def merge(
         _require_like(checkpoint, own, model)
         quantized = _quantized(config, model, config.dtype) if into == "trained" else {}
         plan = _Plan(checkpoint, own, Adapter(saved, model), quantized, dtype)
-        require_folder(target.parent, "--out")
-        with writing_to(f"--out: {quoted(str(target))}"), partial_folder(target) as partial:
+        require_folder(target.parent, "out")
+        with writing_to(f"out: {quoted(str(target))}"), partial_folder(target) as partial:
             _require_room(target, plan.num_bytes)
             _write(partial, plan, shard_num_bytes, progress)
             _write_small(partial, checkpoint, saved.folder, config, limits)
@@ -125,7 +125,7 @@ class _Plan:
         missing = adapter.touched - set(self._own.values())
         if missing:
             raise UnsupportedModelError(
-                f"--base: expected the tensors that the adapter changes, found none of the name "
+                f"base: expected the tensors that the adapter changes, found none of the name "
                 f"{quoted(min(missing))} (stacked, renamed or tied to another?); merge it with "
                 "PEFT's merge_and_unload"
             )
@@ -213,16 +213,9 @@ def _quantized(config: Any, dense: "PreTrainedModel", dtype: torch.dtype) -> dic
     Vision towers are left as they are: training may have left them away.
     """
     from bitsandbytes.nn import Linear4bit
-    from transformers import BitsAndBytesConfig
     from transformers.pytorch_utils import Conv1D
 
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    model = meta_model(config, settings, dtype, vision="drop")
+    model = meta_model(config, double_quantization(dtype), dtype, vision="drop")
     return {
         f"{name}.weight": isinstance(dense.get_submodule(name), Conv1D)
         for name, module in model.named_modules()
@@ -298,5 +291,5 @@ def _require_room(target: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < num_bytes:
         raise StoreWriteError(
-            f"--out: expected {num_bytes / 1e9:.1f} GB free on the disk, found {free / 1e9:.1f} GB"
+            f"out: expected {size(num_bytes)} free on the disk, found {size(free)}"
         )

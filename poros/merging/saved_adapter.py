@@ -103,7 +103,7 @@ class SavedAdapter:
         strange = sorted((set(unexpected) - expected) or missing)
         if strange:
             raise UnsupportedModelError(
-                f"ADAPTER: expected in {quoted(str(self.folder / WEIGHTS))} the matrices of the "
+                f"adapter: expected in {quoted(str(self.folder / WEIGHTS))} the matrices of the "
                 f"modules that {CONFIG} names, found one too {'few' if missing else 'many'}: "
                 f"{quoted(strange[0])}; name its own base with --base"
             )
@@ -111,7 +111,7 @@ class SavedAdapter:
             scaling = getattr(module, "scaling", None)
             if isinstance(scaling, dict) and not all(map(_is_finite, scaling.values())):
                 raise UnsupportedModelError(
-                    f"ADAPTER: expected a finite scaling (lora_alpha, r) of {quoted(name)}, found "
+                    f"adapter: expected a finite scaling (lora_alpha, r) of {quoted(name)}, found "
                     f"{quoted(scaling)}; {_MEND}"
                 )
 
@@ -146,7 +146,7 @@ class _Fitting:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, PorosError):
             raise UnsupportedModelError(
-                f"ADAPTER: expected one that fits the base, found {said(error)}; name its own base "
+                f"adapter: expected one that fits the base, found {said(error)}; name its own base "
                 f"with --base, or mend {CONFIG}"
             ) from error
 
@@ -161,7 +161,7 @@ def adapter_folder(path: Path) -> Path:
         if os.path.isfile(folder / CONFIG) and os.path.isfile(folder / WEIGHTS):
             return folder
     raise defect(
-        f"ADAPTER: {quoted(str(path))}",
+        f"adapter: {quoted(str(path))}",
         f"expected a folder with {CONFIG} and {WEIGHTS}, or a run's, found none",
         remedy="give the folder that training has written",
     )

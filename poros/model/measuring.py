@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from poros.config import MIN_SLOTS, StreamingPolicy
+from poros.config import MIN_SLOTS, StreamingPolicy, budget_of
 from poros.errors import PorosError, VRAMBudgetError
+from poros.figures import size
 from poros.model.sizing import (
     LEAST_KEPT,
     SURELY_KEPT,
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MARGIN_SHARE = 0.1
-LEAST_MARGIN = 2**30
 RESERVE = 1.5
 """Room is left for a step that takes so many times as much, once a batch has not fitted."""
 MAX_ROUNDS = 3
@@ -85,15 +84,11 @@ class DeviceMemory:
         return int(torch.cuda.memory_stats(self._device).get("segment.all.freed", 0))
 
     def free(self) -> int:
-        """What could still be had, less a tenth of the device and at least 1 GiB.
-
-        That is for other processes, libraries, and what an evaluation needs beyond a training step.
-        """
+        """What training may still have; see ``poros.config.budget_of``."""
         free, whole = torch.cuda.mem_get_info(self._device)
         allowed = int(torch.cuda.memory.get_per_process_memory_fraction(self._device) * whole)
         cached = self.reserved() - self.allocated()
-        margin = max(LEAST_MARGIN, int(MARGIN_SHARE * whole))
-        return max(0, min(free, allowed - self.reserved()) + cached - margin)
+        return budget_of(min(free, allowed - self.reserved()) + cached, whole)
 
 
 class Stage(Enum):
@@ -324,9 +319,9 @@ class MeasuredSizer(Sizer):
 
     def _warn(self, error: Exception) -> None:
         logger.warning(
-            "poros: the step could not be estimated for a budget of %.2f GB; going on with "
+            "poros: the step could not be estimated for a budget of %s; going on with "
             "the least room (%s: %s)",
-            (self.budget or 0) / 1e9,
+            size(self.budget or 0),
             type(error).__name__,
             error,
         )
@@ -359,9 +354,9 @@ class MeasuredSizer(Sizer):
         if chosen != room or self._rounds == 1:
             say(
                 logger,
-                "poros: a step took %.2f GB of a budget of %.2f GB: %s",
-                step / 1e9,
-                (self.budget or 0) / 1e9,
+                "poros: a step took %s of a budget of %s: %s",
+                size(step),
+                size(self.budget or 0),
                 _words(chosen),
             )
         return chosen
@@ -419,10 +414,10 @@ class MeasuredSizer(Sizer):
         least = self._least(self.wanted.offload_inputs is not False)
         if room == least:
             logger.warning(
-                "poros: a step takes %.2f GB with the least room there is, more than the budget of "
-                "%.2f GB; use a smaller batch or shorter sequences",
-                step / 1e9,
-                (self.budget or 0) / 1e9,
+                "poros: a step takes %s with the least room there is, more than the budget of "
+                "%s; use a smaller batch or shorter sequences",
+                size(step),
+                size(self.budget or 0),
             )
         return least
 

@@ -29,6 +29,7 @@ import torch
 
 from poros.config import MIN_SLOTS, StreamingPolicy, parse_num_bytes
 from poros.errors import VRAMBudgetError
+from poros.figures import size
 from poros.layout import BlockLayout, slot_sizes
 from poros.slots.schedule import divide
 
@@ -318,8 +319,8 @@ class Sizer:
         plan = self.plan
         if plan is not None and self.budget is not None:
             text += (
-                f". Estimated were {plan.total_num_bytes / 1e9:.2f} GB of a budget of "
-                f"{self.budget / 1e9:.2f} GB:\n{plan.table()}\nSomething "
+                f". Estimated were {size(plan.total_num_bytes)} of a budget of "
+                f"{size(self.budget)}:\n{plan.table()}\nSomething "
                 "else takes what is missing (other processes, tensors of the caller, "
                 "fragmentation): use a smaller vram_budget, a smaller batch or shorter sequences"
             )

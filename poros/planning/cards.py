@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 
+from poros.config import budget_of
 from poros.errors import PolicyError, quoted
 from poros.planning.request import Speeds
 
@@ -46,9 +47,6 @@ LIBRARIES, HOPPER_LIBRARIES = (2 * (size + 2**20) for size in (8320 * 2**10, 2**
 
 CONTEXT_NUM_BYTES = 2**29
 """What CUDA and a desktop take before training has any memory."""
-MARGIN_SHARE = 0.1
-LEAST_MARGIN_NUM_BYTES = 2**30
-"""What is left over of a device where no budget is said, as ``poros.prepare`` does on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,6 @@ class Card:
             self.memory_gb_per_s / 1e3
         )
         return Speeds(self.copy_gb_per_s, 1 / (product + memory))
-
-
-def budget_of(free: int, whole: int) -> int:
-    """What training may have of a device: what is free, less a tenth of it and at least 1 GiB."""
-    return max(0, free - max(LEAST_MARGIN_NUM_BYTES, int(MARGIN_SHARE * whole)))
 
 
 CARDS: Mapping[str, Card] = MappingProxyType(
@@ -143,7 +136,7 @@ def find_card(name: str) -> Card:
         return CARDS[found[0]]
     near = found or [plain[each] for each in get_close_matches(wanted, plain, n=4)] or list(CARDS)
     raise PolicyError(
-        f"--card: expected one of {', '.join(near)}, found {quoted(name)}; for another card give "
+        f"card: expected one of {', '.join(near)}, found {quoted(name)}; for another card give "
         "--vram and, for the forecast of time, --copy-gb-per-s and --tflop-per-s"
     )
 

@@ -61,8 +61,8 @@ class CostModel:
 
     def plan(self, request: PlanRequest) -> MemoryPlan:
         """Plan a step; the errors are those of ``cost`` and ``formula.plan_for``."""
-        kernels = request.adapter_kernels
-        step = request.batch_size, request.seq_len, request.loss, kernels, request.lora_paths
+        policy, kernels = request.policy, request.policy.adapter_kernels
+        step = request.batch_size, request.seq_len, policy.loss, kernels, policy.lora_paths
         with_check = request.self_check and kernels != "peft"
         return plan_for(self.shapes, self.cost(*step, with_check=with_check), request)
 

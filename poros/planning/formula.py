@@ -214,7 +214,7 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
     choices = [
         (replays, kernels, together, shares)
         for replays in _recording(request)
-        if pays or not replays or request.cuda_graphs
+        if pays or not replays or request.policy.cuda_graphs
         for kernels in (("peft", "fused") if request.self_check and cost.checked else ("peft",))
         for together in fewer(request.micro_batches)
         for shares in _sharing(shapes, request, together)
@@ -222,8 +222,8 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
     for replays, kernels, together, shares in choices:
         chosen = cost if kernels == "peft" else replace(cost, checked=())
         # None is left where visits might be recorded, but are not.
-        graphs = replays or (None if request.cuda_graphs is None else False)
-        asked = replace(request, cuda_graphs=graphs, micro_batches=together, share_dense=shares)
+        graphs = replays or (None if request.policy.cuda_graphs is None else False)
+        asked = request.override(cuda_graphs=graphs, micro_batches=together, share_dense=shares)
         try:
             found = _plan_for(shapes, chosen, asked)
             return replace(
@@ -241,16 +241,16 @@ def plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPlan
 
 def _recording(request: PlanRequest) -> tuple[bool, ...]:
     """Whether visits are recorded: what may be, the best first."""
-    if request.cuda_graphs is not None:
-        return (request.cuda_graphs,)
+    if request.policy.cuda_graphs is not None:
+        return (request.policy.cuda_graphs,)
     return (False,) if request.without_recordings else (True, False)
 
 
 def _sharing(shapes: Shapes, request: PlanRequest, together: int) -> tuple[bool, ...]:
     """Whether so many micro-batches share dense weights: what may be, the best first."""
-    if together == 1 or request.adapter_kernels == "peft" or not shapes.dense_layer:
+    if together == 1 or request.policy.adapter_kernels == "peft" or not shapes.dense_layer:
         return (False,)
-    return (True, False) if request.share_dense is None else (request.share_dense,)
+    return (True, False) if request.policy.share_dense is None else (request.policy.share_dense,)
 
 
 def fewer(number: int) -> Iterator[int]:
@@ -265,22 +265,22 @@ def _plan_for(shapes: Shapes, cost: StepCost, request: PlanRequest) -> MemoryPla
     formula = _Formula(shapes, cost, request)
     budget, num_blocks = request.budget, len(formula.blocks)
     least = min(MIN_SLOTS, num_blocks)
-    slots, kept = request.num_slots or least, request.keep_last or 0
-    offload = bool(request.offload_boundaries)
+    slots, kept = request.policy.slots or least, request.policy.keep_last or 0
+    offload = bool(request.policy.offload_boundaries)
     if budget is None:
         return formula.plan(slots, kept, offload)
 
     def fits(slots: int, kept: int) -> bool:
         return formula.plan(slots, kept, offload).total_num_bytes <= budget
 
-    if request.offload_boundaries is None and not fits(slots, kept):
+    if request.policy.offload_boundaries is None and not fits(slots, kept):
         offload = True
         if not fits(slots, kept):
             lowest = (formula.plan(slots, kept, choice) for choice in (False, True))
             offload = min(lowest, key=lambda plan: plan.total_num_bytes).offload_boundaries
-    if request.num_slots is None:
+    if request.policy.slots is None:
         slots = _most(least, num_blocks, lambda number: fits(number, kept))
-    if request.keep_last is None and slots == num_blocks:
+    if request.policy.keep_last is None and slots == num_blocks:
         kept = _most(0, len(shapes.layers), lambda number: fits(slots, number))
     chosen = formula.plan(slots, kept, offload)
     if chosen.total_num_bytes > budget:
@@ -294,8 +294,8 @@ class _Formula:
     def __init__(self, shapes: Shapes, cost: StepCost, request: PlanRequest) -> None:
         self.shapes, self.cost, self.request = shapes, cost, request
         self.optimizer = optimizer_cost(request, shapes.adapter_sizes)
-        self.dense_weight = shapes.dense_weight if request.cuda_graphs is None else 0
-        self.num_layers, size = len(shapes.layers), request.block_size
+        self.dense_weight = shapes.dense_weight if request.policy.cuda_graphs is None else 0
+        self.num_layers, size = len(shapes.layers), request.policy.block_size
         starts = range(0, self.num_layers, size)
         # Layers that are alike are one layout.
         groups = [shapes.layers[first : first + size] for first in starts]
@@ -310,12 +310,12 @@ class _Formula:
     def plan(self, num_slots: int, keep_last: int, offload: bool) -> MemoryPlan:
         """With these; ``num_slots`` and ``keep_last`` are rounded as in a run."""
         shapes, request = self.shapes, self.request
-        found = divide(self.num_layers, request.block_size, num_slots, keep_last)
+        found = divide(self.num_layers, request.policy.block_size, num_slots, keep_last)
         ring, pinned = self.blocks[: found.num_streamed], self.blocks[found.num_streamed :]
         first_kept = found.num_recomputed
         on_host: Counter[str] = Counter()
         for term, num_bytes in shapes.on_host:
-            on_host[term] += num_bytes * stays_on_host(num_bytes, request.stream_embedding)
+            on_host[term] += num_bytes * stays_on_host(num_bytes, request.policy.stream_embedding)
         head = self._streamed_head()
         if head is not None and head.is_tied:
             on_host["embedding"] = head.matrix
@@ -325,7 +325,7 @@ class _Formula:
         if head is not None:
             # Once every block has a slot, the head has a place too, but for one that must not.
             has_all = found.ring_slots + found.num_pinned >= len(self.blocks)
-            travelling = head.matrix * (not has_all or bool(request.stream_head))
+            travelling = head.matrix * (not has_all or bool(request.policy.stream_head))
             buffers = head.buffers + head.matrix - travelling
         peak = max(self._later_step(first_kept, offload), key=sum)
         terms = {
@@ -339,8 +339,8 @@ class _Formula:
             **({"vision": shapes.vision} if shapes.vision else {}),
             "other": shapes.other - on_host["other"],
             "inputs": request.micro_batches * (self.cost.inputs + self.cost.shared),
-            "recordings": self._recordings(first_kept) if request.cuda_graphs else 0,
-            "dense layer": shapes.dense_layer if request.share_dense else 0,
+            "recordings": self._recordings(first_kept) if request.policy.cuda_graphs else 0,
+            "dense layer": shapes.dense_layer if request.policy.share_dense else 0,
             "dense weight": self.dense_weight,
             "libraries": request.libraries,
         }
@@ -360,7 +360,7 @@ class _Formula:
             keep_last=found.keep_last,
             offload_boundaries=offload,
             num_blocks=len(self.blocks),
-            block_size=request.block_size,
+            block_size=request.policy.block_size,
             num_adapter_parameters=shapes.num_adapter_parameters,
             bytes_per_step=forward + backward + 2 * boundaries,
             host_num_bytes=sum(block.num_bytes for block in self.blocks)
@@ -385,8 +385,8 @@ class _Formula:
 
     def _streamed_head(self) -> SlicedHead | None:
         """The head, if its bytes are in host memory and it is read in slices."""
-        head, wanted = self.shapes.sliced_head, self.request.stream_head
-        if head is None or self.request.loss != "chunked":
+        head, wanted = self.shapes.sliced_head, self.request.policy.stream_head
+        if head is None or self.request.policy.loss != "chunked":
             return None
         return head if stays_on_host(head.matrix, wanted) else None
 
@@ -432,7 +432,7 @@ class _Formula:
                 self.gradients_above[index]
                 + self._boundaries(index + 1, offload)
                 + layer.peak
-                + self.blocks[index // self.request.block_size].num_bytes
+                + self.blocks[index // self.request.policy.block_size].num_bytes
                 # Its output, and the gradients that the streamed backward has given: for its
                 # input those of the residual path and of the norm, apart.
                 + 3 * self.cost.boundary
@@ -450,7 +450,7 @@ class _Formula:
         # Frozen weights need no gradient: one product each. Of attention it is five, forward two.
         backward = [products + 2.5 * layer.attention_flop for layer in self.cost.layers]
         # Of micro-batches that go together one keeps its graph where visits are replayed.
-        others = (1 - 1 / self.request.micro_batches) * bool(self.request.cuda_graphs)
+        others = (1 - 1 / self.request.micro_batches) * bool(self.request.policy.cuda_graphs)
         recomputed = sum(forward[:first_kept]) + others * sum(forward[first_kept:])
         per_flop = 1e-9 / speeds.tflop_per_s
         flop = (sum(forward) + head, sum(backward) + recomputed + head)

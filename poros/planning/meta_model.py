@@ -27,7 +27,7 @@ from poros.model.adapter_kinds import AdapterKind, adapter_kinds, configured_kin
 from poros.model.inspect import find_frozen, find_layers, require_language_model
 from poros.model.targets import excluded_modules
 from poros.model.vision import are_dropped, base_of, drop_towers, find_towers
-from poros.nf4 import QUANT_TYPES, Format, is_4bit, own, part_tensors
+from poros.nf4 import QUANT_TYPES, Format, double_quantization, is_4bit, own, part_tensors
 from poros.planning.depth import are_alike, shorten
 from poros.planning.formula import Shapes, SlicedHead
 from poros.stream.frozen import FrozenTensor, small_parts
@@ -321,18 +321,11 @@ def _configuration(source: Any, limits: "Limits | None") -> "PreTrainedConfig":
 
 
 def _quantization(kind: str | None, dtype: torch.dtype) -> "BitsAndBytesConfig | None":
-    from transformers import BitsAndBytesConfig
-
     if kind is None:
         return None
     if kind not in QUANT_TYPES:
         raise PolicyError(f"quantization: expected 'nf4', 'fp4' or None, found {quoted(kind)}")
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    return double_quantization(dtype, kind)
 
 
 def shapes_of(model: nn.Module) -> Shapes:

@@ -46,7 +46,7 @@ def optimizer_cost(request: PlanRequest, adapter_sizes: Sequence[tuple[int, int]
     if request.optimizer not in known:
         raise PolicyError(
             f"optimizer: expected one of {', '.join(known)}, found {request.optimizer!r}; for "
-            "another one give optimizer_num_bytes"
+            "another one give poros.plan optimizer_num_bytes"
         )
     return known[request.optimizer]
 

@@ -2,12 +2,10 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +17,7 @@ from poros.model.vision import base_of
 from poros.planning.cost_model import CostModel
 from poros.planning.formula import MemoryPlan
 from poros.planning.meta_model import Recipe
+from poros.planning.remedies import Remedies, Remedy, format_remedies
 from poros.planning.request import PlanRequest, Speeds, require_positive
 
 if TYPE_CHECKING:
@@ -29,12 +28,6 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-_LEAST_TOKENS = 64
-"""Of a row that is advised; what fits in less is no training."""
-_MOST_TRIES = 12
-_PRECISION = 0.02
-"""By how much, in proportion, a larger value than the one that is advised may fit too."""
-
 
 def plan(
     source: "str | os.PathLike[str] | PreTrainedConfig | nn.Module",
@@ -43,30 +36,14 @@ def plan(
     batch_size: int = 1,
     rank: int = 16,
     lora: "PeftConfig | None" = None,
-    vram_budget: int | float | str | None = None,
     quantization: str | None = "nf4",
     dtype: torch.dtype = torch.bfloat16,
+    adapter_dtype: torch.dtype | None = None,
     vision: str = "keep",
     limits: "Limits | None" = None,
-    block_size: int = 1,
-    num_slots: int | None = None,
-    keep_last: int | None = None,
-    offload_boundaries: bool | None = None,
-    stream_embedding: bool | None = None,
-    loss: str = "chunked",
-    stream_head: bool | None = None,
-    adapter_kernels: str = "fused",
-    lora_paths: str = "peft",
-    cuda_graphs: bool | None = None,
-    share_dense: bool | None = None,
-    self_check: bool = False,
-    optimizer: str = "adamw_torch_fused",
-    adapter_dtype: torch.dtype | None = None,
-    optimizer_num_bytes: int | None = None,
-    library_num_bytes: int | None = None,
     accumulation: int = 1,
     micro_batches: int = 1,
-    speeds: Speeds | None = None,
+    **others: Any,
 ) -> MemoryPlan:
     """Plan a training step: memory term by term, slots and kept layers, bytes moved.
 
@@ -74,12 +51,11 @@ def plan(
     configuration is needed, a few seconds for 72B, and no GPU. ``Planner`` makes several plans of
     one model.
 
-    Which step is planned is said by the other arguments, the fields of
-    ``poros.planning.request.PlanRequest``; it has a line on each.
-
     Args:
         source: A folder or hub name with a ``config.json``, a configuration, or a transformers or
             PEFT model (then its own adapters and quantization count, not ``rank`` and ``lora``).
+        seq_len: Tokens per row; rows are planned full.
+        batch_size: Rows per micro-batch.
         rank: Of LoRA on every linear layer of the language model, without routers.
         lora: Other adapters, as given to ``get_peft_model``.
         quantization: ``"nf4"``, ``"fp4"``, or None for a dense base.
@@ -87,9 +63,16 @@ def plan(
         vision: As in ``poros.load``: whether towers for images and sound are there.
         adapter_dtype: Of the adapters; None is PEFT's choice, float32. A model has its own.
         limits: Bounds on what a ``config.json`` may ask for; None are the defaults.
+        accumulation: Micro-batches per optimizer step.
+        micro_batches: Of these, how many are to go through the blocks together.
+        **others: Fields of ``StreamingPolicy``, such as ``vram_budget``, with ``slots`` as
+            ``num_slots``; or ``policy``, one of these whole. Further fields of
+            ``poros.planning.request.PlanRequest``, which has a line on each: ``self_check`` (True
+            plans for the first step too), ``optimizer``, ``optimizer_num_bytes``,
+            ``library_num_bytes``, ``speeds``.
 
     Raises:
-        PolicyError: If a number makes no sense.
+        PolicyError: If a number makes no sense, or there is no such field.
         UnsupportedModelError: If the model has no decoder layers that can be streamed.
         VRAMBudgetError: If the budget is below the floor; the message holds the terms, and what
             would make it fit.
@@ -104,28 +87,12 @@ def plan(
         adapter_dtype=adapter_dtype,
         vision=vision,
     )
-    request = PlanRequest(
+    request = PlanRequest.of(
         seq_len=seq_len,
         batch_size=batch_size,
         accumulation=accumulation,
         micro_batches=micro_batches,
-        vram_budget=vram_budget,
-        block_size=block_size,
-        num_slots=num_slots,
-        keep_last=keep_last,
-        offload_boundaries=offload_boundaries,
-        stream_embedding=stream_embedding,
-        loss=loss,
-        stream_head=stream_head,
-        adapter_kernels=adapter_kernels,
-        lora_paths=lora_paths,
-        cuda_graphs=cuda_graphs,
-        share_dense=share_dense,
-        self_check=self_check,
-        optimizer=optimizer,
-        optimizer_num_bytes=optimizer_num_bytes,
-        library_num_bytes=library_num_bytes,
-        speeds=speeds,
+        **others,
     )
     return planner.plan(request)
 
@@ -194,9 +161,9 @@ class Planner:
         except VRAMBudgetError:
             return None
 
-    def advice(self, request: PlanRequest) -> str:
-        """What would make a step fit that does not, as ``VRAMBudgetError`` of ``plan`` says it."""
-        return self._apart(lambda request: str(_Advice(self._cost_model(), request)), request)
+    def remedies(self, request: PlanRequest) -> list[Remedy]:
+        """What would make a step fit that does not, each alone; some seconds for 72B."""
+        return self._apart(lambda request: [*Remedies(self._cost_model(), request)], request)
 
     @property
     def max_seq_len(self) -> int | None:
@@ -251,14 +218,15 @@ class Planner:
         try:
             return cost_model.plan(request)
         except VRAMBudgetError as error:
-            raise VRAMBudgetError(f"{error}\n{_Advice(cost_model, request)}") from None
+            advice = format_remedies([*Remedies(cost_model, request)])
+            raise VRAMBudgetError(f"{error}\n{advice}") from None
 
     def _quickest(self, found: MemoryPlan, request: PlanRequest) -> MemoryPlan:
         """``found``, or the plan of one micro-batch after the other, if those are quicker."""
-        is_chosen = (request.num_slots, request.keep_last) == (None, None)
+        is_chosen = (request.policy.slots, request.policy.keep_last) == (None, None)
         if found.micro_batches == 1 or found.vram_budget is None or not is_chosen:
             return found
-        alone = self._cost_model().plan(replace(request, micro_batches=1))
+        alone = self._cost_model().plan(request.override(micro_batches=1))
         num_layers = len(self._cost_model().shapes.layers)
         is_quicker = is_quicker_alone(room_of(alone), alone.num_blocks, num_layers, SURELY_KEPT)
         return alone if is_quicker else found
@@ -284,128 +252,3 @@ def _adapters_of(model: Any) -> object:
     }
     active = getattr(model, "active_adapters", None)
     return trained, active() if callable(active) else active
-
-
-class _Try(NamedTuple):
-    """A knob at a value, and what the step needs then."""
-
-    knob: str
-    value: int | bool
-    num_bytes: int
-
-
-class _Advice:
-    """Names the least change of each knob that makes a step fit, or what it saves if none does.
-
-    Every figure is that of a plan, at a fraction of a second each. Another rank needs another model
-    on the meta device, which takes a second or two at 72B.
-    """
-
-    def __init__(self, cost_model: CostModel, request: PlanRequest) -> None:
-        self._cost_model = cost_model
-        self._budget = request.budget or 0
-        # With as few slots, kept layers and recordings as there may be, and boundaries where a
-        # budget that is too small would have them.
-        offload = request.offload_boundaries is not False
-        self._request = replace(
-            request,
-            vram_budget=None,
-            offload_boundaries=offload,
-            without_recordings=True,
-        )
-        self._before = cost_model.plan(self._request)
-
-    def __str__(self) -> str:
-        fitting, saving = [], []
-        before = self._before.total_num_bytes
-        for knob, value, num_bytes in self._tries():
-            if num_bytes <= self._budget:
-                fitting.append(f"{knob}={value}")
-            elif num_bytes < before:
-                saving.append(f"{knob}={value} ({(before - num_bytes) / 1e9:.2f} GB)")
-        found = "; ".join(fitting) or "only more memory"
-        lines = [f"What would make it fit, each alone: {found}"]
-        if saving:
-            lines.append("What would save some, but too little alone: " + "; ".join(saving))
-        return "\n".join(lines)
-
-    def _tries(self) -> Iterator[_Try]:
-        request, before = self._request, self._before.total_num_bytes
-        if not request.offload_boundaries:
-            yield self._changed("offload_boundaries", True)
-        sizes = range(request.block_size - 1, 0, -1)
-        smaller = [self._changed("block_size", size) for size in sizes]
-        if smaller:
-            yield next((size for size in smaller if size.num_bytes <= self._budget), smaller[-1])
-        for knob, lowest in (("seq_len", _LEAST_TOKENS), ("batch_size", 1)):
-            most = _Try(knob, getattr(request, knob), before)
-            if most.value > lowest:
-                least = self._changed(knob, lowest)
-                is_enough = least.num_bytes <= self._budget
-                change = partial(self._changed, knob)
-                yield self._largest(change, least, most) if is_enough else least
-        highest = self._cost_model.recipe.rank
-        if highest is not None and highest > 1:
-            terms = self._before.terms
-            without = before - sum(terms[name] for name in ("adapters", "optimizer", "gradients"))
-            if without < self._budget:
-                low, high = _Try("rank", 0, without), _Try("rank", highest, before)
-                found = self._largest(self._with_rank, low, high, is_linear=True)
-                if found.value:
-                    yield found
-
-    def _changed(self, knob: str, value: int | bool) -> _Try:
-        other: PlanRequest = replace(self._request, **{knob: value})  # type: ignore[arg-type]
-        return _Try(knob, value, self._cost_model.plan(other).total_num_bytes)
-
-    def _with_rank(self, value: int) -> _Try:
-        other = CostModel(self._cost_model.recipe.with_rank(value))
-        return _Try("rank", value, other.plan(self._request).total_num_bytes)
-
-    def _largest(
-        self, make: Callable[[int], _Try], low: _Try, high: _Try, *, is_linear: bool = False
-    ) -> _Try:
-        """About the largest value that fits, between one that does and one that does not.
-
-        If what is needed ``is_linear`` in it, as far as the tries so far can tell, one that fits is
-        taken for the largest as soon as no larger one is expected to.
-        """
-        for attempt in range(_MOST_TRIES):
-            if high.value - low.value <= max(1, int(high.value * _PRECISION)):
-                break
-            # What is needed grows almost in proportion; halving helps where it does not.
-            share = (self._budget - low.num_bytes) / (high.num_bytes - low.num_bytes)
-            guess = low.value + int((high.value - low.value) * (share if attempt % 4 < 3 else 0.5))
-            found = make(min(max(guess, low.value + 1), high.value - 1))
-            low, high = (found, high) if found.num_bytes <= self._budget else (low, found)
-            left = (self._budget - low.num_bytes) * (high.value - low.value)
-            if is_linear and low is found and left < high.num_bytes - low.num_bytes:
-                break
-        return low
-
-
-def render(plan: MemoryPlan) -> Any:
-    """The plan as a table for the terminal."""
-    from rich.table import Table
-
-    table = Table(title="memory of a training step", show_header=True)
-    table.add_column("term")
-    table.add_column("GB", justify="right")
-    sums = {
-        "total on the device": plan.total_num_bytes,
-        "host memory": plan.host_num_bytes,
-        "moved per micro-batch": plan.bytes_per_step,
-    }
-    for sizes in (plan.terms, sums):
-        for name, size in sizes.items():
-            table.add_row(name, f"{size / 1e9:.3f}")
-        table.add_section()
-    table.add_row("slots", f"{plan.num_slots} of {plan.num_blocks} blocks")
-    table.add_row("layers kept", str(plan.keep_last))
-    table.add_row("boundaries", "in host memory" if plan.offload_boundaries else "on the device")
-    table.add_row("adapter parameters", f"{plan.num_adapter_parameters:,}")
-    if plan.step_ms is not None and plan.speeds is not None:
-        table.add_row("copy rate", f"{plan.speeds.copy_gb_per_s:.1f} GB/s")
-        table.add_row("rate of products", f"{plan.speeds.tflop_per_s:.1f} TFLOP/s")
-        table.add_row("forecast of a micro-batch", f"{plan.step_ms:.0f} ms")
-    return table

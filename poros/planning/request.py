@@ -1,7 +1,8 @@
 """What a plan is asked for: one step's shape, budget and policy, as one value passed whole."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from poros.config import StreamingPolicy, parse_num_bytes
 from poros.errors import PolicyError
@@ -29,21 +30,13 @@ class PlanRequest:
         micro_batches: Of these, how many are to go through the blocks together; as many do as fit,
             all of them, half of them, and so on. With a budget that lets most layers keep their
             graph they are planned one after the other, which is quicker then.
-        vram_budget: Bytes, or ``"8GiB"``; None plans two slots and reports what that needs.
-        block_size: Layers per transfer.
-        num_slots: Fixes the slots; None takes what the budget affords.
-        keep_last: Fixes the layers that are not recomputed; None likewise.
-        offload_boundaries: Whether inputs of recomputed layers wait in host memory; None does so
-            only if the budget is too small otherwise.
-        stream_embedding: As in ``StreamingPolicy``.
-        loss: Likewise.
-        adapter_kernels: Likewise.
-        lora_paths: Likewise; what an order needs for W + sAB and X'dY counts as workspace.
-        share_dense: Likewise; None plans for a GPU.
-        cuda_graphs: Likewise; None plans for a GPU.
+        policy: How the base moves. ``vram_budget=None`` plans two slots and reports what that
+            needs; other fields that are None are chosen for the budget. With ``loss="reference"``
+            the head counts as if it were resident; what an order of ``lora_paths`` needs for
+            W + sAB and X'dY counts as workspace; ``share_dense`` and ``cuda_graphs`` of None are
+            planned for a GPU. Its ``self_check`` and ``device`` are not read.
         without_recordings: With ``cuda_graphs=None``, plan a run in which nothing is recorded, as
             where there is no room for it.
-        stream_head: Likewise; with ``loss="reference"`` the head counts as if it were resident.
         self_check: Plan for the first step too, in which every layer is checked.
         optimizer: As in ``TrainingArguments.optim``.
         optimizer_num_bytes: The state, in bytes, of an optimizer that is not known by name.
@@ -59,19 +52,8 @@ class PlanRequest:
     batch_size: int = 1
     accumulation: int = 1
     micro_batches: int = 1
-    vram_budget: int | float | str | None = None
-    block_size: int = 1
-    num_slots: int | None = None
-    keep_last: int | None = None
-    offload_boundaries: bool | None = None
-    stream_embedding: bool | None = None
-    loss: str = "chunked"
-    stream_head: bool | None = None
-    adapter_kernels: str = "fused"
-    lora_paths: str = "peft"
-    cuda_graphs: bool | None = None
+    policy: StreamingPolicy = field(default_factory=StreamingPolicy)
     without_recordings: bool = False
-    share_dense: bool | None = None
     self_check: bool = False
     optimizer: str = "adamw_torch_fused"
     optimizer_num_bytes: int | None = None
@@ -81,23 +63,36 @@ class PlanRequest:
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "accumulation", "micro_batches"):
             require_positive(name, getattr(self, name))
+        if not isinstance(self.self_check, bool):
+            raise PolicyError(f"self_check: expected a bool in a plan, found {self.self_check!r}")
+        for name in ("optimizer_num_bytes", "library_num_bytes"):
+            value = getattr(self, name)
+            if not (value is None or (isinstance(value, int) and value >= 0)):
+                raise PolicyError(f"{name}: expected bytes as a whole number, found {value!r}")
         for name in ("copy_gb_per_s", "tflop_per_s"):
             rate = getattr(self.speeds, name, 1.0)
             if not (math.isfinite(rate) and rate > 0):
                 raise PolicyError(f"{name}: expected a rate above zero, found {rate!r}")
-        # The policy says what is wrong with the others.
-        StreamingPolicy(
-            block_size=self.block_size,
-            slots=self.num_slots,
-            keep_last=self.keep_last,
-            vram_budget=self.vram_budget,
-            loss=self.loss,
-            stream_head=self.stream_head,
-            adapter_kernels=self.adapter_kernels,
-            lora_paths=self.lora_paths,
-            cuda_graphs=self.cuda_graphs,
-            share_dense=self.share_dense,
-        )
+
+    @classmethod
+    def of(cls, *, seq_len: int, **others: Any) -> "PlanRequest":
+        """A request by its own fields and those of its policy, as ``override`` takes them."""
+        return cls(seq_len=seq_len).override(**others)
+
+    def override(self, **changes: Any) -> "PlanRequest":
+        """This request with other fields, its own or its policy's.
+
+        Args:
+            **changes: By name; ``num_slots`` is the policy's ``slots``, which a plan calls so too.
+
+        Raises:
+            PolicyError: If there is no such field, or its value makes no sense.
+        """
+        if "num_slots" in changes:
+            changes["slots"] = changes.pop("num_slots")
+        own = {name: changes.pop(name) for name in _FIELDS & changes.keys()}
+        policy = own.pop("policy", self.policy).override(**changes)
+        return replace(self, policy=policy, **own)
 
     @property
     def libraries(self) -> int:
@@ -111,10 +106,12 @@ class PlanRequest:
 
     @property
     def budget(self) -> int | None:
-        """``vram_budget`` in bytes."""
-        if self.vram_budget is None:
-            return None
-        return parse_num_bytes(self.vram_budget, "vram_budget")
+        """The policy's ``vram_budget`` in bytes."""
+        budget = self.policy.vram_budget
+        return None if budget is None else parse_num_bytes(budget, "vram_budget")
+
+
+_FIELDS = {each.name for each in fields(PlanRequest)}
 
 
 def require_positive(name: str, value: object) -> None:

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from poros.errors import MissingPackageError, quoted
+from poros.loaders.names import is_local
 from poros.output import why_not_writable
 from poros.recipes.reading import Draft
 from poros.recipes.recipe import Recipe
@@ -46,19 +47,6 @@ def checked(draft: Draft) -> Recipe:
         slower = replace(recipe.training, learning_rate=_DPO_LEARNING_RATE)
         recipe = replace(recipe, training=slower)
     return recipe
-
-
-def is_local(source: str) -> bool:
-    """Whether it is meant as a path, there or not, and not as a name on a hub."""
-    path = Path(source).expanduser()
-    return (
-        path.exists()
-        or source.startswith(("/", ".", "~"))
-        or "\\" in source
-        or source.count("/") > 1
-        or ("/" in source and path.parent.is_dir())
-        or source.endswith((".safetensors", ".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"))
-    )
 
 
 def _check_model(draft: Draft, recipe: Recipe) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from poros.figures import duration
 from poros.reporting.charts import bars, lines, streams
 from poros.reporting.events import Run, finite
 
@@ -122,7 +123,7 @@ def verdict(run: Run) -> str:
             parts.append(f"The loss of {steps} is not a number.")
         seconds = sum(_seconds(run))
         if seconds:
-            parts.append(f"It took {_duration(seconds)}.")
+            parts.append(f"It took {duration(seconds)}.")
         rates = _tokens_per_s(run)
         if rates:
             parts.append(f"A step trained on {statistics.median(rates):,.0f} tokens a second.")
@@ -229,12 +230,6 @@ def _tokens_per_s(run: Run) -> list[float]:
         and now > then
         and not any(then < start < now for start in starts)
     ]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
 def _counters(last: Mapping[str, Any]) -> dict[str, object]:

@@ -20,7 +20,7 @@ def build() -> Any:
 
 
 def total(model: Any, **options: Any) -> int:
-    return Planner(model).plan(PlanRequest(**TOKENS, **options)).total_num_bytes
+    return Planner(model).plan(PlanRequest.of(**TOKENS, **options)).total_num_bytes
 
 
 def budget_between(model: Any) -> str:
@@ -44,12 +44,12 @@ def scaled_late(result: torch.Tensor, added: torch.Tensor, how: Any) -> torch.Te
 def test_a_plan_checks_with_what_fits() -> None:
     model = build()
     planner, budget = Planner(model), budget_between(model)
-    found = planner.plan(PlanRequest(**TOKENS, vram_budget=budget, self_check=True))
+    found = planner.plan(PlanRequest.of(**TOKENS, vram_budget=budget, self_check=True))
     assert found.check_kernels == found.as_dict()["check_kernels"] == "fused"
-    assert planner.plan(PlanRequest(**TOKENS, self_check=True)).check_kernels == "peft"
+    assert planner.plan(PlanRequest.of(**TOKENS, self_check=True)).check_kernels == "peft"
     with pytest.raises(VRAMBudgetError):
         planner.plan(
-            PlanRequest(**TOKENS, vram_budget=budget, self_check=True, adapter_kernels="peft")
+            PlanRequest.of(**TOKENS, vram_budget=budget, self_check=True, adapter_kernels="peft")
         )
 
 

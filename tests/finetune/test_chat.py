@@ -91,4 +91,4 @@ def test_the_command(adapter: Path, tmp_path: Path) -> None:
     missing = poros_command("chat", str(tmp_path), "--prompt", "hello")
     assert missing.exit_code == 2 and "adapter_config.json" in missing.output
     bad = poros_command("chat", str(adapter), "--prompt", "x", "--temperature", "-1")
-    assert bad.exit_code == 2 and "--temperature" in bad.output
+    assert bad.exit_code == 2 and "temperature: " in bad.output

@@ -180,7 +180,7 @@ def refused(tmp_path: Path, adapter: Path, error: Any, match: str, **options: An
 def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
     refused(tmp_path, tmp_path / "nothing", CheckpointFormatError, "adapter_config.json")
-    refused(tmp_path, adapter, PolicyError, "--into", into="elsewhere")
+    refused(tmp_path, adapter, PolicyError, "into: ", into="elsewhere")
     vera = trained(base, tmp_path / "vera", VeraConfig(r=4, target_modules=["q_proj"]))
     refused(tmp_path, vera, UnsupportedModelError, "shares matrices")
     other = tiny.write_checkpoint(
@@ -188,7 +188,13 @@ def test_refusals_leave_nothing(base: Path, tmp_path: Path) -> None:
         tmp_path / "other",
         dtype=torch.bfloat16,
     )
-    refused(tmp_path, adapter, UnsupportedModelError, "--base", base=other or tmp_path / "other")
+    refused(
+        tmp_path,
+        adapter,
+        UnsupportedModelError,
+        "name its own base",
+        base=other or tmp_path / "other",
+    )
     (tmp_path / "there").mkdir()
     with pytest.raises(PolicyError, match="not there yet"):
         merge(adapter, tmp_path / "there")
@@ -315,7 +321,7 @@ def test_a_full_disk_leaves_nothing(most: int, base: Path, tmp_path: Path) -> No
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
-        refused(tmp_path, adapter, StoreWriteError, "--out: .* File too large", shard_num_bytes=1)
+        refused(tmp_path, adapter, StoreWriteError, "out: .* File too large", shard_num_bytes=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -324,7 +330,7 @@ def test_a_place_that_cannot_be_written_to_is_refused(base: Path, tmp_path: Path
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file" / "out", Path("/proc/nowhere/out"), tmp_path / "file"):
-        with pytest.raises(PolicyError, match="--out"):
+        with pytest.raises(PolicyError, match="out: expected"):
             merge(adapter, out)
 
 
@@ -348,7 +354,7 @@ def test_what_a_killed_merge_left_is_removed(base: Path, tmp_path: Path) -> None
             merge(adapter, out)  # another one, meanwhile
             hidden.append(set(tmp_path.glob(".out.poros-*")))
 
-    with pytest.raises(StoreWriteError, match="--out"):
+    with pytest.raises(StoreWriteError, match="out: expected"):
         merge(adapter, out, progress=look)
     killed, *working = hidden
     assert len(killed) == 1 and all(len(each) == 1 for each in working)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from poros.config import budget_of
 from poros.devices import library_workspace
 from poros.errors import PolicyError
-from poros.model import measuring
-from poros.planning import cards
-from poros.planning.cards import CARDS, LINK_GB_PER_S, budget_of, find_card
+from poros.planning.cards import CARDS, LINK_GB_PER_S, find_card
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,7 @@ def test_a_card_is_found_however_it_is_spelled(name: str, title: str) -> None:
     ("name", "near"), [("a100", "a100-40gb, a100-80gb"), ("rtx9090", "rtx"), ("", "h200")]
 )
 def test_a_card_that_nobody_knows_is_refused_with_those_that_are_near(name: str, near: str) -> None:
-    with pytest.raises(PolicyError, match="--card: expected one of") as caught:
+    with pytest.raises(PolicyError, match="card: expected one of") as caught:
         find_card(name)
     assert near in str(caught.value) and "--copy-gb-per-s" in str(caught.value)
 
@@ -46,8 +45,6 @@ def test_every_card_has_a_link_whose_rate_is_below_what_it_is_built_for() -> Non
 
 
 def test_a_card_grants_what_prepare_takes_of_one() -> None:
-    assert cards.MARGIN_SHARE == measuring.MARGIN_SHARE
-    assert cards.LEAST_MARGIN_NUM_BYTES == measuring.LEAST_MARGIN
     gib = 2**30
     assert budget_of(23 * gib, 24 * gib) == 23 * gib - int(2.4 * gib)
     assert budget_of(7 * gib, 8 * gib) == 6 * gib and budget_of(1, 8 * gib) == 0

@@ -24,8 +24,8 @@ from tests.covers import with_slow
 ALIKE = ("qwen2", "llama", "mistral", "phi3", "mixtral", "qwen3_moe", "starcoder2")
 FP4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"}
 REQUESTS = (
-    PlanRequest(seq_len=48, batch_size=2, loss="reference", adapter_kernels="peft", keep_last=2),
-    PlanRequest(seq_len=32, block_size=2, vram_budget="3MB", optimizer="sgd"),
+    PlanRequest.of(seq_len=48, batch_size=2, loss="reference", adapter_kernels="peft", keep_last=2),
+    PlanRequest.of(seq_len=32, block_size=2, vram_budget="3MB", optimizer="sgd"),
 )
 
 

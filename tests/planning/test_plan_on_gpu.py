@@ -134,7 +134,7 @@ def test_the_planned_peak_is_the_measured_one(tmp_path: Path, case: str) -> None
 def unrecorded(model: Any, cell: dict[str, Any], without_recordings: bool = True) -> MemoryPlan:
     """The plan of a run that could record visits, and has no room for that."""
     step: dict[str, Any] = {name: cell[name] for name in (*LAYOUT, *STEP)} | {"cuda_graphs": None}
-    request = PlanRequest(num_slots=cell["slots"], library_num_bytes=0, **step)
+    request = PlanRequest.of(num_slots=cell["slots"], library_num_bytes=0, **step)
     return Planner(model).plan(replace(request, without_recordings=without_recordings))
 
 

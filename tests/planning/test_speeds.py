@@ -90,10 +90,10 @@ def test_times_are_medians_without_the_first_runs(monkeypatch: pytest.MonkeyPatc
 def test_measured_rates_are_those_of_the_forecast() -> None:
     found = planner()
     rates = found.measure(seq_len=16, device="cpu")
-    plan = found.plan(PlanRequest(seq_len=16, speeds=rates))
+    plan = found.plan(PlanRequest.of(seq_len=16, speeds=rates))
     assert plan.speeds == rates and plan.step_ms is not None and plan.step_ms > 0
     twice = Speeds(2 * rates.copy_gb_per_s, 2 * rates.tflop_per_s)
-    half = found.plan(PlanRequest(seq_len=16, speeds=twice)).step_ms
+    half = found.plan(PlanRequest.of(seq_len=16, speeds=twice)).step_ms
     assert half == pytest.approx(plan.step_ms / 2)
 
 

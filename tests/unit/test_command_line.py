@@ -13,8 +13,7 @@ import torch
 import typer
 
 from poros.cli import shared
-from poros.cli.plan import _OPTIONS as PLAN_OPTIONS
-from poros.cli.shared import dtype_name, in_options, quieten_libraries
+from poros.cli.shared import dtype_name, quieten_libraries
 from poros.errors import CheckpointFormatError
 from poros.gates import tiny
 from poros.loaders.names import is_repository, require_source
@@ -61,24 +60,32 @@ WRONG: list[tuple[str, str]] = [
     ("plan a/b/c --seq 16", "found neither in 'a/b/c'"),
     ("plan weights.safetensors --seq 16", "found neither in 'weights.safetensors'"),
     ("plan owner/weights.safetensors --seq 16", "found neither in"),
-    ("plan model --seq 0", "--seq: expected a positive whole number"),
-    ("plan model --seq 16 --batch 0", "--batch: expected a positive whole number"),
-    ("plan model --seq 16 --rank 0", "--rank: expected a positive whole number"),
-    ("plan model --seq 16 --accumulate 0", "--accumulate: expected a positive whole number"),
-    ("plan model --seq 16 --vram 8apples", "--vram: expected bytes"),
+    ("plan model --seq 0", "seq_len (--seq): expected a positive whole number"),
+    ("plan model --seq 16 --batch 0", "batch_size (--batch): expected a positive whole number"),
+    ("plan model --seq 16 --rank 0", "rank: expected a positive whole number"),
+    (
+        "plan model --seq 16 --accumulate 0",
+        "accumulation (--accumulate): expected a positive whole number",
+    ),
+    ("plan model --seq 16 --vram 8apples", "vram_budget (--vram): expected bytes"),
     ("plan model --seq 16 --vram 8", "did you mean '8GiB'?"),
-    ("plan model --seq 16 --card rtx9999", "--card: expected one of"),
+    ("plan model --seq 16 --card rtx9999", "card: expected one of"),
     ("plan model --seq 16 --card l4 --measure", "either --card"),
     ("plan model --seq 16 --ram much", "--ram: expected bytes"),
     ("plan model --seq 16 --tokens five", "--tokens: expected a positive number"),
     ("plan model --seq 16 --adapter-dtype int8", "--adapter-dtype: expected one of bf16"),
-    ("plan model --seq 16 --optimizer adam", "--optimizer: expected one of adamw_torch_fused"),
-    ("plan model --seq 16 --loss none", "--loss: expected one of chunked, reference"),
-    ("plan model --seq 16 --adapter-kernels x", "--adapter-kernels: expected one of"),
-    ("plan model --seq 16 --slots 1", "--slots: expected an integer of at least 2"),
-    ("plan model --seq 16 --block-size 0", "--block-size: expected an integer"),
+    ("plan model --seq 16 --set optimizer=adam", "optimizer: expected one of adamw_torch_fused"),
+    ("plan model --seq 16 --set loss=none", "loss: expected one of chunked, reference"),
+    ("plan model --seq 16 --set adapter_kernels=x", "adapter_kernels: expected one of"),
+    ("plan model --seq 16 --set slots=1", "slots: expected an integer of at least 2"),
+    ("plan model --seq 16 --set block_size=0", "block_size: expected an integer"),
+    ("plan model --seq 16 --set self_check=off", "self_check: expected a bool"),
+    ("plan model --seq 16 --set library_num_bytes=1G", "library_num_bytes: expected bytes"),
+    ("plan model --seq 16 --set apples=3", "'apples' is not a policy field"),
+    ("plan model --seq 16 --set policy=3", "--set: expected FIELD=VALUE"),
+    ("plan model --seq 16 --set apples", "--set: expected FIELD=VALUE"),
     ("plan model --seq 16 --copy-gb-per-s 25", "or neither"),
-    ("plan model --seq 16 --copy-gb-per-s 0 --tflop-per-s 1", "--copy-gb-per-s: expected a rate"),
+    ("plan model --seq 16 --copy-gb-per-s 0 --tflop-per-s 1", "copy_gb_per_s: expected a rate"),
     ("plan model --seq 16 --device cpu", "--device is where to --measure"),
     ("plan model --seq 16 --limit apples=3", "--limit: expected NAME=NUMBER"),
     ("plan model --seq 16 --limit num_layers=0", "expected num_layers as a positive whole number"),
@@ -86,12 +93,13 @@ WRONG: list[tuple[str, str]] = [
     ("load a/b/c --out new", "found neither in 'a/b/c'"),
     ("load nowhere --verify", "SOURCE: expected a folder or file that is there"),
     ("load model", "give either --out DIR or --verify"),
+    ("load model --verify --out new", "give either --out DIR or --verify"),
     ("load model --out new --dtype bfloat", "--dtype: expected one of bf16, fp16, fp32"),
     ("load model --out new --quantization int3", "--quantization: expected one of nf4, fp4, none"),
     ("load model --out file", "--out: expected a new folder, found the file"),
     ("check nowhere", "MODEL_DIR: expected a checkpoint folder with a config.json"),
-    ("check model --slots 1", "--slots: expected an integer of at least 2"),
-    ("check --architecture qwen2 --block-size 0", "--block-size: expected an integer"),
+    ("check model --slots 1", "slots: expected an integer of at least 2"),
+    ("check --architecture qwen2 --block-size 0", "block_size: expected an integer"),
     ("check --architecture qwen2 --out .", "--out: expected a file to write, found the folder"),
     ("check", "give either MODEL_DIR or --architecture NAME"),
     ("check --registered --adapter vera", "--registered shows what is on record"),
@@ -114,8 +122,6 @@ def test_wrong_arguments_are_answered_before_anything_slow_is_imported(tmp_path:
         assert exit_code == 2 and expected in output, (command, output)
         assert slow == [], command
         assert "Traceback" not in output
-        fields = [name for name in PLAN_OPTIONS if "_" in name and name in output]
-        assert not fields, (command, output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]
 
 
@@ -178,28 +184,6 @@ def test_other_dtypes_by_name() -> None:
     assert dtype_name("", None) is None and dtype_name("", "auto", "auto") == "auto"
     with pytest.raises(typer.BadParameter, match=r"--dtype: expected one of .*found 'int8'"):
         dtype_name("--dtype", "int8")
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("vram_budget: expected 8 GiB, found 3", "--vram: expected 8 GiB, found 3"),
-        ("each alone: seq_len=512; rank=3", "each alone: --seq 512; --rank 3"),
-        ("offload_boundaries=True (2 GB)", "--offload-boundaries (2 GB)"),
-        ("cuda_graphs=False", "--no-cuda-graphs"),
-        ("the rank of a loss: none", "the rank of a --loss: none"),
-        ("by rank and loss", "by rank and loss"),
-        ("found 'seq_len', the model's seq_len", "found 'seq_len', the model's --seq"),
-        (
-            "poros.load(..., device=3, seq_len=1), seq_len=1",
-            "poros.load(..., device=3, seq_len=1), --seq 1",
-        ),
-        ("my_seq_len, seq_lens and x.seq_len", "my_seq_len, seq_lens and x.seq_len"),
-        ("limits=poros.Limits(num_layers=...)", "--limit num_layers=NUMBER"),
-    ],
-)
-def test_messages_name_options(message: str, expected: str) -> None:
-    assert in_options(message, PLAN_OPTIONS) == expected
 
 
 # Notices
@@ -329,8 +313,13 @@ def plan(checkpoint: Path, *options: str) -> Any:
 def test_a_plan_answers_for_a_card_that_is_not_here(checkpoint: Path) -> None:
     result = plan(checkpoint, "--card", "RTX 4090", "--tokens", "5M", "--ram", "64G")
     assert result.exit_code == 0
-    assert result.stdout.startswith("Fits an RTX 4090 (24 GB): all 3 blocks stay on the card")
-    for expected in ("of 64,", "tokens/s", "5M tokens take", "published rates of an RTX 4090"):
+    assert result.stdout.startswith("Fits an RTX 4090 (24 GB): 3 of 3 blocks stay on the card")
+    for expected in (
+        "of 64.00 GB",
+        "tokens/s",
+        "all tokens",
+        "published rates of an RTX 4090",
+    ):
         assert expected in " ".join(result.stdout.split())
     values = json.loads(plan(checkpoint, "--card", "rtx4090", "--json").stdout)
     assert values["terms"]["libraries"] == CARDS["rtx4090"].library_num_bytes
@@ -344,9 +333,9 @@ def test_a_plan_that_does_not_fit_says_what_to_change_and_exits_with_1(checkpoin
     result = plan(checkpoint, "--vram", "400kB", "--batch", "8")
     words = " ".join(result.stdout.split())
     assert result.exit_code == 1 and words.startswith("Does not fit your 400kB: the step needs")
-    assert "each alone" in words and "batch_size" not in words and "seq_len" not in words
+    assert "each alone" in words and "batch_size" in words
     values = json.loads(plan(checkpoint, "--vram", "400kB", "--batch", "8", "--json").stdout)
-    assert values["fits"] is False and "--batch" in values["advice"]
+    assert values["fits"] is False and "batch_size=" in values["advice"]
     assert values["total_num_bytes"] == sum(values["terms"].values()) > 400_000
 
 
@@ -359,7 +348,7 @@ def test_host_memory_that_is_too_small_is_told(checkpoint: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_card_a_plan_says_what_is_needed(checkpoint: Path) -> None:
     words = " ".join(plan(checkpoint).stdout.split())
-    assert words.startswith("Needs 0.0 GB on the card at the least: 2 of 3 blocks")
+    assert words.startswith("Needs ") and "at the least on the card: 2 of 3 blocks" in words
     assert "Give --vram or --card" in words and "Time is not forecast" in words
 
 
@@ -367,7 +356,7 @@ def test_the_gpu_of_this_machine_is_taken_if_no_other_is_named(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (23 * 2**30, 24 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (23 * 2**30, 24 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 3090")
     monkeypatch.setattr("poros.planning.request.PlanRequest.libraries", 0)
     values = json.loads(plan(checkpoint, "--json").stdout)

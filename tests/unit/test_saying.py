@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import poros
+from poros.figures import size
 from poros.gates import tiny
-from poros.saying import Slowly, size
+from poros.saying import Slowly
 from poros.self_check import check
 from tests.support import prepare_plain
 

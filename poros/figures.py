@@ -1,0 +1,31 @@
+"""Figures as people read them: bytes, times, forecasts, counts."""
+
+import math
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in a unit in which they are not rounded to nothing; GB are 1e9 bytes."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= one / 10:
+            return f"{num_bytes / one:.{2 if unit == 'GB' else 1}f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def duration(seconds: float) -> str:
+    """As people say it: ``4 h 12 min``."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes / 1440:.1f} days"
+
+
+def two_digits(value: float) -> str:
+    """A forecast, which has no more of them."""
+    if value <= 0:
+        return "0"
+    digits = 1 - math.floor(math.log10(value))
+    return f"{round(value, digits):,.{max(digits, 0)}f}"

@@ -1,0 +1,128 @@
+"""What would make a step fit that does not: the least change of each knob, alone.
+
+Every figure is that of a plan, at a fraction of a second each. Another rank needs another model on
+the meta device, which takes a second or two at 72B.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from poros.figures import size
+from poros.planning.cost_model import CostModel
+from poros.planning.request import PlanRequest
+
+_LEAST_TOKENS = 64
+"""Of a row that is advised; what fits in less is no training."""
+_MOST_TRIES = 12
+_PRECISION = 0.02
+"""By how much, in proportion, a larger value than the one that is advised may fit too."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A knob at a value, and what the step needs then."""
+
+    knob: str
+    """A field of the request or of its policy, or ``rank``."""
+    value: int | bool
+    num_bytes: int
+    saved_num_bytes: int
+    """How much less that is."""
+    fits: bool
+
+
+class Remedies:
+    """Tries the knobs of a step that does not fit.
+
+    Args:
+        cost_model: Of the model.
+        request: The step, with the budget that is too small.
+    """
+
+    def __init__(self, cost_model: CostModel, request: PlanRequest) -> None:
+        self._cost_model = cost_model
+        self._budget = request.budget or 0
+        # With as few slots, kept layers and recordings as there may be, and boundaries where a
+        # budget that is too small would have them.
+        self._request = request.override(
+            vram_budget=None,
+            offload_boundaries=request.policy.offload_boundaries is not False,
+            without_recordings=True,
+        )
+        self._before = cost_model.plan(self._request)
+
+    def __iter__(self) -> Iterator[Remedy]:
+        """What saves something: of each knob the least change that fits, or the most there is."""
+        return (found for found in self._tries() if found.saved_num_bytes > 0)
+
+    def _tries(self) -> Iterator[Remedy]:
+        policy = self._request.policy
+        if not policy.offload_boundaries:
+            yield self._changed("offload_boundaries", True)
+        if policy.block_size > 1:
+            sizes = range(policy.block_size - 1, 0, -1)
+            smaller = [self._changed("block_size", size) for size in sizes]
+            yield next((found for found in smaller if found.fits), smaller[-1])
+        for knob, lowest in (("seq_len", _LEAST_TOKENS), ("batch_size", 1)):
+            most = getattr(self._request, knob)
+            if most > lowest:
+                least = self._changed(knob, lowest)
+                change = partial(self._changed, knob)
+                yield self._largest(change, least, most) if least.fits else least
+        highest = self._cost_model.recipe.rank or 1
+        terms = self._before.terms
+        spent = sum(terms[name] for name in ("adapters", "optimizer", "gradients"))
+        none = self._remedy("rank", 0, self._before.total_num_bytes - spent)
+        if highest > 1 and none.fits:
+            found = self._largest(self._with_rank, none, highest)
+            if found.value:
+                yield found
+
+    def _changed(self, knob: str, value: int | bool) -> Remedy:
+        plan = self._cost_model.plan(self._request.override(**{knob: value}))
+        return self._remedy(knob, value, plan.total_num_bytes)
+
+    def _with_rank(self, value: int) -> Remedy:
+        plan = CostModel(self._cost_model.recipe.with_rank(value)).plan(self._request)
+        return self._remedy("rank", value, plan.total_num_bytes)
+
+    def _remedy(self, knob: str, value: int | bool, num_bytes: int) -> Remedy:
+        saved = self._before.total_num_bytes - num_bytes
+        return Remedy(knob, value, num_bytes, saved, num_bytes <= self._budget)
+
+    def _largest(self, make: Callable[[int], Remedy], low: Remedy, most: int) -> Remedy:
+        """About the largest value that fits, above ``low``, which does, and below ``most``.
+
+        What is needed grows almost in proportion. Of ranks, each of which is another model, the
+        first that fits is taken as soon as no larger one is expected to.
+        """
+        high = self._remedy(low.knob, most, self._before.total_num_bytes)
+        for attempt in range(_MOST_TRIES):
+            gap = high.value - low.value
+            if gap <= max(1, int(high.value * _PRECISION)):
+                break
+            share = (self._budget - low.num_bytes) / (high.num_bytes - low.num_bytes)
+            # Halving helps where it does not grow so.
+            guess = low.value + int(gap * (share if attempt % 4 < 3 else 0.5))
+            found = make(min(max(guess, low.value + 1), high.value - 1))
+            low, high = (found, high) if found.fits else (low, found)
+            left = (self._budget - low.num_bytes) * (high.value - low.value)
+            is_last = left < high.num_bytes - low.num_bytes
+            if low.knob == "rank" and low is found and is_last:
+                break
+        return low
+
+
+def format_remedies(remedies: Sequence[Remedy]) -> str:
+    """One line on those that make it fit, and one on others if there are any."""
+    fitting = [f"{found.knob}={found.value}" for found in remedies if found.fits]
+    saving = [
+        f"{found.knob}={found.value} ({size(found.saved_num_bytes)})"
+        for found in remedies
+        if not found.fits
+    ]
+    line = f"What would make it fit, each alone: {'; '.join(fitting) or 'only more memory'}"
+    if not saving:
+        return line
+    return f"{line}\nWhat would save some, but too little alone: {'; '.join(saving)}"

@@ -233,7 +233,7 @@ def test_an_input_given_twice_passes_the_self_check(monkeypatch: pytest.MonkeyPa
 
 def test_too_little_host_memory_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hostile(build(), self_check="off").train()
-    limit = limits.ResidencyPlan(1 << 20, "a limit")
+    limit = limits.MemoryLimit(1 << 20, "a limit")
     monkeypatch.setattr(limits, "host_memory_left", lambda root: limit)
     with pytest.raises(HostMemoryError, match="inputs of layers"):
         model(**BATCHES[0])

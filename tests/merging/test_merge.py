@@ -330,7 +330,7 @@ def test_a_place_that_cannot_be_written_to_is_refused(base: Path, tmp_path: Path
     adapter = trained(base, tmp_path / "adapter", ADAPTERS["lora"])
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file" / "out", Path("/proc/nowhere/out"), tmp_path / "file"):
-        with pytest.raises(PolicyError, match="out: .*expected"):
+        with pytest.raises(PolicyError, match=r"out: .*expected"):
             merge(adapter, out)
 
 
@@ -354,7 +354,7 @@ def test_what_a_killed_merge_left_is_removed(base: Path, tmp_path: Path) -> None
             merge(adapter, out)  # another one, meanwhile
             hidden.append(set(tmp_path.glob(".out.poros-*")))
 
-    with pytest.raises(StoreWriteError, match="out: .*expected"):
+    with pytest.raises(StoreWriteError, match=r"out: .*expected"):
         merge(adapter, out, progress=look)
     killed, *working = hidden
     assert len(killed) == 1 and all(len(each) == 1 for each in working)

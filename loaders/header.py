@@ -14,7 +14,6 @@ the file is read, and no number from the file sizes an allocation.
 import json
 import os
 import stat
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from poros import strict_json
 from poros.digests import as_bytes
 from poros.errors import CheckpointFormatError, quoted
 from poros.reads import read_into
@@ -246,28 +246,11 @@ def parse_json(text: bytes, file: Path, *, strict: bool = True) -> dict[str, Any
     Raises:
         CheckpointFormatError: If it is anything else.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members = dict(pairs)
-        if len(members) != len(pairs):
-            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-            raise defect(file, f"expected each key once, found {quoted(twice)} more than once")
-        for key in members:
-            if not key.isascii():
-                key.encode()  # UnicodeEncodeError, a ValueError, for an unpaired surrogate
-        return members
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        document = json.loads(
-            text.decode(),
-            object_pairs_hook=unique if strict else None,
-            parse_constant=refuse if strict else None,
-        )
-    except CheckpointFormatError:
-        raise
+        document = strict_json.parse(text.decode()) if strict else json.loads(text.decode())
+    except strict_json.DuplicateKeyError as error:
+        found = f"found {quoted(error.key)} more than once"
+        raise defect(file, f"expected each key once, {found}") from error
     except (ValueError, RecursionError) as error:
         reason = quoted(str(error)) if isinstance(error, ValueError) else "it is nested too deeply"
         raise defect(file, f"expected a JSON object, found text that is none: {reason}") from error

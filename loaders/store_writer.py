@@ -29,6 +29,7 @@ from poros.loaders.manifest import (
 )
 from poros.loaders.options import device_name
 from poros.loaders.partial import partial_folder, put_in_place, writing_to
+from poros.versions import library_versions
 
 
 class StoreWriter:
@@ -158,18 +159,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
     Args:
         device: On which weights were quantized.
     """
-    import bitsandbytes
-    import transformers
-
-    from poros import __version__
-
     return {
-        "versions": {
-            "poros": __version__,
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
-            "bitsandbytes": bitsandbytes.__version__,
-        },
+        "versions": library_versions("torch", "transformers", "bitsandbytes"),
         "device": device_name(device),
         "num_threads": torch.get_num_threads(),
     }

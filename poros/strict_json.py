@@ -1,4 +1,7 @@
-"""JSON as the standard has it: Python's parser also takes a key twice, NaN and Infinity."""
+"""JSON as the standard has it.
+
+Python's parser also takes a key twice, NaN, Infinity, and keys that are no text (surrogates).
+"""
 
 import json
 from typing import Any
@@ -6,12 +9,21 @@ from typing import Any
 from poros.errors import quoted
 
 
+class DuplicateKeyError(ValueError):
+    """An object has a key twice; it is in ``key``."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        super().__init__(f"the key {quoted(key, limit=40)} twice in one object; remove one")
+
+
 def parse(text: str) -> Any:
     """The value of a text.
 
     Raises:
         json.JSONDecodeError: If it is no JSON.
-        ValueError: If an object has a key twice, or a number is NaN or Infinity.
+        DuplicateKeyError: If an object has a key twice.
+        ValueError: If a key is no text, or a number is NaN or Infinity.
         RecursionError: If it is nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
@@ -22,9 +34,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {quoted(twice, limit=40)} twice in one object; remove one")
+        raise DuplicateKeyError(twice)
+    for name in found:
+        if not name.isascii():
+            name.encode()  # UnicodeEncodeError, a ValueError
     return found
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name}, which JSON does not have; write a number or null")
+    raise ValueError(f"{name} is not JSON; write a number or null")

@@ -9,7 +9,8 @@ g is close to 1, so that its distance from 1 has to be formed before anything is
 Adaptation via Factored Norms and Fused Kernels", arXiv:2603.22276, section 3.1). There are two
 tiers: kernels for forward and backward ("fused"), which were faster on an H100 from the smallest
 shape measured on (512 tokens of 512 rows: 0.004 beside 0.022 ms), and PyTorch's operators
-("eager"). The paper's third, a kernel for the forward alone, never was.
+("eager"). The paper's third, a kernel for the forward alone, is left out: there the kernel for
+backward took 0.016 beside 0.037 ms.
 """
 
 from math import prod

@@ -6,6 +6,7 @@ elements are equal exactly when those integers are.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -31,7 +32,8 @@ class Difference:
         first_index: Index of the first differing element in row-major order, () for a 0-d tensor.
         expected: What was expected there: value and bits, or the dtype, shape or digest.
         found: What was found there, in the same form.
-        largest: The largest difference between two values; None where there is none to take.
+        largest: The largest difference between two values; None where there is none to take: types
+            that are not plain floats, and infinities and NaN.
     """
 
     name: str
@@ -122,7 +124,7 @@ def differing(expected: torch.Tensor, found: torch.Tensor, name: str) -> Differe
         first_index=index,
         expected=_describe(expected[index]),
         found=_describe(found[index]),
-        largest=_largest(expected, found),
+        largest=_largest(expected, found, mask),
     )
 
 
@@ -195,10 +197,12 @@ def differing_digests(
         yield name, num_elements, difference
 
 
-def _largest(expected: torch.Tensor, found: torch.Tensor) -> float | None:
+def _largest(expected: torch.Tensor, found: torch.Tensor, mask: torch.Tensor) -> float | None:
     if expected.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         return None
-    return float((expected.double().cpu() - found.double().cpu()).abs().max())
+    left, right = (each[mask.to(each.device)].double().cpu() for each in (expected, found))
+    largest = float((left - right).abs().max())
+    return largest if math.isfinite(largest) else None
 
 
 def _outline(tensor: torch.Tensor) -> str:

@@ -27,7 +27,7 @@ from poros.stream.condition import Condition
 from poros.stream.layer_index import LayerIndex
 from poros.stream.offload import ActivationOffloader, OffloadedInput
 from poros.stream.staying import Staying, StayingState
-from poros.stream.visit import BlockVisit, LayerBindings, StandIn, Visits
+from poros.stream.visit import BlockVisit, LayerBindings, ProxyLeaf, Visits
 
 if TYPE_CHECKING:
     from poros.accumulation.calls import Watcher
@@ -208,7 +208,7 @@ class LayerBody:
         unpatch(layer.modules())
 
     @contextmanager
-    def visit(self, phase: Phase, leaves: Sequence[StandIn] = ()) -> Iterator[torch.Tensor]:
+    def visit(self, phase: Phase, leaves: Sequence[ProxyLeaf] = ()) -> Iterator[torch.Tensor]:
         """Hold the layer's block in its slot, ready to be computed with; its bytes.
 
         See ``BlockVisit.hold``, for streams and for what else is raised.

@@ -42,7 +42,7 @@ from poros.stream.body import LayerBody
 from poros.stream.condition import Condition
 from poros.stream.rng import RngStash, Start
 from poros.stream.state import AmbientState
-from poros.stream.visit import StandIn
+from poros.stream.visit import ProxyLeaf
 from poros.stream.within import SavedTensorHooks
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -108,7 +108,7 @@ class RecomputedCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         condition: Condition,
-        leaves: Sequence[StandIn] = (),
+        leaves: Sequence[ProxyLeaf] = (),
     ) -> None:
         self.layer = layer
         self._leaves = leaves

@@ -190,7 +190,7 @@ def _is_alias(now: Any, expected: Any) -> bool:
     )
 
 
-class StandIn(NamedTuple):
+class ProxyLeaf(NamedTuple):
     """One place of a trained parameter in a layer, and the leaf that is to be there in a visit."""
 
     owner: dict[str, Any]
@@ -199,7 +199,7 @@ class StandIn(NamedTuple):
     leaf: nn.Parameter
 
 
-def proxy_leaves(adapters: Sequence[Adapter]) -> tuple[list[StandIn], dict[int, nn.Parameter]]:
+def proxy_leaves(adapters: Sequence[Adapter]) -> tuple[list[ProxyLeaf], dict[int, nn.Parameter]]:
     """Leaves for these places, which meet no other graph and have no hooks.
 
     Returns:
@@ -208,7 +208,7 @@ def proxy_leaves(adapters: Sequence[Adapter]) -> tuple[list[StandIn], dict[int, 
     """
     parameters = {id(each.parameter): each.parameter for each in adapters}
     leaves = {number: nn.Parameter(each.detach()) for number, each in parameters.items()}
-    return [StandIn(*each, leaves[id(each.parameter)]) for each in adapters], leaves
+    return [ProxyLeaf(*each, leaves[id(each.parameter)]) for each in adapters], leaves
 
 
 class _Note:
@@ -343,7 +343,7 @@ class BlockVisit:
         self.bindings = self.bindings.without_device_tensors()
 
     @contextmanager
-    def hold(self, phase: Phase, leaves: Sequence[StandIn] = ()) -> Iterator[torch.Tensor]:
+    def hold(self, phase: Phase, leaves: Sequence[ProxyLeaf] = ()) -> Iterator[torch.Tensor]:
         """Hold the block in its slot, with device tensors and leaves in place; its bytes.
 
         Args:
@@ -453,7 +453,7 @@ class BlockVisit:
         return slot
 
     @contextmanager
-    def expose(self, leaves: Sequence[StandIn]) -> Iterator[None]:
+    def expose(self, leaves: Sequence[ProxyLeaf]) -> Iterator[None]:
         """Device tensors and leaves in place, whatever the slot holds: to be recorded only.
 
         As ``hold`` otherwise.
@@ -466,7 +466,7 @@ class BlockVisit:
             require_alone()
             self.bindings.require_device_tensors()
 
-    def _put_in_place(self, leaves: Sequence[StandIn]) -> None:
+    def _put_in_place(self, leaves: Sequence[ProxyLeaf]) -> None:
         self.bindings.swap_in()
         for place in leaves:
             place.owner[place.key] = place.leaf
@@ -497,7 +497,7 @@ def _end_visit(
     manager: BlockManager,
     block: int,
     bindings: LayerBindings,
-    leaves: Sequence[StandIn],
+    leaves: Sequence[ProxyLeaf],
 ) -> None:
     for place in leaves:
         if place.owner.get(place.key) is place.leaf:

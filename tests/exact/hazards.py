@@ -109,6 +109,44 @@ def counter(model: Model) -> object:
     return with_hook(hook, "input_layernorm")(model)
 
 
+class _Kept(torch.autograd.Function):
+    """Keeps what attention kernels do: log-sums in whole rows of 32, and the seeds of dropout."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, call: int, part: str) -> torch.Tensor:
+        count = hidden.shape[-2]
+        sums = torch.zeros(1, 2, -(-count // 32) * 32)
+        if part == "padding":
+            sums[..., count:] = call
+        elif part == "rows":
+            sums[..., : count + 1] = call
+        seed = torch.tensor(call * (part == "seed"))
+        state = torch.tensor([call * (part == "seed")] * 2).to(torch.uint64)
+        ctx.save_for_backward(hidden, sums, seed, state)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        _ = ctx.saved_tensors
+        return gradient, None, None
+
+
+def kept_by_kernels(part: str) -> Program:
+    """Other values in ``part`` of what an operator saves, each time it runs beside a hook."""
+
+    def program(model: Model) -> object:
+        calls: list[int] = []
+
+        def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            kept: torch.Tensor = _Kept.apply(output, len(calls), part)
+            return kept
+
+        return with_hook(hook, "input_layernorm")(model)
+
+    return program
+
+
 def python_random(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * (1 + random.random())
 

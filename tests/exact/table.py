@@ -271,6 +271,8 @@ def hooked() -> Iterator[Row]:
     }.items():
         program = H.with_hook(hook, "input_layernorm")
         yield Row(f"{name} generator in a hook", S.PLAIN, program, UNCHECKED)
+    for part in ("seed", "padding"):
+        yield Row(f"an operator that leaves its {part} unwritten", S.PLAIN, H.kept_by_kernels(part))
     inner = H.forward_without_gradients, H.forward_and_backward
     yield Row("a forward inside a backward", S.PLAIN, H.in_backward(inner[0]))
     yield Row("a step inside a backward", S.PLAIN, H.in_backward(inner[1]))

@@ -122,6 +122,7 @@ def rows() -> Iterator[Row]:
         "own generator": H.own_generator,
         "own permutation": H.own_permutation,
         "counter": H.counter,
+        "an operator that saves other rows": H.kept_by_kernels("rows"),
     }.items():
         yield Row(name, V.run(program), REMAT, "the values that the forward", S.PLAIN)
     for gradients in (False, True):

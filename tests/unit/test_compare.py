@@ -1,5 +1,6 @@
 """The bitwise comparison: it sees every bit of every dtype, and only bits."""
 
+import json
 import math
 
 import pytest
@@ -182,3 +183,10 @@ def test_tensors_on_different_devices_are_compared() -> None:
     assert differing(tensor, tensor.cuda(), "g") is None
     found = differing(tensor.cuda(), flip_bit(tensor, 100, 5), "g")
     assert found is not None and found.first_index == (1, 36)
+
+
+@pytest.mark.parametrize("other", [math.nan, math.inf])
+def test_what_is_not_finite_has_no_largest_difference(other: float) -> None:
+    found = differing(torch.tensor([1.0, 2.0]), torch.tensor([1.5, other]), "n")
+    assert found is not None and found.largest is None
+    assert json.loads(json.dumps(found.record(), allow_nan=False))["num_differing"] == 2

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -165,11 +165,12 @@ def test_a_read_error_while_filling_is_typed(store: Path) -> None:
 
 
 @settings(max_examples=150, deadline=None)
+@example(text=b" ", at=0, cut=0)
 @given(text=st.binary(max_size=200), at=st.integers(0, 3000), cut=st.integers(0, 200))
 def test_whatever_bytes_a_manifest_is_of_it_is_refused(
     text: bytes, at: int, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """But for white space between its words."""
+    """But for white space between its words; a header begins with its brace."""
     store = tmp_path_factory.getbasetemp() / "bytes"
     if not store.exists():
         write(store)
@@ -178,6 +179,8 @@ def test_whatever_bytes_a_manifest_is_of_it_is_refused(
     damaged = sound[:at] + text + sound[at + cut :]
 
     def says_the_same() -> bool:
+        if not damaged.startswith(b"{"):
+            return False
         try:
             return len({json.dumps(json.loads(said.decode())) for said in (damaged, sound)}) == 1
         except ValueError:

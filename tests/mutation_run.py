@@ -186,7 +186,8 @@ def groups(without: Collection[str] = ()) -> list[list[str]]:
 def failing(copy: Path, mutant: Mutant, tests: list[str]) -> str:
     """The first test that fails in this copy of the checkout; empty if none does."""
     options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu and not slow")
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     try:
         (copy / mutant.file).write_text(mutated(mutant))
         done = subprocess.run(

@@ -422,6 +422,8 @@ def _walk(
                 casts.append(node.next_functions[0][0].variable)
             continue
         queue += [following for following, _ in node.next_functions]
+        if node.name().endswith("AccumulateGrad"):
+            continue  # saves nothing, and outlives this graph where somebody holds it, as DDP does
         if is_watched or _is_of_others(node):
             readers.append(node)
     return readers, casts

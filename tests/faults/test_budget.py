@@ -148,6 +148,23 @@ def test_it_is_refused_where_a_hook_may_have_kept_old_weights() -> None:
         loss.backward()
 
 
+def test_room_is_made_where_gradients_are_summed_by_nodes_that_stay() -> None:
+    gradients = []
+    for is_resized in (False, True):
+        model = prepare_plain(build(), device="cpu", slots=2).train()
+        layers_of(model)[1].mlp.register_forward_hook(lambda *_: None)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        held = [each.expand_as(each).grad_fn.next_functions[0][0] for each in trained]  # as DDP
+        torch.manual_seed(0)
+        model(**BATCHES[0]).loss.backward()
+        if is_resized:
+            poros.runtime(model).resize(ResidencyPlan(4, 2))
+        model(**BATCHES[0]).loss.backward()
+        gradients.append([each.grad for each in trained])
+        assert len(held) == len(trained)
+    assert gradients[0] and all(map(torch.equal, *gradients))
+
+
 @pytest.mark.parametrize("num_given", [0, 1, 4])
 def test_room_that_cannot_be_had_leaves_the_old_one(num_given: int, resident: Trajectory) -> None:
     class Scarce(EagerStreams):

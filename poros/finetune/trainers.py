@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -45,6 +45,7 @@ OPTIMIZERS = {
     "sgd": "sgd",
 }
 """Names of recipes, as ``TrainingArguments.optim`` has them."""
+_Arguments = TypeVar("_Arguments", bound=TrainingArguments)
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -256,14 +257,28 @@ def _arguments(
         "gradient_checkpointing": False,
         **evaluate,
     }
+    arguments: SFTConfig | DPOConfig
     if training.method == "dpo":
-        return DPOConfig(beta=training.beta, max_length=recipe.data.max_length, **common)
-    return SFTConfig(
-        max_length=None,
-        packing=False,  # done
-        dataset_kwargs={"skip_prepare_dataset": True},
-        **common,
-    )
+        arguments = DPOConfig(beta=training.beta, max_length=recipe.data.max_length, **common)
+    else:
+        arguments = SFTConfig(
+            max_length=None,
+            packing=False,  # done
+            dataset_kwargs={"skip_prepare_dataset": True},
+            **common,
+        )
+    return on_one_gpu(arguments)
+
+
+def on_one_gpu(arguments: _Arguments) -> _Arguments:
+    """``arguments`` for a Trainer that leaves other GPUs of the machine alone.
+
+    Where several are visible, the Trainer of a process that no launcher has started would wrap the
+    model in ``nn.DataParallel``, and its arguments have no field against it.
+    """
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
 
 
 @contextmanager

@@ -112,6 +112,8 @@ class Arms:
         self, prepare: Prepare | None = None, *, attach_in_trainer: bool = False, **options: Any
     ) -> Trajectory:
         """One training run; the adapter is made by the caller, or by the trainer."""
+        from poros.finetune.trainers import on_one_gpu  # needs TRL
+
         extra: dict[str, Any] = {}
         if attach_in_trainer:
             model = self.base()
@@ -146,7 +148,7 @@ class Arms:
         torch.manual_seed(3)
         trajectory = train_with_trainer(
             model,
-            arguments,
+            on_one_gpu(arguments),
             datasets.Dataset.from_list(self.rows),
             eval_dataset=self.eval_rows and datasets.Dataset.from_list(self.eval_rows),
             trainer_class=Prepared,

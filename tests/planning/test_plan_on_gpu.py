@@ -186,8 +186,8 @@ def test_a_budget_is_kept_and_used(tmp_path: Path, share: float) -> None:
     assert runtime.plan is not None
     expected = runtime.plan.total_num_bytes - libraries
     print(f"budget {budget - libraries}, planned {expected}, measured {found}: {runtime}")
-    assert runtime.plan.total_num_bytes <= budget
-    assert (1 - TOLERANCE) * expected < found < (1 + TOLERANCE) * budget
+    # What measuring has left over is spent, so the plan of this room may be above the budget.
+    assert 0.7 * (budget - libraries) < found <= budget - libraries
 
 
 WORKSPACES = """

@@ -7,6 +7,7 @@ it. In place of hidden states that are not there yet the code gets what nobody m
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -81,6 +82,44 @@ class Call(NamedTuple):
             tuple(map(_marked, self.args)),
             {key: _marked(value) for key, value in self.kwargs.items()},
         )
+
+
+class NotedCall(NamedTuple):
+    """A call of a layer by code that runs more than once, as far as two runs are compared by it."""
+
+    call: Call
+    plain: Call
+    """The same without tensors."""
+    tensors: list[torch.Tensor]
+    """All of them, but for what stands for hidden states."""
+    objects: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: object,
+        before: "NotedCall | None",
+    ) -> "NotedCall":
+        """Of a call with the input ``given``.
+
+        Args:
+            args: Its arguments.
+            kwargs: Likewise.
+            given: Its hidden states.
+            before: The call of the layer before; returned if this one is given the same objects, as
+                most are.
+        """
+        values = (INPUT if each is given else each for each in (*args, *kwargs.values()))
+        objects = (type(given), len(args), *kwargs, *values)
+        known = () if before is None else before.objects
+        if before is not None and len(objects) == len(known) and all(map(is_, objects, known)):
+            return before
+        call = Call.of(args, kwargs, given)
+        tensors = tensors_of((*args, *kwargs.values()))
+        read = [each for each in tensors if not isinstance(each, Unread)]
+        return cls(call, call.without_tensors(), read, objects)
 
 
 def _same(left: Any, right: Any) -> bool:

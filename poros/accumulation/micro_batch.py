@@ -33,6 +33,7 @@ from poros.accumulation.calls import (
     OTHER_VALUES,
     Call,
     Environment,
+    NotedCall,
     NotGrouped,
     Stopped,
     Unread,
@@ -158,20 +159,19 @@ class MicroBatch:
         self._conditions = conditions
         self.start = Start.capture(layers[0].device)
         self.differs: list[torch.Tensor] = []
-        self._given_tensors: list[torch.Tensor] = []
-        """All that layers are called with, in order."""
+        self._noted: list[NotedCall] = []
+        """The calls of layers, in order."""
+        self._again: list[NotedCall] = []
+        """Those of the second time."""
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
         """Distinct tensors that layers are called with, and their versions."""
-        self._given_again: list[torch.Tensor] = []
-        """All that layers are called with the second time."""
         self.states: list[RngStash] = []
         self.first_draws = NONE
         self.key: Any = None
         self._layers = layers
         self._device = layers[0].device
         self._calls: list[Call] = []
-        self._plain: list[Call] = []
-        """The same but for tensors, kept for the second time."""
+        """Those that are still to be made."""
         self._given: torch.Tensor | None = None
         self._version = 0
         self._cuts: list[Cut] = []
@@ -228,23 +228,21 @@ class MicroBatch:
         elif given is not self._given or given._version != self._version:
             raise NotGrouped("the model does something to hidden states between its layers")
         self._require_alike(index, layer)
-        self._require_same_around()
-        if any(
-            each is not given and each.requires_grad
-            for each in tensors_of((*args, *kwargs.values()))
-        ):
+        is_last = index == len(self._layers) - 1
+        self._require_same_around(may_have_drawn=is_last)
+        noted = NotedCall.of(args, kwargs, given, self._noted[-1] if self._noted else None)
+        if any(each is not given and each.requires_grad for each in noted.tensors):
             raise NotGrouped("layers are given other tensors that need gradients")
-        if any(map(is_shared_mapping, kwargs.values())):
-            raise NotGrouped("layers share tensors")
-        for each in _read(args, kwargs):
-            self._given_tensors.append(each)
-            self._seen.setdefault(id(each), (each, each._version))
-        call = Call.of(args, kwargs, given)
-        if not is_fixed((*call.args, *call.kwargs.values())):
-            raise NotGrouped("layers are given objects that may change")
-        self._calls.append(call)
-        self._plain.append(call.without_tensors())
-        if len(self._calls) == len(self._layers):
+        if not self._noted or noted is not self._noted[-1]:
+            if any(map(is_shared_mapping, kwargs.values())):
+                raise NotGrouped("layers share tensors")
+            if not is_fixed((*noted.call.args, *noted.call.kwargs.values())):
+                raise NotGrouped("layers are given objects that may change")
+            for each in noted.tensors:
+                self._seen.setdefault(id(each), (each, each._version))
+        self._noted.append(noted)
+        self._calls.append(noted.call)
+        if is_last:
             self._given = None
             raise Stopped
         if index == 0:
@@ -353,11 +351,20 @@ class MicroBatch:
             UnsupportedModelError: If they differ and that can be said now. What else the code has
                 done cannot be taken back, so they cannot run one after the other either.
         """
-        before, given = self._given_tensors, self._given_again
-        forms = [[(each.shape, each.dtype) for each in tensors] for tensors in (before, given)]
-        if forms[0] != forms[1]:
-            raise UnsupportedModelError(OTHER_VALUES)
-        pairs = {(id(old), id(new)): (old, new) for old, new in zip(before, given, strict=True)}
+        calls = {
+            (id(old), id(new)): (old.tensors, new.tensors)
+            for old, new in zip(self._noted, self._again, strict=False)
+        }
+        pairs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        for before, given in calls.values():
+            forms = [
+                [(each.shape, each.dtype) for each in each_run] for each_run in (before, given)
+            ]
+            if forms[0] != forms[1]:
+                raise UnsupportedModelError(OTHER_VALUES)
+            pairs |= {
+                (id(old), id(new)): (old, new) for old, new in zip(before, given, strict=True)
+            }
         found = [
             (_bytes_of(old) != _bytes_of(new)).any()
             for old, new in pairs.values()
@@ -379,7 +386,7 @@ class MicroBatch:
     def look_ahead(self, run: Callable[[], Any]) -> bool:
         """Run the model's code behind its layers up to where it is stopped; whether it was."""
         self.start.restore()
-        self._given_again = []
+        self._again = []
         with watching(self._layers, Watcher(self, partial(self._pass_by, is_ahead=True))):
             try:
                 run()
@@ -395,11 +402,11 @@ class MicroBatch:
             is_known: See ``_compare``.
             trained: See ``Cut.take``.
         """
-        self._trained, self._given_again = trained, []
+        self._trained, self._again = trained, []
         watcher = Watcher(self, partial(self._pass_by, is_known=is_known))
         with watching(self._layers, watcher):
             yield
-        self._given_tensors, self._given_again, self._seen = [], [], {}
+        self._noted, self._again, self._seen = [], [], {}
         if watcher.reason is not None:
             raise watcher.reason
         if watcher.num_calls != len(self._layers):
@@ -409,9 +416,12 @@ class MicroBatch:
                 "without poros.accumulate or block-major trainers"
             )
 
-    def _require_same_around(self) -> None:
-        """Raise ``NotGrouped`` unless a layer is called in what was around the first one."""
-        if not RngStash.capture(self._device).equals(self.states[0]):
+    def _require_same_around(self, *, may_have_drawn: bool) -> None:
+        """Raise ``NotGrouped`` unless a layer is called in what was around the first one.
+
+        Generators go on only: it is enough to look at them once, at the last layer.
+        """
+        if may_have_drawn and not RngStash.capture(self._device).equals(self.states[0]):
             raise NotGrouped("the model draws random numbers between its layers")
         if Environment.capture(self._device) != self._environment:
             raise NotGrouped("the model changes autocast or settings between its layers")
@@ -432,10 +442,13 @@ class MicroBatch:
         """
         layer.drop_caches(args, kwargs)
         given = input_of(args, kwargs)
-        call = Call.of(args, kwargs, given).without_tensors()
-        if place < len(self._layers) and not call.is_like(self._plain[place]):
-            raise UnsupportedModelError(OTHER_VALUES)
-        self._given_again += _read(args, kwargs)
+        again = NotedCall.of(args, kwargs, given, self._again[-1] if self._again else None)
+        if place < len(self._noted):
+            is_new = not place or again is not self._again[-1]
+            is_new |= not place or self._noted[place] is not self._noted[place - 1]
+            if is_new and not again.plain.is_like(self._noted[place].plain):
+                raise UnsupportedModelError(OTHER_VALUES)
+        self._again.append(again)
         if place == len(self._layers) - 1:
             self._compare(is_known)
         if place >= len(self._layers) or layer is not self._layers[place] or given is None:
@@ -458,11 +471,9 @@ class MicroBatch:
         return self._cuts[-1].look() if is_ahead else self._cuts[-1].take(self._trained)
 
 
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a layer is called with, but for what stands for hidden states."""
-    found = tensors_of((*args, *kwargs.values()))
-    return [each for each in found if not isinstance(each, Unread)]

@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import is_
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -30,19 +31,12 @@ class _Value(NamedTuple):
     value: Any
     copy: Any = None
 
-    @classmethod
-    def of(cls, value: Any) -> "_Value":
-        is_small = type(value) in _CONTAINERS and len(value) <= _MOST_ELEMENTS
-        return cls(value, value.copy()) if is_small else cls(value)
-
     @property
     def is_seen(self) -> bool:
         return self.copy is not None or self.value is _ABSENT or _is_plain(self.value)
 
     def is_same(self, other: "_Value") -> bool:
-        mine, others = _elements(self.copy), _elements(other.copy)
-        is_alike = _same(self.value, other.value) and len(mine) == len(others)
-        return is_alike and all(map(_same, mine, others))
+        return _same(self.value, other.value) and _hold_same(self.copy, other.copy)
 
     def write(self, space: Space, name: str) -> None:
         space.write(name, self.value)
@@ -52,7 +46,36 @@ class _Value(NamedTuple):
             fill(self.copy)
 
 
-_NOTHING = _Value(_ABSENT)
+class _Reading(NamedTuple):
+    """What is bound to names in one place at one time."""
+
+    values: dict[str, Any]
+    copies: dict[str, Any]
+    """Of containers that hold anything; None of one that is not looked into."""
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "_Reading":
+        # Most attributes of modules are empty containers, for hooks.
+        copies = {
+            name: each.copy() if len(each) <= _MOST_ELEMENTS else None
+            for name, each in values.items()
+            if type(each) in _CONTAINERS and each
+        }
+        return cls(values, copies)
+
+    def is_same(self, other: "_Reading") -> bool:
+        """Whether nothing was bound in between; False if that is not seen at once."""
+        return (
+            self.values.keys() == other.values.keys()
+            and all(map(is_, self.values.values(), other.values.values()))
+            and self.copies.keys() == other.copies.keys()
+            and all(map(_hold_same, self.copies.values(), other.copies.values()))
+        )
+
+    def value(self, name: str) -> _Value:
+        """What was bound to a name."""
+        value = self.values.get(name, _ABSENT)
+        return _Value(value, self.copies.get(name, () if type(value) in _CONTAINERS else None))
 
 
 class Names:
@@ -84,14 +107,16 @@ class Names:
             yield
         finally:
             for place, (old, new) in enumerate(zip(before, self._now(), strict=True)):
-                for name in old.keys() | new.keys():
-                    left, right = old.get(name, _NOTHING), new.get(name, _NOTHING)
-                    if left is not right and not left.is_same(right):
+                if old.is_same(new):
+                    continue
+                for name in old.values.keys() | new.values.keys():
+                    left, right = old.value(name), new.value(name)
+                    if not left.is_same(right):
                         first, _ = self._changed.get((place, name), (left, right))
                         self._changed[place, name] = first, right
 
-    def _now(self) -> list[dict[str, _Value]]:
-        return [{k: _Value.of(each) for k, each in s.read().items()} for s in self._spaces]
+    def _now(self) -> list[_Reading]:
+        return [_Reading.of(space.read()) for space in self._spaces]
 
     def put_back(self) -> None:
         """Have the values that were there before the code ran."""
@@ -119,6 +144,12 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and _is_plain(left) and bool(left == right)
 
 
+def _hold_same(left: Any, right: Any) -> bool:
+    """Whether two copies of containers have the same elements."""
+    mine, others = _elements(left), _elements(right)
+    return len(mine) == len(others) and all(map(_same, mine, others))
+
+
 def _elements(container: Any) -> list[Any]:
     return [*(container or ()), *(container.values() if isinstance(container, dict) else ())]
 
@@ -126,11 +157,14 @@ def _elements(container: Any) -> list[Any]:
 def attributes(owner: Any) -> Space:
     """The attributes of an object."""
     own: dict[str, Any] = vars(owner)
-    return Space(
-        lambda: {name: own[name] for name in own.keys() - _LOOKED_AT_OTHERWISE},
-        partial(_bind, own),
-        owner,
-    )
+
+    def read() -> dict[str, Any]:
+        found = own.copy()
+        for name in _LOOKED_AT_OTHERWISE:
+            found.pop(name, None)
+        return found
+
+    return Space(read, partial(_bind, own), owner)
 
 
 def of_code(code: Iterable[Any]) -> Iterator[Space]:

@@ -467,7 +467,7 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
     Equal for equal bits in any order of summation; of values that have changed places, others.
     """
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or not tensor.numel():
         return torch.empty(0, dtype=torch.int64, device=tensor.device)
     bits = tensor.detach()
     bits = torch.view_as_real(bits) if bits.is_complex() else bits

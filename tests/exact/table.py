@@ -215,6 +215,7 @@ def surroundings() -> Iterator[Row]:
         name = f"a module checkpointed, {'reentrant' if reentrant else 'not reentrant'}"
         policy = UNCHECKED if reentrant else {}
         yield Row(name, S.PLAIN, H.checkpointed_inside(reentrant), policy)
+    yield Row("an operator in a layer that saves an empty tensor", S.PLAIN, H.empty_tensor_saved)
     for alone in (False, True):
         name = f"saved as they are inside a layer, {'inner loss' if alone else 'loss'}"
         yield Row(name, S.DENSE, H.saved_inside(alone=alone))

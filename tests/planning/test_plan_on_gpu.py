@@ -186,8 +186,9 @@ def test_a_budget_is_kept_and_used(tmp_path: Path, share: float) -> None:
     assert runtime.plan is not None
     expected = runtime.plan.total_num_bytes - libraries
     print(f"budget {budget - libraries}, planned {expected}, measured {found}: {runtime}")
-    # What measuring has left over is spent, so the plan of this room may be above the budget.
-    assert 0.7 * (budget - libraries) < found <= budget - libraries
+    # What measuring has left over is spent, so the plan of this room may be above the budget. Here
+    # libraries had their workspaces before the model, so these are not counted.
+    assert 0.7 * (budget - libraries) < found <= budget
 
 
 WORKSPACES = """

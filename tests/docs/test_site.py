@@ -98,3 +98,25 @@ def test_the_files_of_a_walk_exist(page: str, most_lines: int, least_files: int)
 def test_control_a_file_that_is_gone_is_named() -> None:
     text = "`poros/kernels/linear4bit.py`, then `poros/kernels/linear9bit.py`"
     assert missing_files(text) == ["poros/kernels/linear9bit.py"]
+
+
+def missing_places(text: str) -> list[str]:
+    """Files and folders that a page names, from the root or from poros/, and that are not there."""
+    return [
+        name
+        for name in re.findall(r"`([a-z_]+(?:/[\w.]+)+)`", text)
+        if not any(
+            (base / name).exists() or (base / f"{name}.py").is_file()
+            for base in (ROOT, ROOT / "poros")
+        )
+    ]
+
+
+def test_what_contributing_names_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert missing_places(text) == []
+    assert missing_places("`slots/manager`, `slots/no_such`, `tests/exact`") == ["slots/no_such"]
+    folders = set(re.findall(r"^  ([a-z_]+)/ ", text, re.MULTILINE))
+    packages = {each.parent.name for each in (ROOT / "poros").glob("*/__init__.py")}
+    assert folders == packages, "the map of CONTRIBUTING.md"
+    assert len(text.splitlines()) <= 150

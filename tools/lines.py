@@ -119,7 +119,7 @@ def files_run_by(call: Callable[[], Any]) -> list[Path]:
         call()
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     inside = tuple(ROOT / folder for folder in PRODUCT)
     return sorted(
         path

@@ -56,7 +56,7 @@ WITHOUT = ("benchmarks", "cli", "imports", "packaging", "registry")
 """Test files that see nothing of a step."""
 FILES_PER_GROUP = 5
 TIMEOUT_S = 300
-"""For a group: what hangs has been noticed."""
+"""For a group by default: what hangs has been noticed. A busy machine needs more."""
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -201,7 +201,7 @@ def groups(without: Collection[str] = (), core: str = "step") -> list[list[str]]
     return [[str(path.relative_to(ROOT)) for path in part] for part in parts]
 
 
-def failing(copy: Path, mutant: Mutant, tests: list[str]) -> str:
+def failing(copy: Path, mutant: Mutant, tests: list[str], timeout_s: float = TIMEOUT_S) -> str:
     """The first test that fails in this copy of the checkout; empty if none does."""
     options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu and not slow")
     paths = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
@@ -214,7 +214,7 @@ def failing(copy: Path, mutant: Mutant, tests: list[str]) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
         return "a test that hangs"
@@ -229,10 +229,17 @@ def failing(copy: Path, mutant: Mutant, tests: list[str]) -> str:
 class Campaign:
     """Which mutant has passed how many groups of tests, and what noticed it."""
 
-    def __init__(self, drawn: list[Mutant], tests: list[list[str]], out: Path) -> None:
+    def __init__(
+        self,
+        drawn: list[Mutant],
+        tests: list[list[str]],
+        out: Path,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.by: dict[Mutant, str] = {}
         self.passed = dict.fromkeys(drawn, 0)
         self._tests, self._out, self._lock = tests, out, Lock()
+        self._timeout_s = timeout_s
         if out.exists():
             for line in out.read_text().splitlines():
                 self._note(**json.loads(line))
@@ -244,7 +251,7 @@ class Campaign:
                 mutant = waiting.get_nowait()
             except Empty:
                 return
-            by = failing(copy, mutant, self._tests[self.passed[mutant]])
+            by = failing(copy, mutant, self._tests[self.passed[mutant]], self._timeout_s)
             with self._lock:
                 self._note(by, **mutant._asdict())
                 with self._out.open("a") as out:
@@ -279,6 +286,7 @@ def main() -> None:
     parser.add_argument("--core", choices=CORES, default="step")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=1e6, help="no group begins after them")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for a group")
     parser.add_argument("--without", nargs="*", default=(), help="test files to leave out, by name")
     parser.add_argument(
         "--out", type=Path, help="a line of JSON for each group; named after the draw by default"
@@ -288,7 +296,7 @@ def main() -> None:
     out = options.out or Path(f"mutants_{core}_{options.seed}_{options.number}.jsonl")
     everything = list(mutants(core))
     drawn = [unchanged, *random.Random(options.seed).sample(everything, options.number)]
-    campaign = Campaign(drawn, groups(options.without, core), out)
+    campaign = Campaign(drawn, groups(options.without, core), out, options.timeout)
     waiting: Queue[Mutant] = Queue()
     for mutant in sorted(drawn, key=lambda mutant: campaign.passed[mutant]):
         if campaign.is_open(mutant):

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import axolotl
 from benchmarks.models import config_of, random_model, with_lora
 from poros.kernels.adapters import KernelStats
 from poros.kernels.compose import Tier, compose, compose_backward
@@ -210,13 +209,6 @@ def model(options: Any, rank: int, tokens: int) -> None:
     arms: dict[str, tuple[Arm, int]] = {"PEFT": (gradients, 0)}
     tiers: list[Tier] = ["eager", "fused"]
     arms |= {f"ours, {tier}": (with_ours(tier), 0) for tier in tiers}
-
-    def with_others() -> Any:
-        with axolotl.used(adapted):
-            return gradients()
-
-    if options.axolotl:
-        arms["Axolotl"] = with_others, 0
     facts = {"model": name, "layers": layers, "rank": rank, "tokens": tokens, "dropout": dropout}
     facts["adapters"] = options.adapters
     measure(facts, arms, torch.device("cuda"), options.passes)
@@ -233,7 +225,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--adapters", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--axolotl", action="store_true", help="its kernels as a further arm")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     device = torch.device(options.device)

@@ -29,8 +29,7 @@ import poros
 from benchmarks import memory
 from benchmarks.forecast import copy_rate
 from benchmarks.loops import make_optimizer
-from benchmarks.models import config_of, random_model, with_lora
-from benchmarks.visits import small_model
+from benchmarks.models import config_of, random_model, small_model, with_lora
 from benchmarks.work import Work, batch_of
 from poros.api import prepare_with
 from poros.stream.boundary import streamed_layer

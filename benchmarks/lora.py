@@ -3,7 +3,7 @@
     python -m benchmarks.lora qwen2.5-7b --tokens 512 --dropout 0.05
 
 Arms take turns on the same layer, inputs, gradients and random state; all gradients of PEFT and of
-ours have to be equal bit for bit. Axolotl's kernels are a further arm where they are installed.
+ours have to be equal bit for bit.
 ``wall`` is from one synchronisation to the next, ``kernels`` the time that kernels took on the GPU
 in one such run under the profiler, ``launches`` how many there were, ``kept`` what lives between
 the recomputation and its backward. 4-bit products are bitsandbytes' own in the first arm.
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import axolotl
 from benchmarks.models import config_of, random_model, with_lora
 from poros.kernels.adapters import KernelStats, note_last
 from poros.kernels.forwards import unpatch
@@ -62,17 +61,10 @@ def leaving_out(layer: Any) -> Iterator[KernelStats | None]:
         unpatch(layer.modules())
 
 
-@contextmanager
-def others(layer: Any) -> Iterator[KernelStats | None]:
-    with axolotl.used(layer):
-        yield None
-
-
 ARMS: dict[str, Callable[[Any], Any]] = {
     "PEFT": peft,
     "ours": fused,
     "ours, last product left out": leaving_out,
-    **({"Axolotl": others} if axolotl.is_installed() else {}),
 }
 
 
@@ -135,7 +127,7 @@ def measure(name: str, num_tokens: int, rank: int, dropout: float, passes: int) 
     exact = True
     for arm, found in facts.items():
         same = all(map(torch.equal, found["gradients"], expected))
-        exact &= same or arm == "Axolotl"
+        exact &= same
         wall, kernels = statistics.median(found["wall"]), found["kernels"]
         line = {
             **{"model": name, "tokens": num_tokens, "dropout": dropout, "arm": arm},

@@ -1,4 +1,4 @@
-"""One command per table.
+"""Tables of whole training steps, each by one command: memory, time and bits of several arms.
 
     python -m benchmarks.tables step qwen2.5-7b --slots 2 14 28 --out benchmarks/results/NAME.csv
     python -m benchmarks.tables budget qwen2.5-7b --quick --out benchmarks/results/NAME.csv

@@ -1,7 +1,7 @@
 """A safetensors checkpoint, opened and checked as a whole and read tensor by tensor.
 
 What is loaded is read into memory, ahead of its use, and not through a mapping, which would end the
-process if a file were cut off meanwhile (`benchmarks/reading.py` compares the two).
+process if a file were cut off meanwhile.
 
 Nothing of a checkpoint is executed: pickle files are refused by their name, and no other file is
 opened than configuration, index and the shards that the index names.

@@ -1,6 +1,8 @@
 """The benchmarks at a tiny shape on the CPU: every table and arm, and what they must refuse."""
 
+import re
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
@@ -12,6 +14,7 @@ import torch
 from peft import LoraConfig
 
 import poros
+from benchmarks import __main__ as entry
 from benchmarks import arms, layer, memory, paths, plot, report, tables, transfer
 from benchmarks.arms import Arm, NotOffloadedError, Placed
 from benchmarks.loops import OPTIMIZER, Batch, Meter, NotPossibleError, plain_loop
@@ -85,6 +88,30 @@ NOT_POSSIBLE = {
 }
 if not CAN_OFFLOAD_BOUNDARIES:
     NOT_POSSIBLE["sequence", "poros, 2 slots, boundaries on the host"] = "no offload_boundaries"
+
+
+def test_every_benchmark_has_a_description_and_a_row() -> None:
+    """Of the modules that can be run; the page names no other."""
+    known = entry.names()
+    assert {"tables", "paths", "versus"} <= set(known) and "protocol" not in known
+    assert all(line.endswith((".", "?")) and len(line) <= 100 for line in known.values())
+    page = (entry.FOLDER / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)[` ]", page, re.MULTILINE)) == set(known)
+
+
+def test_one_entry_point_runs_any_benchmark(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "layer", "tiny", "--seq", "8"])
+    entry.main()
+    assert "1 x 8 tokens" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["benchmarks"])
+    entry.main()
+    assert all(f"  {name} " in entry.usage() for name in entry.names())
+    assert capsys.readouterr().out == entry.usage() + "\n"
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "protocol"])
+    with pytest.raises(SystemExit, match="expected the name of a benchmark, found 'protocol'"):
+        entry.main()
 
 
 def run_table(name: str, folder: Path, *options: str) -> tuple[int, Path]:

@@ -1,13 +1,15 @@
-"""Changes the core of the step in one place at a time, and says which tests notice.
+"""Changes the product in one place at a time, and says which tests notice.
 
-    python -m tests.mutation_run --number 200 --seed 0 --jobs 2 --out mutants.jsonl
+    python -m tools.mutants --seed 0 --number 200 --jobs 2 --out mutants.jsonl
+    python -m tools.mutants --seed 0 --number 200 --core house
 
-A mutant is one operator, comparison, constant, condition or statement changed in one file of
-``CORE``, drawn from all there are. It runs in a copy of the checkout under one group of test files
-after the other, the quick ones first, until a test fails. A mutant that passes all of them has
-survived, and has to be read: it changes nothing, or nobody looks. The same seed draws the same
-mutants from the same source; a run that was stopped goes on where ``--out`` ends. One more mutant
-changes nothing at all: tests that fail for it say nothing of the others.
+A mutant is one operator, comparison, constant, condition or statement changed in one file of a
+core, drawn from all there are: ``step`` is what runs in a step (``STEP``), ``house`` what surrounds
+it (``HOUSE``): kernels, head, loaders and planning. It runs in a copy of the checkout under one
+group of test files after the other, the quick ones first, until a test fails. A mutant that passes
+all of them has survived, and has to be read: it changes nothing, or nobody looks. The same seed
+draws the same mutants from the same source; a run that was stopped goes on where ``--out`` ends.
+One more mutant changes nothing at all: tests that fail for it say nothing of the others.
 """
 
 import argparse
@@ -29,8 +31,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
-CORE = tuple(
-    f"poros/{folder}/{name}".replace("//", "/")
+STEP = tuple(
+    f"poros/{folder}/{name}.py".replace("//", "/")
     for folder, names in {
         "": "streams",
         "slots": "manager ring schedule",
@@ -42,14 +44,19 @@ CORE = tuple(
     }.items()
     for name in names.split()
 )
+HOUSE = ("poros/kernels", "poros/head", "loaders", "poros/planning")
+"""Folders; their kernels for a GPU (``*_gpu.py``) aside, which no test on a CPU runs as a whole."""
+CORES = ("step", "house")
 QUICK = ("refused", "programs", "arrival", "manager")
 """Test files that run first, by name, wherever they are."""
 OTHERS = ("exact/test_*.py", "faults/test_*.py", "unit/test_*.py")
+OF_HOUSE = ("loading/test_*.py", "planning/test_*.py")
+"""Test files that run beside the others for the house."""
 WITHOUT = ("benchmarks", "cli", "imports", "packaging", "registry")
 """Test files that see nothing of a step."""
 FILES_PER_GROUP = 5
 TIMEOUT_S = 300
-"""For a group: what hangs has been noticed."""
+"""For a group by default: what hangs has been noticed. A busy machine needs more."""
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -83,7 +90,9 @@ class Mutant(NamedTuple):
     change: str
 
 
-NO_CHANGE = Mutant("poros/streams.py", -1, 0, "nothing")
+def no_change(core: str) -> Mutant:
+    """The mutant that is its own file, only written out from the syntax tree."""
+    return Mutant(files(core)[0], -1, 0, "nothing")
 
 
 class _Mutator(ast.NodeVisitor):
@@ -154,13 +163,21 @@ class _Mutator(ast.NodeVisitor):
         super().generic_visit(node)
 
 
-def mutants() -> Iterator[Mutant]:
+def files(core: str) -> tuple[str, ...]:
+    """The files of a core, relative to the root."""
+    if core == "step":
+        return STEP
+    found = (path for folder in HOUSE for path in sorted((ROOT / folder).glob("*.py")))
+    return tuple(str(path.relative_to(ROOT)) for path in found if "_gpu" not in path.name)
+
+
+def mutants(core: str = "step") -> Iterator[Mutant]:
     """All there are."""
-    for name in CORE:
+    for file in files(core):
         mutator = _Mutator()
-        mutator.visit(ast.parse((ROOT / f"{name}.py").read_text()))
+        mutator.visit(ast.parse((ROOT / file).read_text()))
         for number, (line, change) in enumerate(mutator.found):
-            yield Mutant(f"{name}.py", number, line, change)
+            yield Mutant(file, number, line, change)
 
 
 def mutated(mutant: Mutant) -> str:
@@ -170,12 +187,13 @@ def mutated(mutant: Mutant) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def groups(without: Collection[str] = ()) -> list[list[str]]:
+def groups(without: Collection[str] = (), core: str = "step") -> list[list[str]]:
     """The test files that run together, in the order in which the groups run."""
+    patterns = OTHERS if core == "step" else (*OTHERS, *OF_HOUSE)
     tests = ROOT / "tests"
     left_out = {path for name in (*WITHOUT, *without) for path in tests.rglob(f"test_{name}*.py")}
     first = sorted(path for name in QUICK for path in tests.rglob(f"test_{name}.py"))
-    others = {path for pattern in OTHERS for path in tests.glob(pattern)} - {*first, *left_out}
+    others = {path for pattern in patterns for path in tests.glob(pattern)} - {*first, *left_out}
     # Long files and short ones in each group.
     ranked = sorted(others, key=lambda path: (-path.stat().st_size, path))
     number = -(-len(ranked) // FILES_PER_GROUP)
@@ -183,7 +201,7 @@ def groups(without: Collection[str] = ()) -> list[list[str]]:
     return [[str(path.relative_to(ROOT)) for path in part] for part in parts]
 
 
-def failing(copy: Path, mutant: Mutant, tests: list[str]) -> str:
+def failing(copy: Path, mutant: Mutant, tests: list[str], timeout_s: float = TIMEOUT_S) -> str:
     """The first test that fails in this copy of the checkout; empty if none does."""
     options = ("-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu and not slow")
     paths = os.pathsep.join([str(copy), os.environ.get("PYTHONPATH", "")])
@@ -196,7 +214,7 @@ def failing(copy: Path, mutant: Mutant, tests: list[str]) -> str:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
         return "a test that hangs"
@@ -211,10 +229,17 @@ def failing(copy: Path, mutant: Mutant, tests: list[str]) -> str:
 class Campaign:
     """Which mutant has passed how many groups of tests, and what noticed it."""
 
-    def __init__(self, drawn: list[Mutant], tests: list[list[str]], out: Path) -> None:
+    def __init__(
+        self,
+        drawn: list[Mutant],
+        tests: list[list[str]],
+        out: Path,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.by: dict[Mutant, str] = {}
         self.passed = dict.fromkeys(drawn, 0)
         self._tests, self._out, self._lock = tests, out, Lock()
+        self._timeout_s = timeout_s
         if out.exists():
             for line in out.read_text().splitlines():
                 self._note(**json.loads(line))
@@ -226,7 +251,7 @@ class Campaign:
                 mutant = waiting.get_nowait()
             except Empty:
                 return
-            by = failing(copy, mutant, self._tests[self.passed[mutant]])
+            by = failing(copy, mutant, self._tests[self.passed[mutant]], self._timeout_s)
             with self._lock:
                 self._note(by, **mutant._asdict())
                 with self._out.open("a") as out:
@@ -248,17 +273,30 @@ class Campaign:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Draw mutants, run them, and print those that survived.
+
+    Raises:
+        SystemExit: If tests fail for the mutant that changes nothing.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tools.mutants", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--number", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--core", choices=CORES, default="step")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=1e6, help="no group begins after them")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for a group")
     parser.add_argument("--without", nargs="*", default=(), help="test files to leave out, by name")
-    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each group")
+    parser.add_argument(
+        "--out", type=Path, help="a line of JSON for each group; named after the draw by default"
+    )
     options = parser.parse_args()
-    everything = list(mutants())
-    drawn = [NO_CHANGE, *random.Random(options.seed).sample(everything, options.number)]
-    campaign = Campaign(drawn, groups(options.without), options.out)
+    core, unchanged = options.core, no_change(options.core)
+    out = options.out or Path(f"mutants_{core}_{options.seed}_{options.number}.jsonl")
+    everything = list(mutants(core))
+    drawn = [unchanged, *random.Random(options.seed).sample(everything, options.number)]
+    campaign = Campaign(drawn, groups(options.without, core), out, options.timeout)
     waiting: Queue[Mutant] = Queue()
     for mutant in sorted(drawn, key=lambda mutant: campaign.passed[mutant]):
         if campaign.is_open(mutant):
@@ -270,8 +308,8 @@ def main() -> None:
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
         for ended in [pool.submit(campaign.work, copy, waiting, end) for copy in copies]:
             ended.result()
-    if NO_CHANGE in campaign.by:
-        raise SystemExit(f"expected tests that pass unchanged, found {campaign.by[NO_CHANGE]}")
+    if unchanged in campaign.by:
+        raise SystemExit(f"expected tests that pass unchanged, found {campaign.by[unchanged]}")
     still_open = [mutant for mutant in drawn if campaign.is_open(mutant)]
     survived = [mutant for mutant in drawn[1:] if mutant not in {*campaign.by, *still_open}]
     for mutant in survived:

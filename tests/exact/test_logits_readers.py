@@ -1,6 +1,8 @@
 """Programs that look at the logits of a model whose loss is computed in slices, or do not."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +13,12 @@ import torch.nn.functional as F
 import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
 from poros.gates import tiny
-from tests.exact.arms import ON_HOST, narrow_slices, slice_resident_loss, with_sliced_loss
+from tests.exact.arms import ON_HOST, slice_resident_loss, with_sliced_loss
+from tests.exact.heads import Model, outputs, saved_whole, trained, with_lora
 from tests.snapshots import batches, build, changes, digest
 from tests.trainer_parity import trainer_arguments
 
-Model = Any
-
-
-@pytest.fixture(autouse=True)
-def slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow_slices(monkeypatch)
-
-
-def outputs(model: Model, **inputs: Any) -> Any:
-    torch.manual_seed(5)
-    return model(**{**batches()[1], **inputs})
+pytestmark = pytest.mark.usefixtures("narrow")
 
 
 @pytest.mark.parametrize("policy", [ON_HOST, {"loss": "chunked", "stream_head": False}], ids=str)
@@ -249,3 +242,84 @@ def test_backward_hooks_see_the_gradient_of_the_logits(kind: str) -> None:
         ]
 
     assert gradients(build()) == gradients(with_sliced_loss(build()))
+
+
+def parameters_of_head(model: Model) -> list[Any]:
+    return [p for n, p in model.named_parameters() if "lm_head" in n and p.requires_grad]
+
+
+def stepped(kind: Any, **options: Any) -> Callable[[Model], None]:
+    return lambda model: kind(parameters_of_head(model), **options).step()
+
+
+def through_data(model: Model) -> None:
+    for each in parameters_of_head(model):
+        each.data.mul_(2)
+
+
+def with_rows_exchanged(model: Model) -> None:
+    for each in parameters_of_head(model):
+        each.data.copy_(each.data.flip(0))
+
+
+def with_other_data(model: Model) -> None:
+    for each in parameters_of_head(model):
+        each.data = each.data * 2
+
+
+def merged(model: Model) -> None:
+    """PEFT writes to the frozen weight through ``.data``."""
+    model.get_output_embeddings().merge()
+
+
+EDITS: dict[str, Callable[[Model], object]] = {
+    "for-each": stepped(torch.optim.AdamW, lr=0.1, foreach=True),
+    "fused": stepped(torch.optim.AdamW, lr=0.1, fused=True),
+    "through .data": through_data,
+    "rows exchanged": with_rows_exchanged,
+    "other .data": with_other_data,
+    "nothing": lambda model: None,
+    # It is counted as a write.
+    "a step of no size": stepped(torch.optim.SGD, lr=0.0, foreach=True),
+}
+
+KEEPS = ("nothing", "a step of no size")
+
+with_lora_on_it = partial(with_lora, lora_dropout=0.0)
+EDITED = [(change, edit) for change in (trained, saved_whole, with_lora_on_it) for edit in EDITS]
+
+
+@pytest.mark.parametrize(("change", "edit"), [*EDITED, (with_lora_on_it, merged)])
+def test_logits_that_are_read_after_the_head_was_edited(
+    change: Callable[[Model], Model], edit: Any
+) -> None:
+    """They are those of the head that was called, or refused."""
+
+    def logits_of(model: Model) -> torch.Tensor:
+        torch.manual_seed(5)
+        output = model.train()(**batches()[1])
+        output.loss.backward()
+        EDITS.get(edit, edit)(model)
+        found: torch.Tensor = output.logits * 1.0
+        return found.clone()
+
+    plain = logits_of(change(build()))
+    model = with_sliced_loss(change(build()))
+    if edit in KEEPS:
+        assert torch.equal(logits_of(model), plain)
+    else:
+        with pytest.raises(PreparedModelError, match="found them written to before"):
+            logits_of(model)
+
+
+@pytest.mark.parametrize("edit", ["fused", "through .data"])
+def test_a_loss_that_is_taken_of_them_after_an_edit_is_refused(edit: str) -> None:
+    model = with_sliced_loss(trained(build())).train()
+    labels = batches()[1]["labels"]
+    output = model(**batches()[1])
+    again = model.get_base_model().loss_function(output.logits, labels, vocab_size=512)
+    assert torch.equal(again, output.loss)
+    output.loss.backward()
+    EDITS[edit](model)
+    with pytest.raises(PreparedModelError, match="found them written to before"):
+        model.get_base_model().loss_function(output.logits, labels, vocab_size=512)

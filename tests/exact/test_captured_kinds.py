@@ -17,16 +17,17 @@ from transformers import Trainer, TrainerCallback
 
 import poros
 from poros.errors import ParityError
+from poros.gates.reference import compare_trajectories
 from poros.replay.captures import ARGUMENTS
 from poros.replay.forms import Form, HeldGraphs
 from poros.stream import attention
 from tests.covers import with_slow
 from tests.exact.adapter_arms import adapted, mlps
 from tests.exact.arms import Bases
-from tests.exact.recorded import KEPT, autocast, loss_of, recorded, spoil, train
+from tests.exact.recorded import KEPT, autocast, loss_of, record_on_tapes, recorded, spoil, train
 from tests.exact.together import same, trained
-from tests.support import same_bits
-from tests.trainer_parity import trainer_arguments
+from tests.exact.trainer_arms import NUM_STEPS, Arms
+from tests.support import prepare_plain, same_bits
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -343,7 +344,7 @@ def test_the_bytes_of_a_kept_layer_are_checked_before_any_visit_is_replayed(
         train(model, 3, 1)
 
 
-class Generating(TrainerCallback):
+class Generating(TrainerCallback):  # type: ignore[misc]
     """Evaluation and generation come between steps."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -354,48 +355,27 @@ class Generating(TrainerCallback):
         model.train()
 
 
+class GeneratingTrainer(Trainer):  # type: ignore[misc]
+    def __init__(self, *, callbacks: list[TrainerCallback], **options: Any) -> None:
+        super().__init__(callbacks=[*callbacks, Generating()], **options)
+
+
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("policy", [{}, KEPT], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("keep_last", [0, 2])
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 1}, {"bf16": True}], ids=str)
 def test_hf_trainer(
-    options: dict[str, Any], policy: dict[str, Any], tmp_path: Path, bases: Bases
+    options: dict[str, Any], keep_last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = torch.Generator().manual_seed(4)
-    lengths = [12, 12, 20, 20] * 10
-    rows = [torch.randint(3, 90, (length,), generator=generator) for length in lengths]
-    data = [{"input_ids": row, "labels": row} for row in rows]
-
-    def run(model: Model, name: str) -> tuple[list[Any], list[dict[str, Any]]]:
-        wanted = {"max_steps": 10, "eval_strategy": "steps", "eval_steps": 4, **options}
-        arguments = trainer_arguments(tmp_path / name, **wanted)
-        arguments.per_device_train_batch_size = 2
-        trainer = Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=data,
-            eval_dataset=data[:4],
-            callbacks=[Generating()],
-        )
-        trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(  # in order of length
-            data, batch_size=2, collate_fn=trainer.data_collator
-        )
-        trainer.train()
-        history = [
-            {
-                key: value
-                for key, value in each.items()
-                if "runtime" not in key and "per_s" not in key
-            }
-            for each in trainer.state.log_history
-        ]
-        return [each.detach().clone() for each in trained(model)], history
-
-    expected, history = run(adapted(bases, lora_dropout=0.1), "resident")
-    model = adapted(bases, lora_dropout=0.1)
-    captures, _ = recorded(model, **policy)
-    found, own_history = run(model, "recorded")
-    assert same(found, expected) and own_history == history
-    assert captures.num_replays > 0
+    """That lengths change, too, is in ``test_trl``."""
+    captures = record_on_tapes(monkeypatch, 2)
+    arms = Arms.make(tmp_path, torch.bfloat16)
+    options = {**options, "trainer_class": GeneratingTrainer}
+    options |= {"save_strategy": "steps", "save_steps": NUM_STEPS}
+    prepare = partial(prepare_plain, slots=2 + keep_last, keep_last=keep_last)
+    expected, found = arms.run("resident", **options), arms.run("recorded", prepare, **options)
+    assert compare_trajectories(expected, found) == []
+    assert arms.log_history("resident") == arms.log_history("recorded")
+    assert captures[0].num_replays > 0
 
 
 def places(tensors: Any) -> set[int]:

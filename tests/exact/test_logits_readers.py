@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Trainer
 
 import poros
 from poros.errors import PreparedModelError, UnsupportedModelError
-from poros.gates import tiny
+from poros.gates.reference import compare_trajectories
 from tests.exact.arms import ON_HOST, slice_resident_loss, with_sliced_loss
 from tests.exact.heads import Model, outputs, saved_whole, trained, with_lora
+from tests.exact.trainer_arms import Arms
 from tests.snapshots import batches, build, changes, digest
-from tests.trainer_parity import trainer_arguments
 
 pytestmark = pytest.mark.usefixtures("narrow")
 
@@ -152,70 +153,40 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(outputs(model).loss, norm, create_graph=True)
 
 
-def trainer_run(model: Model, folder: Path, **options: Any) -> dict[str, float]:
-    from transformers import Trainer
+class WithMetrics(Trainer):  # type: ignore[misc]
+    """Reads the logits of evaluations."""
 
-    rows = [{key: value[0] for key, value in batch.items()} for batch in tiny.make_batches(4)]
-    seen = dict[str, Any]()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, compute_metrics=self.metrics)
 
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        seen["shape"] = prediction.predictions.shape
+    def metrics(self, prediction: Any) -> dict[str, float]:
+        assert prediction.predictions.shape == (4, 20, 512)
         return {"mean": float(prediction.predictions.mean())}
-
-    arguments = trainer_arguments(
-        folder,
-        max_steps=2,
-        use_cpu=True,
-        eval_strategy="steps",
-        eval_steps=1,
-        dataloader_pin_memory=False,
-        **{key: value for key, value in options.items() if key != "with_metrics"},
-    )
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=rows,
-        eval_dataset=rows,
-        compute_metrics=compute_metrics if options.get("with_metrics") else None,
-    )
-    torch.manual_seed(11)
-    trainer.train()
-    if options.get("with_metrics"):
-        assert seen["shape"] == (4, 24, 512)
-    return {
-        f"{number} {key}": value
-        for number, line in enumerate(trainer.state.log_history)
-        for key, value in line.items()
-        if isinstance(value, int | float) and not key.endswith(("runtime", "per_second"))
-    }
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"torch_compile": False, "average_tokens_across_devices": False},
-        {"with_metrics": True, "bf16": True},
-        {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+        (Trainer, {"torch_compile": False, "average_tokens_across_devices": False}),
+        (WithMetrics, {"bf16": True}),
+        (Trainer, {"label_smoothing_factor": 0.1}),
     ],
     ids=str,
 )
-def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+def test_trainer(kind: type[Trainer], options: dict[str, Any], tmp_path: Path) -> None:
     """Losses, evaluations and metrics: those of a resident model with the same loss."""
-    resident = slice_resident_loss(build())
-    expected = trainer_run(resident, tmp_path / "a", **options)
-    model = with_sliced_loss(build())
-    found = trainer_run(model, tmp_path / "b", **options)
-    assert found == expected and len(found) > 8
-    weights = dict(resident.named_parameters())
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(parameter, weights[name])
-    is_read = options.keys() & {"with_metrics", "label_smoothing_factor"}
-    stats = poros.runtime(model).stats()
-    if "label_smoothing_factor" in options:
-        assert stats["head_num_bytes"] == 0, "the loss is the Trainer's, on whole logits"
-    else:
-        assert is_read or stats["head_num_bytes"] > 0
+    arms = Arms.make(tmp_path, torch.bfloat16)
+    given = {"trainer_class": kind, "max_steps": 2, "eval_steps": 1, **options}
+    given |= {"save_strategy": "steps", "save_steps": 2}
+    prepares = (lambda model, **_: slice_resident_loss(model)), with_sliced_loss
+    runs = [arms.run(name, prepare, **given) for name, prepare in zip("ab", prepares, strict=True)]
+    assert compare_trajectories(*runs) == []
+    logs = [arms.log_history(name, 2) for name in "ab"]
+    assert logs[0] == logs[1] and len(logs[0]) == 2 + 2
+    assert any("eval_mean" in line for line in logs[0]) == (kind is WithMetrics)
+    is_whole = "label_smoothing_factor" in options
+    stats = poros.runtime(arms.model).stats()
+    assert (stats["head_num_bytes"] == 0) == is_whole, "the loss is the Trainer's, on whole logits"
 
 
 @pytest.mark.parametrize("kind", ["the head's", "of all modules"])

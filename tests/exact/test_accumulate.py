@@ -35,8 +35,23 @@ MIXED: Any = {"sizes": (3, 1, 5), "clip": 0.5, "padded": True}
 """Groups smaller than the others, other shapes, padding, clipping."""
 
 
-def of_policy(**policy: Any) -> Program:
-    return program(base=partial(dense, num_layers=NUM_LAYERS), policy=policy, sizes=(3, 3))
+POLICIES: dict[str, dict[str, Any]] = {
+    "two slots": {},
+    "all kept": {"slots": 4, "keep_last": 4},
+    "two kept": {"slots": 4, "keep_last": 2},
+    "all slots": {"slots": 4},
+    "blocks of two layers": {"block_size": 2},
+    "inputs on the host": {"offload_boundaries": True},
+    "adapters of PEFT": {"adapter_kernels": "peft"},
+    "a budget": {"slots": None, "vram_budget": "1GiB"},
+    "all on the host": {"loss": "chunked", "stream_head": True, "stream_embedding": True},
+}
+
+
+def of_policy(name: str, share_dense: bool) -> Program:
+    make = four_layers if share_dense else partial(dense, num_layers=NUM_LAYERS)
+    policy = {**POLICIES[name], "share_dense": share_dense}
+    return program(base=make, policy=policy, sizes=(3, 3))
 
 
 def of_base(*architecture: str, **options: Any) -> Program:
@@ -66,14 +81,8 @@ PROGRAMS = {
         for quantize in (True, False)
         for dtype, dropout in ((BF16, 0.0), (BF16, 0.05), (FP32, 0.05))
     },
-    "all kept": of_policy(slots=4, keep_last=4),
-    "two kept": of_policy(slots=4, keep_last=2),
-    "all slots": of_policy(slots=4),
-    "blocks of two layers": of_policy(block_size=2),
-    "inputs on the host": of_policy(offload_boundaries=True),
-    "adapters of PEFT": of_policy(adapter_kernels="peft"),
-    "a budget": of_policy(slots=None, vram_budget="1GiB"),
-    "all on the host": of_policy(loss="chunked", stream_head=True, stream_embedding=True),
+    **{name: of_policy(name, share_dense=False) for name in POLICIES},
+    **{f"{name}, dense weights shared": of_policy(name, share_dense=True) for name in POLICIES},
     **{
         name: of_base(name, num_layers=NUM_LAYERS)._replace(end=ALONE.get(name))
         for name in tiny.ARCHITECTURES
@@ -94,7 +103,8 @@ PROGRAMS = {
 
 # Of dtypes and dropout each comes, with 4 bits and dense; these have the operators of others.
 SLOW = ("nf4 torch.bfloat16 0.0", "nf4 torch.float32 0.05", "dense torch.bfloat16 0.05")
-SLOW += ("llama", "mistral", "qwen3", "gemma4_shared_kv", "qwen3_moe")
+SLOW += tuple(f"{name}, dense weights shared" for name in ("two slots", "all kept", "all slots"))
+SLOW += ("two slots", "llama", "mistral", "qwen3", "gemma4_shared_kv", "qwen3_moe")
 
 
 @pytest.mark.parametrize("which", with_slow(PROGRAMS, SLOW))

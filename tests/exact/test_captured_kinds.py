@@ -477,9 +477,7 @@ def test_a_tensor_that_a_module_exchanges(
 
 
 REPLAYED = dict.fromkeys(["qwen2", "llama", "mistral", "qwen3", "phi3", "gemma3"])
-
 RUN = {"gemma4": ARGUMENTS, "mixtral": "hooks", "qwen3_moe": "hooks"}
-
 ENDS: dict[str, str | None] = {**REPLAYED, **RUN}
 
 

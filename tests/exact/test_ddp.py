@@ -32,7 +32,6 @@ from tests.support import make_model, prepare_plain
 from tests.trainer_parity import train_with_trainer, trainer_arguments
 
 NUM_STEPS = 2
-
 UNUSED = "second"
 
 Bits = dict[str, torch.Tensor]
@@ -422,9 +421,7 @@ def assert_exact(folder: Path, cell: str, world: int = 9) -> list[Bits]:
 
 
 REST = ("every_backward", "autocast", "static_graph", "trainer", "taken into", "taken at the end")
-
 REST += ("together, unused", "together, bucket views")
-
 TOGETHER = [each for each in CELLS if each.startswith(("together", "taken")) and each not in REST]
 """Grouped; or one after the other, where gradients are taken or exchanged in between."""
 

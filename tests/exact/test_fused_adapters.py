@@ -32,16 +32,13 @@ from tests.exact.arms import Bases
 from tests.support import same_bits
 
 Model = Any
-
 BF16, FP32 = torch.bfloat16, torch.float32
-
 TARGETS = {
     "seven": SEVEN,
     "qkv": SEVEN[:3],
     "o": SEVEN[3:4],
     "mlp": SEVEN[4:],
 }
-
 PHI3 = {"seven": "all-linear", "qkv": ["qkv_proj"], "o": ["o_proj"], "mlp": ["gate_up_proj"]}
 
 

@@ -53,16 +53,6 @@ def test_large_logits_that_are_read_are_mentioned_once(
     assert caplog.text.count("reads the logits") == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}], ids=str)
-def test_generate(options: dict[str, Any]) -> None:
-    def generated(model: Model) -> torch.Tensor:
-        torch.manual_seed(7)
-        ids = batches()[0]["input_ids"][:, :6]
-        return model.eval().generate(ids, max_new_tokens=5, **options)
-
-    assert torch.equal(generated(build()), generated(with_sliced_loss(build())))
-
-
 def test_labels_for_some_positions_only() -> None:
     """Shifted by the caller, divided by a number of items, ignored by another number."""
     given = batches()[0]["labels"]
@@ -253,10 +243,10 @@ EDITS: dict[str, Callable[[Model], object]] = {
     # It is counted as a write.
     "a step of no size": stepped(torch.optim.SGD, lr=0.0, foreach=True),
 }
-
 KEEPS = ("nothing", "a step of no size")
 
 with_lora_on_it = partial(with_lora, lora_dropout=0.0)
+
 EDITED = [(change, edit) for change in (trained, saved_whole, with_lora_on_it) for edit in EDITS]
 
 

@@ -12,7 +12,6 @@ from poros.api import prepare_with
 from poros.kernels import dense_layer, dequantize
 from poros.kernels.dense_layer import DenseLayer
 from poros.stream.body import LayerBody
-from tests.covers import with_slow
 from tests.exact import together
 from tests.exact.adapter_arms import adapted
 from tests.exact.arms import Bases, on_tapes
@@ -94,29 +93,6 @@ def test_without_it_each_micro_batch_makes_them(bases: Bases, monkeypatch: Patch
     assert counted.num_shared == 0
     # In what is recorded at least, whose gradient is ours on a CPU too.
     assert counted.num_single >= SIZES[0] * NUM_LAYERS
-
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "two slots": {"slots": 2},
-    "all kept": {"slots": 4, "keep_last": 4},
-    "two kept": {"slots": 4, "keep_last": 2},
-    "blocks of two layers": {"slots": 2, "block_size": 2},
-    "inputs on the host": {"slots": 2, "offload_boundaries": True},
-    "adapters of PEFT": {"slots": 2, "adapter_kernels": "peft"},
-    "a budget": {"vram_budget": "1GiB"},
-}
-
-
-SLOW = ("two slots", "all kept")
-"""Which the other tests have."""
-
-
-@pytest.mark.parametrize("policy", with_slow(POLICIES, SLOW))
-def test_every_policy(policy: str, bases: Bases, expected: list[torch.Tensor]) -> None:
-    model = prepare_plain(build(bases), share_dense=True, **POLICIES[policy])
-    assert same(train(model), expected)
-    assert num_groups(model) == 3 and reasons(model) == []
-    assert poros.runtime(model).self_check["status"] == "passed"
 
 
 @pytest.mark.parametrize("use_dora", [False, True])

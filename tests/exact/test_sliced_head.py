@@ -73,7 +73,6 @@ def test_restore_gives_everything_back(architecture: str, policy: dict[str, Any]
 
 
 FAMILIES = ["qwen2", "gemma2", "cohere", "cohere2", "granite", "falcon_h1", "mixtral"]
-
 FAMILIES += ["gpt2", "bloom", "phi"]
 
 

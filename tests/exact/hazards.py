@@ -1,8 +1,8 @@
 """Programs of users in which recomputing a layer is easily wrong, and what hooks do in them."""
 
 import random
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -232,19 +232,22 @@ def whole_model_checkpointed(model: Model) -> object:
     return loss
 
 
-def checkpointed_inside(reentrant: bool) -> Program:
+def with_forward(make: Callable[[Any], Callable[..., Any]]) -> Program:
+    """A step in which a module inside a layer has another forward, made of its own."""
+
     def program(model: Model) -> object:
         mlp = layers_of(model)[1].mlp
-        own = mlp.forward
-        mlp.forward = lambda x: checkpoint(own, x, use_reentrant=reentrant)
+        mlp.forward = make(mlp.forward)
         try:
-            loss = P.loss_of(model)
-            loss.backward()
+            return P.STEP(model)
         finally:
             del mlp.forward
-        return loss
 
     return program
+
+
+def checkpointed_inside(reentrant: bool) -> Program:
+    return with_forward(lambda own: lambda x: checkpoint(own, x, use_reentrant=reentrant))
 
 
 def saved_inside(*, alone: bool) -> Program:
@@ -328,21 +331,21 @@ def bitsandbytes_beside(model: Model) -> None:
 # Backwards.
 
 
+def in_a_thread(target: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(target).result()
+
+
 def from_another_thread(model: Model) -> object:
     loss = P.loss_of(model)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
+    in_a_thread(loss.backward)
     return loss
 
 
 def forward_in_another_thread(model: Model) -> object:
-    losses: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: losses.append(P.loss_of(model)))
-    thread.start()
-    thread.join()
-    losses[0].backward()
-    return losses
+    loss = in_a_thread(lambda: P.loss_of(model))
+    loss.backward()
+    return loss
 
 
 def create_graph(model: Model) -> None:

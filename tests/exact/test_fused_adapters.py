@@ -336,25 +336,19 @@ def test_a_prepared_model_uses_them_already(bases: Bases) -> None:
     assert not are_used(model)
 
 
-@pytest.mark.parametrize("kernels", ["fused", "peft"])
-def test_stats_count_calls(kernels: str, bases: Bases) -> None:
+@pytest.mark.parametrize("kernels", ["fused", "peft", "several adapters"])
+def test_stats_count_calls_and_say_why_not(kernels: str, bases: Bases) -> None:
     model = adapted(bases)
-    poros.prepare(model, adapter_kernels=kernels)
+    if kernels == "several adapters":
+        several(model)
+    poros.prepare(model, adapter_kernels="peft" if kernels == "peft" else "fused")
     step(model)
     stats = poros.runtime(model).stats()
-    assert stats["num_unfused_adapters"] == 0 and stats["fallbacks"] == []
     # Forward and recomputation; the check runs PEFT's own.
-    assert stats["num_fused_adapters"] == (28 if kernels == "fused" else 0)
-
-
-def test_stats_say_why_not(bases: Bases) -> None:
-    model = adapted(bases)
-    several(model)
-    poros.prepare(model)
-    step(model)
-    stats = poros.runtime(model).stats()
-    assert (stats["num_fused_adapters"], stats["num_unfused_adapters"]) == (0, 28)
-    assert stats["fallbacks"] == ["adapters ran as PEFT has them: several active adapters"]
+    counts = stats["num_fused_adapters"], stats["num_unfused_adapters"]
+    assert counts == {"fused": (28, 0), "peft": (0, 0), "several adapters": (0, 28)}[kernels]
+    said = ["adapters ran as PEFT has them: several active adapters"]
+    assert stats["fallbacks"] == said * (kernels == "several adapters")
 
 
 def test_an_adapter_that_comes_later_is_fused_too(bases: Bases) -> None:

@@ -210,13 +210,6 @@ def test_other_evaluations_are_exact(subject: Any, program: Program, residents: 
     assert residents.compare(subject, program) == {}
 
 
-def test_watched_evaluation_is_exact(residents: Residents) -> None:
-    prepare = AdversarialPrepare()
-    with prepare.watching():
-        program = WITH_TRAINING["no_grad"]
-        assert residents.compare(S.PLAIN, program, partial(prepare, device="cpu")) == {}
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_prepared_under_a_gradless_mode_is_exact(mode: str, residents: Residents) -> None:
     def train_and_restore(model: Model) -> object:

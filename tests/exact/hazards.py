@@ -362,10 +362,6 @@ def functional_gradient(model: Model) -> object:
     return torch.func.grad(loss_of)({name: each.detach() for name, each in trained.items()})
 
 
-def sum_of_two(model: Model) -> None:
-    (P.loss_of(model) + P.loss_of(model, 1)).backward()
-
-
 def retained_and_partial(model: Model) -> object:
     loss = P.loss_of(model)
     parameters = list(P.trained(model).values())
@@ -373,18 +369,6 @@ def retained_and_partial(model: Model) -> object:
     loss.backward(retain_graph=True)
     loss.backward()
     return found
-
-
-def step_within_backward(model: Model) -> None:
-    """Each adapter is updated as soon as its gradient is there."""
-    handles = []
-    for each in P.trained(model).values():
-        optimizer = torch.optim.SGD([each], lr=0.1)
-        handles.append(each.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step()))
-    for number in (0, 1, 0):
-        P.loss_of(model, number).backward()
-    for handle in handles:
-        handle.remove()
 
 
 def failing(where: str, error: type[BaseException]) -> Program:

@@ -102,14 +102,11 @@ STEP_WITHOUT_CACHE = P.one_step(forward=R.uncached)
 
 
 def backwards() -> Iterator[Row]:
-    yield Row("a second backward", S.PLAIN, P.backward_twice)
     yield Row("different losses", S.PLAIN, P.different_losses, replays=False)
     for order in ((0, 1), (1, 0)):
         yield Row(f"two forwards, backwards {order}", S.PLAIN, P.two_forwards(order))
-    yield Row("two forwards, one backward", S.PLAIN, H.sum_of_two)
     yield Row("gradients of some parameters", S.PLAIN, P.some_parameters, replays=False)
     yield Row("partial backwards", S.PLAIN, H.retained_and_partial)
-    yield Row("updates within backward", S.PLAIN, H.step_within_backward)
     yield Row("backward in another thread", S.PLAIN, H.from_another_thread)
     yield Row("forward in another thread", S.PLAIN, H.forward_in_another_thread)
     yield Row("a layer called outside of the model", S.PLAIN, P.layer_outside_of_the_model)

@@ -43,7 +43,6 @@ from tools.fuzz.program import (
     Policy,
     Program,
     Random,
-    SetAttention,
     SetDropout,
     Setting,
     Step,
@@ -99,33 +98,12 @@ PROGRAMS: dict[str, Program] = {
     "another precision of products between forward and backward, with the self-check": Program(
         steps=(Step(between=(Setting(value="medium"),)),)
     ),
-    "plain": Program(),
     "hooks, edits and an evaluation": Program(
         before=(Hook(kind="parameter", does="scale", part="lora_A"), Hook(part="mlp", tag=1)),
         steps=(Step(), Step(before=(EditAdapter(), Evaluate(), EditBase("outside", "data")))),
     ),
-    "a loss on an activation from inside a layer": Program(
-        subject=Subject(targets="mlp"),
-        before=(Hook(does="capture", layer=1, part="self_attn"),),
-        steps=(Step(forwards=PENALIZED),),
-    ),
-    "a penalty on adapters in an autocast region": Program(
-        steps=(Step(forwards=(Forward(terms=(Term(kind="gram"),)),), autocast="each"),)
-    ),
     "a module used twice under autocast": Program(
         before=(UseTwice(part="mlp.down_proj", how="beside"),), steps=(Step(autocast="each"),)
-    ),
-    "a backward hook between forward and backward": Program(
-        steps=(Step(between=(Hook(kind="backward", does="scale", part="mlp"),)),)
-    ),
-    "a global hook between forward and backward": Program(
-        steps=(Step(between=(Hook(kind="global_forward", does="scale", part="mlp"),)),)
-    ),
-    "a dropout between forward and backward": Program(
-        subject=Subject(dropout=0.1), steps=(Step(), Step(between=(SetDropout(),)))
-    ),
-    "attention between forward and backward": Program(
-        steps=(Step(), Step(between=(SetAttention(),)))
     ),
     "a trainable tensor switched on in a hook": Program(
         before=(Hook(does="add_tensor", layer=1, part="mlp", since=1),), steps=(Step(), Step())

@@ -20,7 +20,6 @@ from poros.errors import ParityError
 from poros.gates.reference import compare_trajectories
 from poros.replay.captures import ARGUMENTS
 from poros.replay.forms import Form, HeldGraphs
-from poros.stream import attention
 from tests.covers import with_slow
 from tests.exact.adapter_arms import adapted, mlps
 from tests.exact.arms import Bases
@@ -28,6 +27,7 @@ from tests.exact.recorded import KEPT, autocast, loss_of, record_on_tapes, recor
 from tests.exact.together import same, trained
 from tests.exact.trainer_arms import NUM_STEPS, Arms
 from tests.support import prepare_plain, same_bits
+from tests.unsteady import make_unsteady
 from tools.tape import TapeRecorder
 
 Model = Any
@@ -227,47 +227,10 @@ def test_decoding_with_a_cache_runs_as_always(bases: Bases) -> None:
     assert captures.num_replays == 0
 
 
-def unsteady_attention(monkeypatch: pytest.MonkeyPatch, spoiled: bool = False) -> None:
-    """Attention that is taken for one that does not repeat itself, and does not."""
-    genuine = torch.nn.functional.scaled_dot_product_attention
-    noise = [0]
-
-    class Unsteady(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
-            return result.view_as(result)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            if torch.are_deterministic_algorithms_enabled():
-                return gradient
-            noise[0] += 1
-            return gradient * (1 + 0.01 * noise[0])
-
-    def steadily(func: Any, args: Any, kwargs: Any) -> Any:
-        result = Unsteady.apply(genuine(*args, **kwargs))
-        node = result.grad_fn
-        if node is not None:
-            held: list[Any] = []
-            node.register_prehook(lambda _: attention._enter(held))
-            node.register_hook(lambda *_: attention._leave(held))
-        return result
-
-    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
-        for mode in torch.overrides._get_current_function_mode_stack():
-            if isinstance(mode, attention.AttentionKernels):
-                mode.may_vary = True
-                if mode._is_deterministic:
-                    return steadily(None, args, kwargs)
-        return Unsteady.apply(genuine(*args, **kwargs))
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-
-
 def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unsteady_attention(monkeypatch)
+    make_unsteady(monkeypatch)
     for policy in ({}, KEPT):
         model = adapted(bases, lora_dropout=0.1)
         captures, recorder = recorded(model, self_check="off", **policy)
@@ -281,7 +244,7 @@ def test_attention_that_does_not_repeat_itself_is_proved_with_one_that_does(
 def test_control_a_recording_that_is_wrong_is_found_with_steady_attention_too(
     bases: Bases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unsteady_attention(monkeypatch)
+    make_unsteady(monkeypatch)
     model = adapted(bases, lora_dropout=0.1)
     captures, _ = recorded(model, self_check="off")
 

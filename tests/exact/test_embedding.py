@@ -42,16 +42,6 @@ def test_it_trains_as_a_resident_one_and_comes_back() -> None:
     assert stats["host_num_bytes"] - poros.runtime(model).host.num_bytes == matrix_of(model).nbytes
 
 
-def test_only_large_ones_stay_on_the_host_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = prepare_plain(build())
-    num_bytes = matrix_of(model).nbytes
-    assert not isinstance(matrix_of(model), HostMatrix)
-    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", num_bytes)
-    assert isinstance(matrix_of(prepare_plain(build())), HostMatrix)
-    kept = prepare_plain(build(), stream_embedding=False)
-    assert not isinstance(matrix_of(kept), HostMatrix)
-
-
 def flipped_byte(model: Model) -> None:
     # In a row that no batch asks for.
     asked = {int(token) for batch in batches() for token in batch["input_ids"].flatten()}

@@ -241,15 +241,21 @@ def test_policies_that_make_no_sense(name: str) -> None:
         poros.prepare(build(), **{name: "fast"})
 
 
-def test_by_itself_only_a_large_head_with_a_sliced_loss_leaves_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def is_on_host(**policy: Any) -> bool:
-        return isinstance(head_of(poros.prepare(build(), stream_head=None, **policy)), HostMatrix)
+def test_by_itself_only_a_large_matrix_leaves_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head only if its loss is sliced."""
 
-    assert not is_on_host(loss="chunked")
-    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", 1)
-    assert is_on_host(loss="chunked") and not is_on_host(loss="reference")
+    def on_host(**policy: Any) -> tuple[bool, bool]:
+        given = {"stream_head": None, **policy}
+        model = poros.prepare(build(), **given)
+        weights = head_of(model), model.get_input_embeddings().weight
+        return isinstance(weights[0], HostMatrix), isinstance(weights[1], HostMatrix)
+
+    assert on_host(loss="chunked") == (False, False)
+    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", head_of(build()).nbytes)
+    assert on_host(loss="chunked") == (True, True)
+    assert on_host(loss="reference", stream_embedding=False) == (False, False)
+    monkeypatch.setattr("poros.head.embedding.LEAST_NUM_BYTES", head_of(build()).nbytes + 1)
+    assert on_host(loss="chunked") == (False, False)
 
 
 # What moves, and what is there.

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import poros
 from poros.gates.reference import Trajectory, compare_trajectories
 from poros.head.host_matrix import HostMatrix
 from tests.covers import with_slow
 from tests.exact.recorded import record_on_tapes
+from tests.exact.together import num_groups, reasons
 from tests.exact.trl_arms import COMPLETIONS, PREFERENCES, TEXTS, Arms, Prepare, check, trl
 from tests.support import prepare_plain
 
@@ -33,8 +35,21 @@ class Row(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
     policy: dict[str, Any] = {}  # noqa: RUF012
     of_arms: dict[str, Any] = {}  # noqa: RUF012
+    grouped: type | None = None
+    """The trainer whose micro-batches go through the blocks together."""
 
 
+class GroupedSft(poros.BlockMajorMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+class GroupedDpo(poros.BlockMajorMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+THREE = {"gradient_accumulation_steps": 3}
+PACKED = {"packing": True, "max_length": 24, "gradient_accumulation_steps": 2}
+SLICED = {"loss": "chunked", "stream_head": True}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 BY_TRAINER = {"attach_in_trainer": True}
 ROWS = {
@@ -62,16 +77,22 @@ ROWS = {
     "dpo, the base": Row(DPO, BY_TRAINER),
     "dpo, the base, accumulation": Row(DPO, {**BY_TRAINER, "gradient_accumulation_steps": 2}),
     "dpo, the base, before": Row(DPO, {**BY_TRAINER, "precompute_ref_log_probs": True}),
+    "sft, grouped": Row(SFT, THREE, SLICED, grouped=GroupedSft),
+    "sft, packed, grouped": Row(SFT, PACKED, grouped=GroupedSft),
+    "sft, dft, grouped": Row(SFT, {**THREE, "loss_type": "dft"}, SLICED, grouped=GroupedSft),
+    "dpo, grouped": Row(DPO, THREE, grouped=GroupedDpo),
+    "dpo, on the host, grouped": Row(DPO, THREE, SLICED, grouped=GroupedDpo),
 }
 
 
 @pytest.mark.parametrize("which", with_slow(ROWS, ("sft, accumulation", "sft, no checkpointing")))
 def test_trainers(which: str, tmp_path: Path) -> None:
-    kind, options, policy, of_arms = ROWS[which]
+    kind, options, policy, of_arms, grouped = ROWS[which]
     arms = Arms(tmp_path, *kind, **of_arms)
     is_evaluated = options is EVALUATED
     arms.eval_rows = COMPLETIONS[:4] if is_evaluated else None
-    found = check(arms, policy, **options)
+    policy = {"slots": 2, **policy} if grouped else policy
+    found = check(arms, policy, grouped, **options)
     assert sum("eval_loss" in entry.name for entry in found.extras) == 2 * is_evaluated
     arguments, model = arms.trainer.args, arms.model
     assert arguments.bf16 == options.get("bf16", True)
@@ -79,6 +100,10 @@ def test_trainers(which: str, tmp_path: Path) -> None:
     if arms.quantize:
         trained = {each.dtype for each in model.parameters() if each.requires_grad}
         assert trained == {torch.bfloat16}, "TRL casts the adapters of 4-bit models"
+    if grouped is not None:
+        # What DPO's reference pass draws is known behind the first micro-batch.
+        assert num_groups(model) == (3 if kind is DPO else 2) and reasons(model) == []
+        assert any("line 0" in each.name for each in found.extras), "what they log is compared"
     has_reference = kind is DPO and "attach_in_trainer" not in options
     assert sorted(model.peft_config) == ["default", "ref"][: 1 + has_reference]
 
